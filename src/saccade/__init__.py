@@ -1,0 +1,1 @@
+"""Speculative decoding for vision-language models."""

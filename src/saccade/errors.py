@@ -1,0 +1,19 @@
+"""The errors that users meet; every message is one sentence: what was wrong, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class SaccadeError(ValueError):
+    """Something the user gave or configured cannot be used as it is."""
+
+
+class InputError(SaccadeError):
+    """A prompt, an image, a video or a generation argument is not usable."""
+
+
+class ModelError(SaccadeError):
+    """A checkpoint or a pair of checkpoints is not usable."""
+
+
+class MethodError(SaccadeError):
+    """A method, or the parts named for it, do not exist or do not fit together."""

@@ -1,0 +1,43 @@
+"""What a model is asked: token ids with placeholders, and the media that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """One image or one video, ready for one model family.
+
+    Attributes:
+        kind: which placeholder token it fills.
+        tensors: forward keyword arguments for this medium alone, batch dimension included
+            (for example ``pixel_values`` and ``image_grid_thw``).
+        n_tokens: number of placeholder tokens in the prompt that it fills.
+        digest: hash of the content; equal digests mean interchangeable features.
+    """
+
+    kind: Literal["image", "video"]
+    tensors: Mapping[str, torch.Tensor]
+    n_tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row's prompt for one model.
+
+    Attributes:
+        ids: token ids, placeholders already expanded to one id per visual token.
+        media: the media in the order in which their placeholders appear in ``ids``.
+    """
+
+    ids: tuple[int, ...]
+    media: tuple[Medium, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.ids)
