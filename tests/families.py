@@ -1,0 +1,720 @@
+"""Tiny random models of every supported family, with inputs as Hugging Face processors make them.
+
+Every model has a few thousand to a hundred thousand weights, so that it is built in well under a second.
+The weights are random but *sharp*: attention is peaked and logits spread, so that greedy tokens vary, depend
+on every earlier token, on every position and on the image, and win by margins far above rounding.
+
+    case = FAMILIES["qwen2_5_vl"]
+    model = case.model()
+    inputs = case.inputs("image", rows=3)           # left padded, as `generate` wants it
+    expected = case.reference("image", rows=3)      # greedy tokens of `generate`, row by row
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+VOCAB = 192
+PAD, BOS, EOS = 0, 1, 2
+FIRST_WORD, LAST_WORD = 8, VOCAB - 9  # ids outside are special: random models never prefer them
+IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
+VISION_START, VISION_END = VOCAB - 3, VOCAB - 4
+IMAGE_BREAK, IMAGE_END = VOCAB - 5, VOCAB - 6
+
+MAX_NEW_TOKENS = 64
+
+Inputs = dict[str, Tensor]
+
+
+# --------------------------------------------------------------------------- pieces of a prompt
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one row's prompt: text, or one image or video with its placeholders.
+
+    Attributes:
+        ids: token ids, placeholders expanded.
+        tensors: what a processor would return for this image or video; empty for text.
+    """
+
+    ids: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+
+
+Row = list[Piece]
+Medium = Callable[[torch.Generator, int], Piece]  # (random source, which one of several sizes) -> piece
+Collate = Callable[[list[Row]], Inputs]
+
+
+def _words(generator: torch.Generator, count: int) -> Piece:
+    ids = torch.randint(FIRST_WORD, LAST_WORD + 1, (count,), generator=generator)
+    return Piece(tuple(ids.tolist()), {})
+
+
+def _media(rows: list[Row], name: str) -> list[Tensor]:
+    return [piece.tensors[name] for row in rows for piece in row if name in piece.tensors]
+
+
+def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Pads with zeros at the end of every dimension, as the image processors do."""
+    out = tensor.new_zeros(shape)
+    out[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return out
+
+
+def _pad_and_concatenate(tensors: list[Tensor]) -> Tensor:
+    largest = [max(t.shape[i] for t in tensors) for i in range(1, tensors[0].dim())]
+    return torch.cat([_pad_to(t, (t.shape[0], *largest)) for t in tensors])
+
+
+def _concatenated(*names: str) -> Collate:
+    """Media of all rows one after another, padded to the largest where sizes differ."""
+
+    def collate(rows: list[Row]) -> Inputs:
+        found = {name: _media(rows, name) for name in names}
+        return {name: _pad_and_concatenate(tensors) for name, tensors in found.items() if tensors}
+
+    return collate
+
+
+def _by_row(*names: str) -> Collate:
+    """Media stacked per row, [B, most images, ...], rows with fewer padded with zeros (Idefics3)."""
+
+    def collate(rows: list[Row]) -> Inputs:
+        out: Inputs = {}
+        for name in names:
+            per_row = [_media([row], name) for row in rows]
+            found = [tensor for tensors in per_row for tensor in tensors]
+            if not found:
+                continue
+            most = max(len(tensors) for tensors in per_row)
+            shape = [max(t.shape[i] for t in found) for i in range(1, found[0].dim())]
+            stacked = found[0].new_zeros(len(rows), most, *shape)
+            for b, tensors in enumerate(per_row):
+                for i, tensor in enumerate(tensors):
+                    stacked[b, i] = _pad_to(tensor[0], shape)
+            out[name] = stacked
+        return out
+
+    return collate
+
+
+def _text_only(rows: list[Row]) -> Inputs:
+    return {}
+
+
+# --------------------------------------------------------------------------- images and videos
+
+
+def _noise(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _square_image(tokens: int, size: int, *, tiles: int = 1, wrapped: bool = False) -> Medium:
+    """One square image (LLaVA, Gemma3, InternVL); ``tiles`` of them for InternVL's second size."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        count = 1 + variant % tiles
+        ids = (IMAGE,) * (tokens * count)
+        if wrapped:
+            ids = (VISION_START, *ids, VISION_END)
+        return Piece(ids, {"pixel_values": _noise(generator, count, 3, size, size)})
+
+    return build
+
+
+def _idefics_image(tokens: int, size: int) -> Medium:
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        ids = (VISION_START, *(IMAGE,) * tokens, VISION_END)
+        pixels = _noise(generator, 1, 3, size, size)
+        return Piece(
+            ids, {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, size, size, dtype=torch.long)}
+        )
+
+    return build
+
+
+def _pixtral_image(patch: int, merge: int) -> Medium:
+    """Rows of patches, each row closed by a break token, the last one by an end token."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        rows, columns = [(2, 3), (3, 2), (2, 2)][variant % 3]
+        ids = [*[IMAGE] * columns, IMAGE_BREAK] * rows
+        ids[-1] = IMAGE_END
+        height, width = rows * patch * merge, columns * patch * merge
+        return Piece(
+            tuple(ids),
+            {
+                "pixel_values": _noise(generator, 1, 3, height, width),
+                "image_sizes": torch.tensor([[height, width]]),
+            },
+        )
+
+    return build
+
+
+ANYRES_TILE, ANYRES_SIDE = 16, 4  # pixels per tile side, patches per tile side
+ANYRES_PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+
+
+def _anyres_tokens(height: int, width: int, grid: tuple[int, int], newline: bool = True) -> int:
+    """Patches left after unpadding, one newline per row of patches, and the base tile."""
+    rows, columns = grid[0] * ANYRES_SIDE, grid[1] * ANYRES_SIDE
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * columns / width, 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * rows / height, 7))) // 2 * 2
+    return ANYRES_SIDE**2 + rows * columns + rows
+
+
+def _anyres_image(generator: torch.Generator, variant: int) -> Piece:
+    """An image cut into tiles after one base tile (LLaVA-NeXT; LLaVA-OneVision with a single image)."""
+    height, width, grid = [(10, 30, (1, 2)), (24, 14, (2, 1)), (16, 28, (1, 2))][variant % 3]
+    tiles = 1 + grid[0] * grid[1]
+    return Piece(
+        (IMAGE,) * _anyres_tokens(height, width, grid),
+        {
+            "pixel_values": _noise(generator, 1, tiles, 3, ANYRES_TILE, ANYRES_TILE),
+            "image_sizes": torch.tensor([[height, width]]),
+        },
+    )
+
+
+def _anyres_base_image(generator: torch.Generator, variant: int) -> Piece:
+    """LLaVA-OneVision does not cut images into tiles when a prompt has several."""
+    tensors = _anyres_image(generator, variant).tensors
+    base_tile = tensors["pixel_values"][:, :1]
+    return Piece((IMAGE,) * (ANYRES_SIDE**2 + 1), {**tensors, "pixel_values": base_tile})
+
+
+def _onevision_video(generator: torch.Generator, variant: int) -> Piece:
+    frames = 3  # Hugging Face stacks the videos of a batch, so they all have as many frames
+    tokens = frames * (ANYRES_SIDE // 2) ** 2 + 1
+    pixels = _noise(generator, 1, frames, 3, ANYRES_TILE, ANYRES_TILE)
+    return Piece((VIDEO,) * tokens, {"pixel_values_videos": pixels})
+
+
+def _onevision_collate(rows: list[Row]) -> Inputs:
+    inputs = _concatenated("pixel_values", "image_sizes", "pixel_values_videos")(rows)
+    if "pixel_values" in inputs:
+        inputs["batch_num_images"] = torch.tensor([len(_media([row], "pixel_values")) for row in rows])
+    return inputs
+
+
+QWEN_PATCH, QWEN_MERGE, QWEN_TEMPORAL = 4, 2, 2
+
+
+def _qwen_image(generator: torch.Generator, variant: int) -> Piece:
+    grid = [(1, 4, 6), (1, 6, 8), (1, 4, 4)][variant % 3]
+    patches = math.prod(grid)
+    values = _noise(generator, patches, 3 * QWEN_TEMPORAL * QWEN_PATCH**2)
+    ids = (VISION_START, *(IMAGE,) * (patches // QWEN_MERGE**2), VISION_END)
+    return Piece(ids, {"pixel_values": values, "image_grid_thw": torch.tensor([grid])})
+
+
+def _qwen_video(*, seconds: bool = False, timestamps: bool = False) -> Medium:
+    """Args:
+    seconds: adds ``second_per_grid_ts`` (Qwen2.5-VL).
+    timestamps: every temporal patch stands alone behind a text timestamp (Qwen3-VL).
+    """
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        grid = [(2, 4, 6), (3, 4, 4), (2, 6, 4)][variant % 3]
+        frames, patches = grid[0], math.prod(grid)
+        values = _noise(generator, patches, 3 * QWEN_TEMPORAL * QWEN_PATCH**2)
+        tokens = patches // QWEN_MERGE**2
+        tensors = {"pixel_values_videos": values, "video_grid_thw": torch.tensor([grid])}
+        if seconds:
+            tensors["second_per_grid_ts"] = torch.tensor([[1.0, 0.5, 2.0][variant % 3]])
+        if not timestamps:
+            return Piece((VISION_START, *(VIDEO,) * tokens, VISION_END), tensors)
+        ids: list[int] = []
+        for _ in range(frames):
+            stamp = _words(generator, 2).ids
+            ids += [*stamp, VISION_START, *[VIDEO] * (tokens // frames), VISION_END]
+        return Piece(tuple(ids), tensors)
+
+    return build
+
+
+_qwen_collate = _concatenated(
+    "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
+)
+
+
+# --------------------------------------------------------------------------- a family
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One model family on the test bed.
+
+    Attributes:
+        name: family name, the key in ``FAMILIES``.
+        build: number of layers (None: the family's default) -> untrained model on the CPU.
+        image: makes one image with its placeholders; None for a language model.
+        several: makes one image of several in a prompt, where that differs from ``image``.
+        video: makes one video, where the family has video tokens of its own.
+        collate: joins the media of all rows.
+        types: name of the token type tensor, where the family needs one.
+        salt: added to the seed of the weights; chosen so that ``generate`` never wins by a hair (test_bed).
+        draft_noise: relative noise on the weights that leaves a draft model right about 40-80 % of the time.
+    """
+
+    name: str
+    build: Callable[[int | None], PreTrainedModel]
+    image: Medium | None = None
+    several: Medium | None = None
+    video: Medium | None = None
+    collate: Collate = _text_only
+    types: str | None = None
+    salt: int = 0
+    draft_noise: float = 0.1
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of prompt that the family takes."""
+        if self.image is None:
+            return ("text",)
+        return ("image", "images2", *(("video",) if self.video else ()), "text")
+
+    @property
+    def is_visual(self) -> bool:
+        return self.image is not None
+
+    def model(
+        self, seed: int = 0, layers: int | None = None, eos: int | list[int] | None = None
+    ) -> PreTrainedModel:
+        """Builds a fresh model: eval mode, fp32, sdpa, no end-of-sequence token unless asked for."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 * seed + self.salt)
+            model = self.build(layers)
+            _sharpen(model)
+        model.generation_config = GenerationConfig(
+            pad_token_id=PAD, bos_token_id=BOS, eos_token_id=eos, do_sample=False
+        )
+        return model.eval()
+
+    def draft_model(
+        self, seed: int = 0, *, noise: float | None = None, target_seed: int = 0
+    ) -> PreTrainedModel:
+        """The target with noise on its weights: some greedy drafts are right and some are wrong."""
+        return perturbed(self.model(target_seed), self.draft_noise if noise is None else noise, seed)
+
+    def text_draft_model(self, seed: int = 0) -> PreTrainedModel:
+        """A language model that shares the vocabulary and cannot see."""
+        return FAMILIES["llama"].model(seed + 1)
+
+    def inputs(self, kind: str = "image", rows: int = 1, seed: int = 0) -> Inputs:
+        """Keyword arguments for ``generate``; rows differ in length and are padded on the left."""
+        return self._assemble([self._row(kind, row, seed) for row in range(rows)])
+
+    def row_inputs(self, kind: str, row: int, seed: int = 0) -> Inputs:
+        """Row ``row`` of ``inputs(kind, rows, seed)`` alone, without padding."""
+        return self._assemble([self._row(kind, row, seed)])
+
+    def continued(self, kind: str, row: int, answer: Sequence[int], seed: int = 0) -> Inputs:
+        """A second turn for one row: the first prompt, ``answer``, and a new question of the same kind."""
+        question = self._row(kind, row, seed + 1)[1:]  # without the beginning-of-sequence token
+        return self._assemble([[*self._row(kind, row, seed), Piece(tuple(answer), {}), *question]])
+
+    def reference(self, kind: str, rows: int = 1, n: int = MAX_NEW_TOKENS, seed: int = 0) -> list[list[int]]:
+        """Greedy tokens of ``generate`` on ``model()``, row by row; computed once per process."""
+        return [list(_cached_reference(self.name, kind, row, seed)[:n]) for row in range(rows)]
+
+    def _row(self, kind: str, row: int, seed: int) -> Row:
+        generator = torch.Generator().manual_seed(1000 * seed + 10 * row + _KIND_SEED[kind])
+        pieces = [Piece((BOS,), {}), _words(generator, 3 + (5 * row) % 7)]
+        if kind == "image":
+            pieces.append(self.image(generator, row + seed))
+        elif kind == "images2":
+            image = self.several or self.image
+            pieces += [image(generator, row + seed), _words(generator, 2), image(generator, row + seed + 1)]
+        elif kind == "video":
+            pieces.append(self.video(generator, row + seed))
+        elif kind != "text":
+            raise ValueError(f"There is no kind of prompt named {kind!r}; expected one of {self.kinds}.")
+        return [*pieces, _words(generator, 4 + (3 * row) % 5)]
+
+    def _assemble(self, rows: list[Row]) -> Inputs:
+        ids = [[token for piece in row for token in piece.ids] for row in rows]
+        longest = max(map(len, ids))
+        inputs: Inputs = {
+            "input_ids": torch.tensor([[PAD] * (longest - len(row)) + row for row in ids]),
+            "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
+        }
+        if self.types is not None:
+            inputs[self.types] = (inputs["input_ids"] == IMAGE).long() + 2 * (
+                inputs["input_ids"] == VIDEO
+            ).long()
+        return {**inputs, **self.collate(rows)}
+
+
+_KIND_SEED = {"text": 1, "image": 2, "images2": 3, "video": 4}
+
+
+# --------------------------------------------------------------------------- reference
+
+
+@torch.no_grad()
+def reference_greedy(
+    model: PreTrainedModel, inputs: Inputs, n: int = MAX_NEW_TOKENS, **options: object
+) -> list[list[int]]:
+    """New tokens of Hugging Face ``generate`` for every row of ``inputs``.
+
+    Exact only for one row: pass rows one by one to compare token by token.
+    """
+    reset_rope_deltas(model)
+    prompt = inputs["input_ids"].shape[1]
+    out = model.generate(**inputs, **{"max_new_tokens": n, "do_sample": False, **options})
+    reset_rope_deltas(model)
+    return out[:, prompt:].tolist()
+
+
+def reset_rope_deltas(model: PreTrainedModel) -> None:
+    """Qwen-VL models keep the last prompt's offset on the module, where it outlives the request."""
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
+
+
+@cache
+def pristine(name: str) -> PreTrainedModel:
+    """The family's target as the reference sees it. Never give it to code under test."""
+    return FAMILIES[name].model()
+
+
+@cache
+def _cached_reference(name: str, kind: str, row: int, seed: int) -> tuple[int, ...]:
+    return tuple(reference_greedy(pristine(name), FAMILIES[name].row_inputs(kind, row, seed))[0])
+
+
+# --------------------------------------------------------------------------- weights
+
+
+def _sharpen(model: PreTrainedModel) -> None:
+    """Draws weights anew, so that attention is peaked and logits spread (uses the global generator)."""
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    scaled_embedding = model.config.model_type.startswith("gemma")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter is head or parameter is embedding:
+                continue
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                continue
+            fan_in = parameter[0].numel() if parameter.dim() != 3 else parameter.shape[-1]
+            gain = 1.6 if any(part in name for part in ("q_proj", "k_proj")) else 1.0
+            nn.init.normal_(parameter, std=gain / math.sqrt(fan_in))
+        width = embedding.shape[1]
+        nn.init.normal_(embedding, std=1 / math.sqrt(width) if scaled_embedding else 1.0)
+        embedding[PAD] = 0
+        nn.init.normal_(head, std=4 / math.sqrt(width))
+        head[:FIRST_WORD] = 0
+        head[LAST_WORD + 1 :] = 0
+
+
+def perturbed(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedModel:
+    """A copy of ``model`` with Gaussian noise, relative to each weight matrix's own spread."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.dim() < 2:
+                continue
+            spread = parameter.std()
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * (noise * spread))
+        head = copied.get_output_embeddings().weight
+        head[:FIRST_WORD] = 0
+        head[LAST_WORD + 1 :] = 0
+    return copied
+
+
+# --------------------------------------------------------------------------- configurations
+
+
+def _text(layers: int | None, default: int = 2, **more: object) -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": default if layers is None else layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def _vision(**more: object) -> dict[str, object]:
+    return {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        **more,
+    }
+
+
+def _language_model(model_type: str, **more: object) -> Callable[[int | None], PreTrainedModel]:
+    def build(layers: int | None) -> PreTrainedModel:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(model_type, **_text(layers, **more))
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+    return build
+
+
+def _vision_language_model(
+    model_type: str, *, text: Mapping[str, object], vision: Mapping[str, object], **more: object
+) -> Callable[[int | None], PreTrainedModel]:
+    def build(layers: int | None) -> PreTrainedModel:
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        config = AutoConfig.for_model(
+            model_type,
+            text_config=_text(layers, **text),
+            vision_config=dict(vision),
+            image_token_id=IMAGE,
+            tie_word_embeddings=False,
+            **more,
+        )
+        return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+
+    return build
+
+
+def _gemma3(layers: int | None) -> PreTrainedModel:
+    """Sliding and full layers mixed; the window is shorter than an image, which is attended both ways."""
+    count = 4 if layers is None else layers
+    kinds = ["sliding_attention", "full_attention"] * count
+    return _vision_language_model(
+        "gemma3",
+        text={
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 12,
+            "layer_types": kinds[:count],
+        },
+        vision=_vision(model_type="siglip_vision_model", patch_size=2, vision_use_head=False),
+        mm_tokens_per_image=16,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+    )(count)
+
+
+_QWEN_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": QWEN_PATCH,
+    "spatial_merge_size": QWEN_MERGE,
+    "temporal_patch_size": QWEN_TEMPORAL,
+}
+_QWEN_IDS = {
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_INTERLEAVED_MROPE = {**_MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_QWEN3_VISION = {
+    **_QWEN_VISION,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+
+_CLIP = _vision(model_type="clip_vision_model")
+_SIGLIP = _vision(model_type="siglip_vision_model", vision_use_head=False)
+_PIXTRAL = _vision(model_type="pixtral", image_size=64, head_dim=16)
+
+_CASES = (
+    FamilyCase("llama", _language_model("llama"), salt=1),
+    FamilyCase("qwen2", _language_model("qwen2"), salt=50),
+    FamilyCase("qwen3", _language_model("qwen3", head_dim=16), salt=101),
+    FamilyCase("mistral", _language_model("mistral", sliding_window=16, head_dim=16), salt=150),
+    FamilyCase(
+        "llava",
+        _vision_language_model("llava", text={"model_type": "llama"}, vision=_CLIP),
+        image=_square_image(16, 16),
+        collate=_concatenated("pixel_values"),
+        salt=200,
+    ),
+    FamilyCase(
+        "llava_pixtral",
+        _vision_language_model(
+            "llava",
+            text={"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+            vision=_PIXTRAL,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        image=_pixtral_image(4, 1),
+        collate=_concatenated("pixel_values", "image_sizes"),
+        salt=250,
+    ),
+    FamilyCase(
+        "llava_next",
+        _vision_language_model(
+            "llava_next", text={"model_type": "llama"}, vision=_CLIP, image_grid_pinpoints=ANYRES_PINPOINTS
+        ),
+        image=_anyres_image,
+        collate=_concatenated("pixel_values", "image_sizes"),
+        salt=300,
+    ),
+    FamilyCase(
+        "llava_onevision",
+        _vision_language_model(
+            "llava_onevision",
+            text={"model_type": "qwen2"},
+            vision=_SIGLIP,
+            video_token_id=VIDEO,
+            image_grid_pinpoints=ANYRES_PINPOINTS,
+        ),
+        image=_anyres_image,
+        several=_anyres_base_image,
+        video=_onevision_video,
+        collate=_onevision_collate,
+        salt=353,
+    ),
+    FamilyCase(
+        "qwen2_vl",
+        _vision_language_model(
+            "qwen2_vl",
+            text={"rope_parameters": _MROPE},
+            vision={**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64},
+            **_QWEN_IDS,
+        ),
+        image=_qwen_image,
+        video=_qwen_video(),
+        collate=_qwen_collate,
+        types="mm_token_type_ids",
+        salt=404,
+    ),
+    FamilyCase(
+        "qwen2_5_vl",
+        _vision_language_model(
+            "qwen2_5_vl",
+            text={"rope_parameters": _MROPE},
+            vision={
+                **_QWEN_VISION,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+                "tokens_per_second": 2,
+            },
+            **_QWEN_IDS,
+        ),
+        image=_qwen_image,
+        video=_qwen_video(seconds=True),
+        collate=_qwen_collate,
+        types="mm_token_type_ids",
+        salt=451,
+    ),
+    FamilyCase(
+        "qwen3_vl",
+        _vision_language_model(
+            "qwen3_vl",
+            text={"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16},
+            vision=_QWEN3_VISION,
+            **_QWEN_IDS,
+        ),
+        image=_qwen_image,
+        video=_qwen_video(timestamps=True),
+        collate=_qwen_collate,
+        types="mm_token_type_ids",
+        salt=515,
+    ),
+    FamilyCase(
+        "qwen3_vl_moe",
+        _vision_language_model(
+            "qwen3_vl_moe",
+            text={
+                "rope_parameters": _INTERLEAVED_MROPE,
+                "head_dim": 16,
+                "moe_intermediate_size": 32,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            vision=_QWEN3_VISION,
+            **_QWEN_IDS,
+        ),
+        image=_qwen_image,
+        video=_qwen_video(timestamps=True),
+        collate=_qwen_collate,
+        types="mm_token_type_ids",
+        salt=551,
+    ),
+    FamilyCase(
+        "idefics3",
+        _vision_language_model("idefics3", text={"model_type": "llama"}, vision=_vision(), scale_factor=2),
+        image=_idefics_image(4, 16),
+        collate=_by_row("pixel_values", "pixel_attention_mask"),
+        salt=605,
+    ),
+    FamilyCase(
+        "smolvlm",
+        _vision_language_model("smolvlm", text={"model_type": "llama"}, vision=_vision(), scale_factor=2),
+        image=_idefics_image(4, 16),
+        collate=_by_row("pixel_values", "pixel_attention_mask"),
+        salt=652,
+    ),
+    FamilyCase(
+        "gemma3",
+        _gemma3,
+        image=_square_image(16, 16, wrapped=True),
+        collate=_concatenated("pixel_values"),
+        types="token_type_ids",
+        salt=710,
+    ),
+    FamilyCase(
+        "mistral3",
+        _vision_language_model(
+            "mistral3",
+            text={"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+            vision=_PIXTRAL,
+            spatial_merge_size=2,
+        ),
+        image=_pixtral_image(4, 2),
+        collate=_concatenated("pixel_values", "image_sizes"),
+        salt=751,
+    ),
+    FamilyCase(
+        "internvl",
+        _vision_language_model(
+            "internvl",
+            text={"model_type": "qwen2"},
+            vision=_vision(image_size=[16, 16], patch_size=[4, 4]),
+            image_seq_length=4,
+        ),
+        image=_square_image(4, 16, tiles=2, wrapped=True),
+        collate=_concatenated("pixel_values"),
+        salt=800,
+    ),
+)
+
+FAMILIES: dict[str, FamilyCase] = {case.name: case for case in _CASES}
+VISUAL_FAMILIES = tuple(case.name for case in _CASES if case.is_visual)
+TEXT_FAMILIES = tuple(case.name for case in _CASES if not case.is_visual)
