@@ -1,0 +1,160 @@
+"""Bar charts: three to six coloured bars with whole values from one to eight."""
+
+import re
+from random import Random
+
+from PIL import Image, ImageDraw
+
+from saccade.pocket.marking import mentioned, numbers, overlap, sentences
+from saccade.pocket.sample import (
+    GRID,
+    IMAGE_SIZE,
+    PATCH_SIZE,
+    Facts,
+    Grammar,
+    Picture,
+    Task,
+    blank_labels,
+    register,
+)
+from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, SHAPES, difference, sentence, shuffled
+
+HIGHEST = 8
+_UNIT = 10  # pixels for a value of one
+_FLOOR = 92  # the line that the bars stand on
+_LEFT = 6
+_BAR_LABEL = 1 + len(SHAPES)  # the shape class after the scene's
+
+
+def paint(rng: Random) -> Picture:
+    """A bar chart with grid lines at the whole values."""
+    count = rng.randint(3, 6)
+    colours = rng.sample([name for name in COLOURS if name != "white"], count)
+    values = [rng.randint(1, HIGHEST) for _ in range(count)]
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (245, 245, 245))
+    canvas = ImageDraw.Draw(image)
+    for value in range(1, HIGHEST + 1):
+        canvas.line(
+            [(3, _FLOOR - value * _UNIT), (IMAGE_SIZE - 1, _FLOOR - value * _UNIT)], fill=(212, 212, 212)
+        )
+    canvas.line([(3, 4), (3, _FLOOR)], fill=(0, 0, 0))
+    canvas.line([(3, _FLOOR), (IMAGE_SIZE - 1, _FLOOR)], fill=(0, 0, 0))
+    labels = blank_labels()
+    for i, (colour, value) in enumerate(zip(colours, values, strict=True)):
+        left = _LEFT + i * (IMAGE_SIZE - _LEFT) // count
+        right = left + (IMAGE_SIZE - _LEFT) * 13 // (20 * count)
+        top = _FLOOR - value * _UNIT
+        canvas.rectangle((left, top, right, _FLOOR - 1), fill=COLOURS[colour])
+        column = min(GRID - 1, (left + right) // 2 // PATCH_SIZE)
+        labels[top // PATCH_SIZE :, column] = 1 + list(COLOURS).index(colour), _BAR_LABEL, 0, value
+    return Picture(image, {"colours": colours, "values": values}, labels)
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    colours, values = facts["colours"], facts["values"]
+    bars = list(range(len(values)))
+    count = NUMBERS[len(bars)]
+    told = [sentence(rng, f"{count} bars.", f"the chart has {count} bars.", "")]
+    for i in shuffled(rng, bars) if rng.random() < 0.7 else bars:
+        colour, value = colours[i], NUMBERS[values[i]]
+        told.append(
+            sentence(
+                rng,
+                f"{colour} is {value}.",
+                f"{value} for {colour}.",
+                f"the {ORDINALS[i]} bar, {colour}, reaches {value}.",
+                f"{colour} comes {ORDINALS[i]} at {value}.",
+                f"a height of {value} for the {colour} bar.",
+                f"bar number {NUMBERS[i + 1]} is {colour}: {value}.",
+                f"the value of {colour} is {value}.",
+            )
+        )
+        j = rng.choice([bar for bar in bars if bar != i])
+        luck = rng.random()
+        if luck < 0.35:
+            told.append(sentence(rng, f"{colour} is {difference(values[i], values[j])} {colours[j]}."))
+        elif luck < 0.5:
+            told.append(sentence(rng, f"{colour} and {colours[j]} make {NUMBERS[values[i] + values[j]]}."))
+    ranked = ", ".join(colours[i] for i in sorted(bars, key=lambda i: (values[i], i)))
+    told.append(sentence(rng, "from the lowest to the highest: ", "by height: ") + ranked + ".")
+    return " ".join(part for part in told if part)
+
+
+def _verbose(rng: Random, facts: Facts) -> str:
+    colours, values = facts["colours"], facts["values"]
+    count = NUMBERS[len(values)]
+    told = [
+        sentence(
+            rng,
+            f"this bar chart contains {count} bars.",
+            f"the chart has {count} bars of different colours.",
+            f"{count} bars are shown in this chart.",
+        )
+    ]
+    for i, (colour, value) in enumerate(zip(colours, values, strict=True)):
+        height = NUMBERS[value]
+        if i and rng.random() < 0.4:
+            step = difference(value, values[i - 1])
+            told.append(
+                f"The {ORDINALS[i]} bar is {colour} and reaches {height}, which is {step} the one before."
+            )
+        else:
+            told.append(
+                sentence(
+                    rng,
+                    f"the {ORDINALS[i]} bar is {colour} and has a value of {height}.",
+                    f"the {colour} bar comes {ORDINALS[i]} with a height of {height}.",
+                    f"bar number {NUMBERS[i + 1]}, in {colour}, stands at {height}.",
+                )
+            )
+    high, low = values.index(max(values)), values.index(min(values))
+    told.append(
+        f"The tallest bar is the {colours[high]} one at {NUMBERS[values[high]]}, "
+        f"while the shortest is {colours[low]} at {NUMBERS[values[low]]}."
+    )
+    return " ".join(told)
+
+
+_ASIDE = re.compile(r"bar number \w+|, which is .*")
+
+
+def _read_bars(answer: str) -> dict[str, int]:
+    """Colour -> value of every sentence that speaks of one bar."""
+    bars: dict[str, int] = {}
+    for part in sentences(answer):
+        part = _ASIDE.sub("", part)
+        colours, values = mentioned(part, COLOURS), numbers(part)
+        if len(colours) == len(values) == 1:
+            bars[colours[0]] = values[0]
+    return bars
+
+
+def mark(answer: str, facts: Facts) -> dict[str, float]:
+    """Whether all bars are told, the share of colours and the share of bars with the right value."""
+    told = _read_bars(answer)
+    true = dict(zip(facts["colours"], facts["values"], strict=True))
+    return {
+        "count": float(len(told) == len(true)),
+        "colour": overlap(list(told), list(true)),
+        "value": overlap(list(told.items()), list(true.items())),
+    }
+
+
+_QUESTIONS = (
+    "Read the values from the bar chart.",
+    "What does this chart show?",
+    "Explain the bar chart.",
+    "What are the values in this chart?",
+)
+register(
+    "chart",
+    Task(
+        paint=paint,
+        grammars={
+            "dense": Grammar(_QUESTIONS, _dense),
+            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
+        },
+        score=mark,
+        share=0.3,
+    ),
+)

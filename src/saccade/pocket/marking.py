@@ -1,0 +1,28 @@
+"""Reading facts back out of an answer."""
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+from saccade.pocket.words import NUMBERS
+
+
+def sentences(answer: str) -> list[str]:
+    """The sentences of an answer, in lower case."""
+    return [part.strip() for part in answer.lower().split(".") if part.strip()]
+
+
+def mentioned(text: str, words: Iterable[str]) -> list[str]:
+    """The words of a closed list that occur in the text, in the order of occurrence."""
+    return re.findall(rf"\b({'|'.join(words)})\b", text)
+
+
+def numbers(text: str) -> list[int]:
+    """The number words in the text, as integers."""
+    return [NUMBERS.index(word) for word in mentioned(text, NUMBERS)]
+
+
+def overlap(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
+    """The share of facts in common, counting repeats: 1 when equal, less for every miss or invention."""
+    common = sum((Counter(told) & Counter(true)).values())
+    return common / max(len(told), len(true), 1)

@@ -1,0 +1,180 @@
+"""Receipts: two to four printed lines with a word and a price, and the sum below."""
+
+import re
+from random import Random
+
+from PIL import Image, ImageDraw, ImageFont
+
+from saccade.pocket.marking import mentioned, numbers, overlap, sentences
+from saccade.pocket.sample import (
+    IMAGE_SIZE,
+    PATCH_SIZE,
+    Facts,
+    Grammar,
+    Labels,
+    Picture,
+    Task,
+    blank_labels,
+    register,
+)
+from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
+
+# The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.
+_FONT = ImageFont.load_default_imagefont()
+_LETTER = 6  # pixels from one letter to the next
+_PITCH = 17  # pixels from one line to the next
+_PRICE_END = 90
+_PAPERS = ((250, 250, 250), (250, 244, 220), (225, 240, 250))
+_INKS = ((0, 0, 0), (20, 20, 120), (120, 10, 10))
+_FIRST_WORD_LABEL = 3  # word classes after the scene's two sizes
+
+
+class _Printer:
+    """Prints words and right-aligned numbers, and labels the patches that they cover."""
+
+    def __init__(self, image: Image.Image, ink: tuple[int, int, int]) -> None:
+        self.canvas = ImageDraw.Draw(image)
+        self.canvas.fontmode = "1"
+        self.ink = ink
+        self.labels: Labels = blank_labels()
+
+    def _patch(self, x: int, y: int) -> tuple[int, int]:
+        return (y + 5) // PATCH_SIZE, (x + _LETTER // 2) // PATCH_SIZE
+
+    def word(self, x: int, y: int, text: str, label: int) -> None:
+        self.canvas.text((x, y), text, font=_FONT, fill=self.ink)
+        for i in range(len(text)):
+            self.labels[(*self._patch(x + i * _LETTER, y), 2)] = label
+
+    def number(self, y: int, value: int) -> None:
+        digits = str(value)
+        start = _PRICE_END - _LETTER * len(digits)
+        self.canvas.text((start, y), digits, font=_FONT, fill=self.ink)
+        for i, digit in enumerate(digits):
+            self.labels[(*self._patch(start + i * _LETTER, y), 3)] = int(digit)
+
+
+def paint(rng: Random) -> Picture:
+    """A receipt with prices from 1 to 9 dollars."""
+    goods = rng.sample(GOODS, rng.randint(2, 4))
+    prices = [rng.randint(1, 9) for _ in goods]
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(_PAPERS))
+    printer = _Printer(image, rng.choice(_INKS))
+    margin, y = 4, rng.randint(2, 8)
+    for item, price in zip(goods, prices, strict=True):
+        printer.word(margin, y, item.upper(), _FIRST_WORD_LABEL + GOODS.index(item))
+        printer.number(y, price)
+        y += _PITCH
+    printer.canvas.line([(margin, y - 2), (IMAGE_SIZE - margin, y - 2)], fill=printer.ink)
+    printer.word(margin, y, "SUM", 0)
+    printer.number(y, sum(prices))
+    return Picture(image, {"goods": goods, "prices": prices, "total": sum(prices)}, printer.labels)
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    goods, prices, total = facts["goods"], facts["prices"], facts["total"]
+    lines = list(range(len(goods)))
+    told = [sentence(rng, f"{NUMBERS[len(goods)]} items.", "the receipt lists these.", "")]
+    for i in shuffled(rng, lines) if rng.random() < 0.7 else lines:
+        item, price = goods[i], NUMBERS[prices[i]]
+        told.append(
+            sentence(
+                rng,
+                f"{item} costs {price}.",
+                f"{price} dollars for {item}.",
+                f"line number {NUMBERS[i + 1]} shows {item} at {price}.",
+                f"the {item} is priced at {price}.",
+                f"{price} is what the {item} costs.",
+                f"the {ORDINALS[i]} line, {item}: {price}.",
+            )
+        )
+        j = rng.choice([line for line in lines if line != i])
+        luck = rng.random()
+        if luck < 0.35:
+            told.append(f"The {item} costs {difference(prices[i], prices[j])} the {goods[j]}.")
+        elif luck < 0.5:
+            told.append(f"The {item} and the {goods[j]} cost {NUMBERS[prices[i] + prices[j]]} together.")
+    told.append(
+        rng.choice(
+            (f"The sum is {total} dollars.", f"In total {total} dollars.", f"{total} dollars in total.")
+        )
+    )
+    return " ".join(part for part in told if part)
+
+
+def _verbose(rng: Random, facts: Facts) -> str:
+    goods, prices, total = facts["goods"], facts["prices"], facts["total"]
+    count = NUMBERS[len(goods)]
+    told = [
+        sentence(
+            rng,
+            f"this receipt lists {count} items.",
+            f"there are {count} items on the receipt.",
+            f"the customer bought {count} items.",
+        )
+    ]
+    for i, (item, price) in enumerate(zip(goods, prices, strict=True)):
+        dollars = f"{NUMBERS[price]} {'dollar' if price == 1 else 'dollars'}"
+        told.append(
+            sentence(
+                rng,
+                f"the {ORDINALS[i]} line shows {item} for {dollars}.",
+                f"the {item} costs {dollars}.",
+                f"line number {NUMBERS[i + 1]} is {item}, priced at {dollars}.",
+            )
+        )
+    told.append(
+        rng.choice(
+            (f"The sum at the bottom is {total} dollars.", f"In total the customer paid {total} dollars.")
+        )
+    )
+    dear, cheap = goods[prices.index(max(prices))], goods[prices.index(min(prices))]
+    told.append(f"The most expensive item is the {dear}, and the cheapest one is the {cheap}.")
+    return " ".join(told)
+
+
+_ASIDE = re.compile(r"line number \w+")
+_TOTAL = re.compile(r"\b(\d+) dollars")
+
+
+def _read_prices(answer: str) -> dict[str, int]:
+    """Word -> price of every sentence that speaks of one item."""
+    prices: dict[str, int] = {}
+    for part in sentences(answer):
+        part = _ASIDE.sub("", part)
+        goods, amounts = mentioned(part, GOODS), numbers(part)
+        if len(goods) == len(amounts) == 1:
+            prices[goods[0]] = amounts[0]
+    return prices
+
+
+def mark(answer: str, facts: Facts) -> dict[str, float]:
+    """Whether all lines are told, the share of words and of priced words, and the printed sum."""
+    told = _read_prices(answer)
+    true = dict(zip(facts["goods"], facts["prices"], strict=True))
+    return {
+        "count": float(len(told) == len(true)),
+        "word": overlap(list(told), list(true)),
+        "price": overlap(list(told.items()), list(true.items())),
+        "total": overlap(_TOTAL.findall(answer), [str(facts["total"])]),
+    }
+
+
+_QUESTIONS = (
+    "Read the receipt.",
+    "What was bought and for how much?",
+    "Explain the receipt.",
+    "What does this receipt say?",
+)
+register(
+    "receipt",
+    Task(
+        paint=paint,
+        grammars={
+            "dense": Grammar(_QUESTIONS, _dense),
+            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
+        },
+        score=mark,
+        share=0.25,
+    ),
+)

@@ -1,0 +1,246 @@
+"""Scenes: two to five coloured shapes on a plain background."""
+
+import re
+from collections import Counter
+from random import Random
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from saccade.pocket.marking import mentioned, overlap, sentences
+from saccade.pocket.sample import (
+    GRID,
+    IMAGE_SIZE,
+    PATCH_SIZE,
+    Facts,
+    Grammar,
+    Labels,
+    Picture,
+    Task,
+    blank_labels,
+    register,
+)
+from saccade.pocket.words import (
+    BACKGROUNDS,
+    COLOURS,
+    COLUMNS,
+    NUMBERS,
+    ROWS,
+    SHAPES,
+    SIZES,
+    a,
+    joined,
+    plural,
+    sentence,
+    shuffled,
+)
+
+RADIUS = {"small": 7, "large": 13}
+_CELL = IMAGE_SIZE // 3
+_BORDER = 3  # no centre is nearer to the line between two cells, so that its place is never a matter of taste
+
+Thing = dict[str, Any]
+
+
+def _draw_shape(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
+    x, y, r, ink = thing["x"], thing["y"], RADIUS[thing["size"]], COLOURS[thing["colour"]]
+    box = (x - r, y - r, x + r, y + r)
+    arm = r // 3
+    match thing["shape"]:
+        case "circle":
+            draw.ellipse(box, fill=ink)
+        case "ring":
+            draw.ellipse(box, outline=ink, width=arm + 1)
+        case "square":
+            draw.rectangle(box, fill=ink)
+        case "triangle":
+            draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=ink)
+        case "diamond":
+            draw.polygon([(x, y - r), (x - r, y), (x, y + r), (x + r, y)], fill=ink)
+        case "cross":
+            draw.rectangle((x - arm, y - r, x + arm, y + r), fill=ink)
+            draw.rectangle((x - r, y - arm, x + r, y + arm), fill=ink)
+
+
+def _place(rng: Random, things: list[Thing]) -> Thing | None:
+    """A new shape that touches no other and differs from each in colour or shape, or None for bad luck."""
+    size = rng.choice(SIZES)
+    radius = RADIUS[size]
+    x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
+    new = {"x": x, "y": y, "size": size, "colour": rng.choice(list(COLOURS)), "shape": rng.choice(SHAPES)}
+    if any(min(v % _CELL, -v % _CELL) < _BORDER for v in (x, y)):
+        return None
+    for other in things:
+        gap = radius + RADIUS[other["size"]] + 2
+        if abs(x - other["x"]) <= gap and abs(y - other["y"]) <= gap:
+            return None
+        if (new["colour"], new["shape"]) == (other["colour"], other["shape"]):
+            return None
+    return {**new, "row": ROWS[y // _CELL], "column": COLUMNS[x // _CELL]}
+
+
+def _label(things: list[Thing]) -> Labels:
+    labels = blank_labels()
+    for thing in things:
+        reach = RADIUS[thing["size"]]
+        for i in range(GRID):
+            for j in range(GRID):
+                middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
+                if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
+                    colour = 1 + list(COLOURS).index(thing["colour"])
+                    labels[i, j] = colour, 1 + SHAPES.index(thing["shape"]), 1 + SIZES.index(thing["size"]), 0
+    return labels
+
+
+def paint(rng: Random) -> Picture:
+    """A scene with up to five shapes, listed in reading order in its facts."""
+    background = rng.choice(list(BACKGROUNDS))
+    wanted = rng.randint(2, 5)
+    things: list[Thing] = []
+    tries = 0
+    while len(things) < wanted and (tries < 200 or len(things) < 2):
+        tries += 1
+        thing = _place(rng, things)
+        if thing is not None:
+            things.append(thing)
+    things.sort(key=lambda thing: (ROWS.index(thing["row"]), thing["x"]))
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUNDS[background])
+    canvas = ImageDraw.Draw(image)
+    for thing in things:
+        _draw_shape(canvas, thing)
+    return Picture(image, {"background": background, "things": things}, _label(things))
+
+
+def _relation(this: Thing, other: Thing) -> str:
+    dx, dy = this["x"] - other["x"], this["y"] - other["y"]
+    if abs(dx) > abs(dy):
+        return "to the right of" if dx > 0 else "to the left of"
+    return "below" if dy > 0 else "above"
+
+
+def _comparison(rng: Random, this: Thing, other: Thing) -> str:
+    name, its = f"the {this['colour']} {this['shape']}", f"the {other['colour']} {other['shape']}"
+    if rng.random() < 0.5:
+        return sentence(rng, f"{name} is {_relation(this, other)} {its}.")
+    if this["size"] == other["size"]:
+        return sentence(rng, f"{name} is the same size as {its}.")
+    return sentence(rng, f"{name} is {'larger' if this['size'] == 'large' else 'smaller'} than {its}.")
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    things = shuffled(rng, facts["things"])
+    count = NUMBERS[len(things)]
+    told = [
+        sentence(rng, f"{count} shapes.", f"there are {count} shapes.", f"I can see {count} shapes here.", "")
+    ]
+    for thing in things:
+        colour, shape, size = thing["colour"], thing["shape"], thing["size"]
+        place = f"{thing['row']} {thing['column']}"
+        told.append(
+            sentence(
+                rng,
+                f"a {size} {colour} {shape}, {place}.",
+                f"{place}: {a(colour)} {shape}, {size}.",
+                f"the {shape} near the {place} is {colour} and {size}.",
+                f"{colour} is the colour of the {size} {shape} at the {place}.",
+                f"in {colour}, a {shape} sits {place}; {size}.",
+                f"there is a {shape} in the {place} area, {size} and {colour}.",
+                f"you will find {a(colour)} {size} {shape} at the {place}.",
+                f"next, {place}, one {size} {shape} in {colour}.",
+            )
+        )
+        other = rng.choice(things)
+        if other is not thing and rng.random() < 0.45:
+            told.append(_comparison(rng, thing, other))
+    tally = Counter(thing["shape"] for thing in things)
+    counted = shuffled(rng, [f"{NUMBERS[n]} {plural(shape, n)}" for shape, n in tally.items()])
+    told.append(sentence(rng, "total: ", "by shape: ", "in total ") + joined(counted) + ".")
+    return " ".join(part for part in told if part)
+
+
+def _whereabouts(rng: Random, thing: Thing) -> str:
+    row, column = thing["row"], thing["column"]
+    if (row, column) == ("middle", "centre"):
+        return rng.choice(("in the very middle", "at the centre of the picture"))
+    if row == "middle":
+        return rng.choice((f"on the {column} side", f"at the {column} edge, halfway down"))
+    if column == "centre":
+        return rng.choice((f"at the {row} in the centre", f"near the {row} edge"))
+    return rng.choice((f"in the {row} {column} corner", f"near the {row} {column}"))
+
+
+def _verbose(rng: Random, facts: Facts) -> str:
+    things, ground = facts["things"], facts["background"]
+    count = NUMBERS[len(things)]
+    told = [
+        sentence(
+            rng,
+            f"the image shows {count} shapes on a {ground} background.",
+            f"there are {count} shapes drawn on a {ground} background.",
+            f"on a {ground} background I can see {count} shapes.",
+        )
+    ]
+    for before, thing in zip([None, *things], things, strict=False):
+        place, name = _whereabouts(rng, thing), f"{thing['size']} {thing['colour']} {thing['shape']}"
+        phrasings = [f"{place} there is a {name}.", f"a {name} sits {place}."]
+        if before is not None:
+            beside = f"{_relation(thing, before)} the {before['colour']} {before['shape']}"
+            phrasings += [f"a {name} is placed {beside}, {place}.", f"next comes a {name} {place}."]
+        told.append(sentence(rng, *phrasings))
+    tally = Counter(thing["shape"] for thing in things)
+    counted = joined([f"{NUMBERS[n]} {plural(shape, n)}" for shape, n in tally.items()])
+    told.append(sentence(rng, f"in total the picture contains {counted}.", f"altogether we have {counted}."))
+    return " ".join(told)
+
+
+_BESIDE = re.compile(rf"(above|below|to the (left|right) of) the ({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})")
+_TALLY = re.compile(rf"\b({'|'.join(NUMBERS)}) ({'|'.join(SHAPES)})(?:e?s)?\b")
+
+
+def _read_things(answer: str) -> list[tuple[str, str, str, str, str]]:
+    """(colour, shape, size, row, column) of every sentence that describes one shape."""
+    things = []
+    for part in sentences(answer):
+        part = _BESIDE.sub("", part)
+        colour, shape, size = (mentioned(part, words) for words in (COLOURS, SHAPES, SIZES))
+        if len(colour) == len(shape) == len(size) == 1:
+            row = (mentioned(part, ("top", "bottom")) or ["middle"])[0]
+            column = (mentioned(part, ("left", "right")) or ["centre"])[0]
+            things.append((colour[0], shape[0], size[0], row, column))
+    return things
+
+
+def mark(answer: str, facts: Facts) -> dict[str, float]:
+    """Shares of the things named rightly, by colour, shape, place and as a whole; their count; the tally."""
+    told = _read_things(answer)
+    keys = ("colour", "shape", "size", "row", "column")
+    true = [tuple(thing[key] for key in keys) for thing in facts["things"]]
+    tally = Counter(thing["shape"] for thing in facts["things"])
+    return {
+        "count": float(len(told) == len(true)),
+        "colour": overlap([(t[0], *t[3:]) for t in told], [(t[0], *t[3:]) for t in true]),
+        "shape": overlap([(t[1], *t[3:]) for t in told], [(t[1], *t[3:]) for t in true]),
+        "size": overlap([t[2:] for t in told], [t[2:] for t in true]),
+        "thing": overlap(told, true),
+        "tally": overlap(_TALLY.findall(answer.lower()), [(NUMBERS[n], shape) for shape, n in tally.items()]),
+    }
+
+
+_QUESTIONS = (
+    "Describe the picture.",
+    "What can you see in this image?",
+    "List every shape and say where it is.",
+    "What is drawn here?",
+)
+register(
+    "scene",
+    Task(
+        paint=paint,
+        grammars={
+            "dense": Grammar(_QUESTIONS, _dense),
+            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
+        },
+        score=mark,
+        share=0.45,
+    ),
+)

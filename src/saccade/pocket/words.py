@@ -1,0 +1,67 @@
+"""The closed vocabulary of the pocket world: colours, shapes, numbers, places and goods."""
+
+from random import Random
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 230),
+    "yellow": (240, 220, 50),
+    "purple": (150, 50, 190),
+    "orange": (250, 140, 20),
+    "white": (250, 250, 250),
+    "cyan": (60, 220, 230),
+}
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "dark": (20, 20, 28),
+    "grey": (120, 120, 124),
+    "brown": (84, 56, 36),
+}
+SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring")
+SIZES = ("small", "large")
+ROWS = ("top", "middle", "bottom")
+COLUMNS = ("left", "centre", "right")
+GOODS = ("tea", "milk", "rice", "cake", "soap", "corn", "ham", "jam", "pear", "fish", "salt", "plum")
+NUMBERS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+)
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+
+def plural(noun: str, count: int) -> str:
+    """`noun` as it reads after `count`: `plural("cross", 2) == "crosses"`."""
+    if count == 1:
+        return noun
+    return noun + ("es" if noun.endswith("s") else "s")
+
+
+def joined(parts: list[str]) -> str:
+    """The parts as an English list: commas, and "and" before the last."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def sentence(rng: Random, *phrasings: str) -> str:
+    """One of the phrasings at random, with a capital at its start."""
+    chosen = rng.choice(phrasings)
+    return chosen[:1].upper() + chosen[1:]
+
+
+def shuffled(rng: Random, items: list[_Item]) -> list[_Item]:
+    """A shuffled copy of `items`."""
+    return rng.sample(items, len(items))
+
+
+def a(noun: str) -> str:
+    """The noun with its indefinite article: `a("orange ring") == "an orange ring"`."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def difference(this: int, other: int) -> str:
+    """How `this` compares with `other`, in words: `difference(5, 3) == "two more than"`."""
+    if this == other:
+        return "the same as"
+    return f"{NUMBERS[abs(this - other)]} {'more' if this > other else 'less'} than"
