@@ -1,0 +1,71 @@
+"""Stage 5: what the target itself says about fresh pictures, for the draft to learn from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlavaForConditionalGeneration
+
+from saccade.pocket.answering import answer
+from saccade.pocket.sample import TASKS, Sample, draw
+from saccade.pocket.train.batches import FIRST_TRAINING_SEED
+from saccade.pocket.train.chat import SPECIAL_TOKENS
+from saccade.pocket.train.files import save
+from saccade.pocket.train.models import CONTEXT
+from saccade.pocket.train.processor import make_processor
+from saccade.pocket.train.recipe import Recipe
+
+_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A sample, by the arguments of its `draw`, with the target's answer as token ids."""
+
+    seed: int
+    task: str
+    grammar: str
+    ids: list[int]
+
+    def sample(self) -> Sample:
+        """The sample, drawn again."""
+        return draw(self.seed, self.task, self.grammar)
+
+
+def _plan(recipe: Recipe) -> list[tuple[int, str, str, float]]:
+    """(seed, task, grammar, temperature) of every answer: half greedy, half at temperature 1."""
+    rng = Random(f"answers/{recipe.seed}")
+    plan = []
+    for temperature in (0.0, 1.0):
+        for task in TASKS:
+            for _ in range(recipe.answers_per_task):
+                grammar = "verbose" if rng.random() < recipe.verbose_share else "dense"
+                plan.append((rng.randrange(FIRST_TRAINING_SEED, 2**48), task, grammar, temperature))
+    return plan
+
+
+def target_answers(
+    recipe: Recipe, tokenizer: Tokenizer, target: LlavaForConditionalGeneration, folder: Path
+) -> list[Answered]:
+    """The target's answers, from the file that an earlier run left as far as it goes."""
+    path = folder / "answers.pt"
+    plan = _plan(recipe)
+    rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
+    if len(rows) < len(plan):
+        processor = make_processor(tokenizer, CONTEXT)
+        speaker = target.to(torch.bfloat16).eval()
+        while len(rows) < len(plan):
+            temperature = plan[len(rows)][3]
+            chunk = [row for row in plan[len(rows) : len(rows) + _CHUNK] if row[3] == temperature]
+            torch.manual_seed(recipe.seed + len(rows))
+            samples = [draw(seed, task, grammar) for seed, task, grammar, _ in chunk]
+            told = answer(speaker, processor, samples, temperature=temperature)
+            # A target of few steps may say special tokens at temperature 1: they would stand for pictures.
+            plain = [[token for token in ids if token >= len(SPECIAL_TOKENS)] for ids in told]
+            rows += [(*row[:3], ids) for row, ids in zip(chunk, plain, strict=True)]
+            save(rows, path)
+            print(f"[answers] {len(rows)} of {len(plan)}", flush=True)
+        target.float()
+    return [Answered(*row) for row in rows]

@@ -1,0 +1,70 @@
+"""The stages of a run in their order, each skipped when its file is there."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from saccade.pocket.train.answers import target_answers
+from saccade.pocket.train.draft import train_draft
+from saccade.pocket.train.export import Provenance, export
+from saccade.pocket.train.language import train_deep, train_shallow
+from saccade.pocket.train.recipe import Recipe
+from saccade.pocket.train.tokens import train_tokenizer
+from saccade.pocket.train.tower import train_tower
+
+STAGES = ("tokenizer", "tower", "shallow", "deep", "answers", "draft", "export")
+
+
+def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        part = folder / "tokenizer.json.part"
+        train_tokenizer(recipe).save(str(part))
+        part.rename(path)
+    return Tokenizer.from_file(str(path))
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"one {torch.cuda.get_device_name()}"
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'' if threads == 1 else 's'}, bfloat16 autocast"
+
+
+def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
+    """Run every stage up to `until`, going on from what is in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    last = STAGES.index(until)
+    tokenizer = _tokenizer(recipe, folder)
+    if last < STAGES.index("tower"):
+        return
+    tower, tower_minutes = train_tower(recipe, folder, device)
+    if last < STAGES.index("shallow"):
+        return
+    shallow, shallow_minutes = train_shallow(recipe, tokenizer, tower, folder, device)
+    if last < STAGES.index("deep"):
+        return
+    target, deep_minutes = train_deep(recipe, tokenizer, shallow, folder)
+    if last < STAGES.index("answers"):
+        return
+    answered = target_answers(recipe, tokenizer, target, folder)
+    if last < STAGES.index("draft"):
+        return
+    draft, draft_minutes = train_draft(recipe, tokenizer, target, answered, folder)
+    if last < STAGES.index("export"):
+        return
+    hardware = _hardware(device)
+    how = (
+        f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers}-layer LLaVA on the "
+        f"frozen tower {shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained whole "
+        f"{deep_minutes:.0f} min."
+    )
+    export(target, tokenizer, folder / "target", recipe, Provenance("Pocket target", how, hardware))
+    how = (
+        f"on the target's tower, frozen, {draft_minutes:.0f} min; half on ground truth, half on "
+        f"{len(answered)} answers of the target (half greedy, half at temperature 1), every third batch "
+        "without its picture."
+    )
+    export(draft, tokenizer, folder / "draft", recipe, Provenance("Pocket draft", how, hardware))

@@ -1,0 +1,31 @@
+"""The tokenizer: byte-level BPE learnt from the world's own text."""
+
+from collections.abc import Iterator
+from random import Random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from saccade.pocket.train.batches import training_samples
+from saccade.pocket.train.chat import SPECIAL_TOKENS
+from saccade.pocket.train.recipe import Recipe
+
+
+def train_tokenizer(recipe: Recipe) -> Tokenizer:
+    """A tokenizer of at most `recipe.vocabulary` tokens; the special ones come first, in order."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocabulary,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def texts() -> Iterator[str]:
+        for sample in training_samples(Random(f"tokens/{recipe.seed}"), recipe.tokenizer_samples, 0.5):
+            yield sample.question
+            yield sample.answer
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    return tokenizer

@@ -1,0 +1,63 @@
+"""Stage 2: the vision tower learns to name what is in every patch, which stands in for CLIP pre-training."""
+
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPVisionModel
+
+from saccade.pocket.sample import LABEL_CLASSES
+from saccade.pocket.train.batches import labels, pixels, training_samples
+from saccade.pocket.train.loop import train
+from saccade.pocket.train.models import tower_config
+from saccade.pocket.train.recipe import Recipe
+
+
+class PatchNamer(nn.Module):
+    """A tower with one linear classifier per kind of label on its last hidden state."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.tower = CLIPVisionModel(tower_config(recipe.tower))
+        self.norm = nn.LayerNorm(recipe.tower.width, elementwise_affine=False)
+        self.head = nn.Linear(recipe.tower.width, sum(LABEL_CLASSES.values()))
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
+        """Logits per kind of label, `[B, 64, classes]` each."""
+        seen = self.tower(pixel_values=pictures, output_hidden_states=True).hidden_states[-1][:, 1:]
+        return torch.split(self.head(self.norm(seen)), list(LABEL_CLASSES.values()), dim=-1)
+
+
+def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict[str, Tensor], float]:
+    """The trained tower's weights, and the minutes that it took."""
+    torch.manual_seed(recipe.seed)
+    model = PatchNamer(recipe).to(device)
+    kept: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+
+    def step(number: int) -> Tensor:
+        rng = Random(f"tower/{recipe.seed}/{number}")
+        samples = training_samples(rng, recipe.tower_schedule.batch, 0.0)
+        pictures, truth = pixels([s.image for s in samples]).to(device), labels(samples).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(pictures)
+        kept[:] = [(truth, tuple(part.detach() for part in logits))]
+        losses = [
+            nn.functional.cross_entropy(part.float().flatten(0, 1), truth[..., kind].flatten())
+            for kind, part in enumerate(logits)
+        ]
+        return torch.stack(losses).sum()
+
+    def check() -> str:
+        truth, logits = kept[0]
+        words = []
+        for kind, (name, part) in enumerate(zip(LABEL_CLASSES, logits, strict=True)):
+            there = truth[..., kind] > 0
+            right = (part.argmax(-1) == truth[..., kind])[there].float().mean().item()
+            words.append(f"{name} {right:.2f}")
+        return "named rightly where something is: " + ", ".join(words)
+
+    groups = [(list(model.parameters()), 1.0)]
+    schedule, pause = recipe.tower_schedule, recipe.checkpoint_seconds
+    minutes = train("tower", model, groups, step, schedule, folder, pause, check)
+    return {name: weight.cpu() for name, weight in model.tower.state_dict().items()}, minutes
