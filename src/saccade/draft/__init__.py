@@ -1,0 +1,1 @@
+"""Draft trees, the policies that shape them, and the drafters that fill them."""

@@ -1,0 +1,58 @@
+"""What the engine asks of a drafter, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from saccade.draft.sampling import Proposer
+from saccade.draft.tree import DraftTree
+from saccade.inputs.prompt import Prompt
+
+
+class DraftSession(Protocol):
+    """A drafter at work on B rows."""
+
+    def load(self, row: int, prompt: Prompt) -> None:
+        """Take in a row's prompt; what it shares with the row's earlier content may be reused."""
+        ...
+
+    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+        """Guess on from the tokens that every row emitted since the last call.
+
+        Args:
+            new: per row the emitted tokens, the last one being the root; empty for a finished row.
+        """
+        ...
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per row."""
+        ...
+
+
+class Drafter(Protocol):
+    """What comes next, probably?"""
+
+    @property
+    def max_nodes(self) -> int:
+        """Upper bound of nodes per tree, root included."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """Upper bound of a tree's depth."""
+        ...
+
+    @property
+    def max_children(self) -> int:
+        """Upper bound of children per node."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether its children may be drawn from q when the rule samples."""
+        ...
+
+    def open(self, batch: int, capacity: int) -> DraftSession:
+        """Start on ``batch`` rows of at most ``capacity`` tokens (prompt of its own included)."""
+        ...

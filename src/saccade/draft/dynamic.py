@@ -1,0 +1,115 @@
+"""EAGLE-2's dynamic tree: expand the likeliest nodes of each level, keep the likeliest of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.draft.policy import Frontier, Growth
+from saccade.draft.sampling import Proposer
+from saccade.draft.tree import DraftTree, ancestors_of
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Context-aware tree (Li et al. 2024, EAGLE-2, Section 4).
+
+    Attributes:
+        top: children per expanded node, and nodes expanded per level.
+        max_depth: levels.
+        total: nodes that are verified, the root not counted.
+
+    Its form depends on what the drafter says of the guessed tokens, so children are the likeliest tokens, never
+    draws: under sampling each is verified as a point mass, which stays exact.
+    """
+
+    top: int = 10
+    max_depth: int = 6
+    total: int = 60
+
+    def __post_init__(self) -> None:
+        for name in ("top", "max_depth", "total"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+    @property
+    def max_nodes(self) -> int:
+        return min(self.total, self.top + (self.max_depth - 1) * self.top**2) + 1
+
+    @property
+    def max_run(self) -> int:
+        return self.top * (self.max_depth - 1)
+
+    @property
+    def max_children(self) -> int:
+        return self.top
+
+    @property
+    def can_sample(self) -> bool:
+        return False
+
+    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+        return _DynamicGrowth(self, roots)
+
+
+class _DynamicGrowth:
+    def __init__(self, policy: DynamicTree, roots: Tensor) -> None:
+        batch, device = roots.shape[0], roots.device
+        self._policy = policy
+        self._tokens = [roots[:, None]]
+        self._parents = [roots.new_zeros(batch, 1)]
+        self._scores = [torch.zeros(batch, 1, device=device)]  # log-probability of the path
+        self._level_sizes = [1]
+        self._frontier = roots.new_zeros(batch, 1)  # node indices
+        self._frontier_scores = self._scores[0]
+        self._allow = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
+
+    def expand(self, logits: Tensor) -> Frontier | None:
+        batch, width, _ = logits.shape
+        top = min(self._policy.top, logits.shape[2])
+        best, tokens = logits.float().topk(top, -1)
+        scores = best - logits.float().logsumexp(-1, keepdim=True) + self._frontier_scores[..., None]
+        first = sum(self._level_sizes)
+        self._tokens.append(tokens.flatten(1))
+        self._scores.append(scores.flatten(1))
+        self._parents.append(self._frontier[..., None].expand(-1, -1, top).flatten(1))
+        self._level_sizes.append(width * top)
+        depth = len(self._level_sizes) - 1
+        if depth == self._policy.max_depth:
+            return None
+        self._frontier_scores, picked = scores.flatten(1).topk(
+            min(self._policy.top, width * top), -1
+        )  # [B, W']
+        count = picked.shape[1]
+        above = self._allow.gather(1, (picked // top)[..., None].expand(-1, -1, self._allow.shape[2]))
+        self_seen = torch.eye(count, dtype=torch.bool, device=logits.device).expand(batch, -1, -1)
+        self._allow = torch.cat([above, self_seen], 2)
+        self._frontier = first + picked
+        return Frontier(self._tokens[-1].gather(1, picked), self._allow, depth)
+
+    def tree(self) -> DraftTree:
+        tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
+        scores = torch.cat(self._scores, 1)
+        batch, device = tokens.shape[0], tokens.device
+        depths = torch.repeat_interleave(
+            torch.arange(len(self._level_sizes), device=device),
+            torch.tensor(self._level_sizes, device=device),
+        )
+        # Stable: of equal scores the earlier node wins, so no child is kept without its parent.
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self._policy.max_nodes]
+        kept = order.sort(1).values  # [B, N], node 0 first
+        place = torch.zeros_like(parents).scatter_(
+            1, kept, torch.arange(kept.shape[1], device=device).expand(batch, -1)
+        )
+        new_parents = place.gather(1, parents.gather(1, kept))
+        return DraftTree(
+            tokens=tokens.gather(1, kept),
+            parents=new_parents,
+            depth=depths[kept],
+            ancestors=ancestors_of(new_parents, self._policy.max_depth),
+            valid=torch.ones_like(kept, dtype=torch.bool),
+            max_depth=self._policy.max_depth,
+            max_children=self._policy.top,
+        )

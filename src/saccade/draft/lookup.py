@@ -1,0 +1,111 @@
+"""Prompt lookup: guess that an n-gram continues as it did before (Saxena 2023; no model at all)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from saccade.draft.sampling import Proposer
+from saccade.draft.tree import DraftTree
+from saccade.inputs.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Copies what followed the latest earlier occurrence of the last tokens.
+
+    Attributes:
+        gamma: longest guess.
+        max_ngram: longest n-gram that is matched; shorter ones are tried in turn.
+        device: where the trees are made; the target's device.
+    """
+
+    gamma: int = 10
+    max_ngram: int = 3
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if self.gamma < 1 or self.max_ngram < 1:
+            raise ValueError("Prompt lookup needs gamma and max_ngram of at least 1.")
+
+    @property
+    def max_nodes(self) -> int:
+        return self.gamma + 1
+
+    @property
+    def max_depth(self) -> int:
+        return self.gamma
+
+    @property
+    def max_children(self) -> int:
+        return 1
+
+    @property
+    def draws(self) -> bool:
+        return False
+
+    def open(self, batch: int, capacity: int) -> LookupSession:
+        return LookupSession(self, batch)
+
+
+class LookupSession:
+    """Every row's ids, and where each n-gram last ended."""
+
+    def __init__(self, drafter: PromptLookup, batch: int) -> None:
+        self._drafter = drafter
+        self._ids: list[list[int]] = [[] for _ in range(batch)]
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(batch)]
+
+    def grow(self, capacity: int) -> None:
+        """Nothing to do: lists grow by themselves."""
+
+    def load(self, row: int, prompt: Prompt) -> None:
+        self._ids[row], self._ends[row] = [], {}
+        self._append(row, prompt.ids)
+
+    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+        guesses = []
+        for row, tokens in enumerate(new):
+            self._append(row, tokens)
+            guesses.append(self._guess(row) if tokens else [])
+        roots = [ids[-1] if ids else 0 for ids in self._ids]
+        return chains(roots, guesses, self._drafter.device)
+
+    def _append(self, row: int, tokens: Sequence[int]) -> None:
+        """Add tokens; n-grams are indexed one token late, so that the last one never matches itself."""
+        ids, ends = self._ids[row], self._ends[row]
+        for token in tokens:
+            for n in range(1, min(self._drafter.max_ngram, len(ids)) + 1):
+                ends[tuple(ids[-n:])] = len(ids)
+            ids.append(token)
+
+    def _guess(self, row: int) -> list[int]:
+        ids, ends = self._ids[row], self._ends[row]
+        for n in range(min(self._drafter.max_ngram, len(ids)), 0, -1):
+            end = ends.get(tuple(ids[-n:]))
+            if end is not None:
+                return ids[end : end + self._drafter.gamma]
+        return []
+
+
+def chains(roots: Sequence[int], guesses: Sequence[Sequence[int]], device: torch.device) -> DraftTree:
+    """One chain per row from host lists of different lengths; shorter ones are padded with invalid nodes."""
+    longest = max(map(len, guesses))
+    count = longest + 1
+    rows = [[root, *guess, *[0] * (longest - len(guess))] for root, guess in zip(roots, guesses, strict=True)]
+    lengths = torch.tensor([len(g) + 1 for g in guesses], device=device)
+    place = torch.arange(count, device=device)
+    valid = place < lengths[:, None]  # [B, N]
+    causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    itself = torch.eye(count, dtype=torch.bool, device=device)
+    return DraftTree(
+        tokens=torch.tensor(rows, device=device),
+        parents=(place - 1).clamp(min=0)[None],
+        depth=torch.where(valid, place, 0),
+        ancestors=torch.where(valid[..., None], causal, itself),
+        valid=valid,
+        max_depth=longest,
+        max_children=1,
+    )

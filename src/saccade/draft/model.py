@@ -1,0 +1,102 @@
+"""A smaller model of the same tokenizer as drafter, with any tree policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saccade.draft.policy import TreePolicy
+from saccade.draft.sampling import Proposer
+from saccade.draft.tree import DraftTree
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+
+class ModelDrafter:
+    """A draft VLM or LLM.
+
+    Args:
+        model: the adapter of the draft model.
+        policy: which guesses are worth verifying.
+        vocab_size: number of tokens that target and drafter share (a padded vocabulary is cut to it); the
+            drafter's own when None.
+    """
+
+    def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
+        self.model = model
+        self.policy = policy
+        self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.policy.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.policy.max_depth
+
+    @property
+    def max_children(self) -> int:
+        return self.policy.max_children
+
+    @property
+    def draws(self) -> bool:
+        return self.policy.can_sample
+
+    def open(self, batch: int, capacity: int) -> ModelDraftSession:
+        return ModelDraftSession(self, batch, capacity)
+
+
+class ModelDraftSession:
+    """A draft model's KV cache and the tokens that it has not seen yet.
+
+    Entries of drafted tokens are dropped after every step and accepted ones run again with the bonus token, in
+    the one forward that starts the next step: no gather, and the same for every kind of drafter.
+    """
+
+    def __init__(self, drafter: ModelDrafter, batch: int, capacity: int) -> None:
+        self._drafter = drafter
+        self._slack = drafter.policy.max_run + drafter.policy.max_nodes
+        self.context = Context(drafter.model, batch, capacity + self._slack)
+        self._rows = torch.arange(batch, device=drafter.model.device)
+        self._causal: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def grow(self, capacity: int) -> None:
+        self.context.cache.grow(capacity + self._slack)
+
+    def load(self, row: int, prompt: Prompt) -> None:
+        self.context.load(row, prompt)
+
+    @torch.inference_mode()
+    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+        counts = [len(tokens) for tokens in new]
+        width = max(counts)
+        tokens = torch.tensor(
+            [[*t, *[0] * (width - len(t))] for t in new], device=self._drafter.model.device
+        )  # [B, P]
+        allow, depth = self._chain(width)
+        logits = self.context.forward(tokens, allow, depth)
+        self.context.keep([range(c) for c in counts], new)
+        last = torch.tensor([max(c - 1, 0) for c in counts], device=tokens.device)
+        growth = self._drafter.policy.begin(tokens[self._rows, last], proposer)
+        frontier = growth.expand(self._cut(logits[self._rows, last][:, None]))
+        depths: list[Tensor] = []
+        while frontier is not None:
+            depths.append(frontier.tokens.new_full((1, frontier.tokens.shape[1]), frontier.depth - 1))
+            logits = self.context.forward(frontier.tokens, frontier.allow, torch.cat(depths, 1))
+            frontier = growth.expand(self._cut(logits))
+        self.context.cache.drop_pending()
+        return growth.tree()
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        return logits[..., : self._drafter.vocab_size]
+
+    def _chain(self, width: int) -> tuple[Tensor, Tensor]:
+        if width not in self._causal:
+            device = self._drafter.model.device
+            allow = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
+            self._causal[width] = allow, torch.arange(width, device=device)[None]
+        return self._causal[width]

@@ -1,0 +1,96 @@
+"""The draft tree: guesses below the last emitted token, one tree per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """B trees of N nodes; node 0 is the root (last emitted token), every parent stands before its children.
+
+    Attributes:
+        tokens: ``[B, N]`` ids.
+        parents: ``[B or 1, N]`` node indices; the root's parent is the root.
+        depth: ``[B or 1, N]``; 0 at the root.
+        ancestors: ``[B or 1, N, N]`` bool; ``[i, j]`` is True where j is i or stands above i.
+        valid: ``[B or 1, N]`` bool; False for padding nodes, which see only themselves.
+        max_depth: host upper bound of ``depth``.
+        max_children: host upper bound of children per node.
+        q: ``[B, N, V_q]`` distribution from which each node's children were drawn without replacement, in node
+            order; None when children are deterministic (each verified as a point mass).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    valid: Tensor
+    max_depth: int
+    max_children: int
+    q: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Nodes per row, root and padding included."""
+        return self.tokens.shape[1]
+
+
+def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
+    """``[B, N, N]`` ancestor matrix (a node counts as its own ancestor) from ``[B, N]`` parents."""
+    count = parents.shape[1]
+    eye = torch.eye(count, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
+    matrix, node = eye, parents
+    for _ in range(max_depth):
+        matrix = matrix | torch.nn.functional.one_hot(node, count).bool()
+        node = parents.gather(1, node)
+    return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A tree whose form is known before any token: nodes sorted by depth, then by path.
+
+    Attributes:
+        paths: child-rank path of every node but the root, for example ``((0,), (1,), (0, 0))``.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
+        """Sort and check paths.
+
+        Raises:
+            ValueError: a path is empty, repeated, or its parent or an elder sibling is missing.
+        """
+        ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
+        known = {(), *ordered}
+        if len(ordered) != len(list(paths)):
+            raise ValueError("The tree's paths contain the same path twice; give each node once.")
+        for path in ordered:
+            if not path or min(path) < 0:
+                raise ValueError(f"The tree path {path} is not a list of child ranks 0, 1, 2, ...")
+            if path[:-1] not in known:
+                raise ValueError(f"The tree path {path} has no parent {path[:-1]}; add it.")
+            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(f"The tree path {path} has no elder sibling of rank {path[-1] - 1}; add it.")
+        return cls(tuple(ordered))
+
+    @property
+    def max_depth(self) -> int:
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def parents(self) -> list[int]:
+        """Parent index of every node, root first."""
+        index = {(): 0} | {p: i + 1 for i, p in enumerate(self.paths)}
+        return [0] + [index[p[:-1]] for p in self.paths]
+
+    @property
+    def max_children(self) -> int:
+        return max((p[-1] + 1 for p in self.paths), default=0)

@@ -1,0 +1,270 @@
+"""The loop: prefill, then propose, verify, accept and commit until every row has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.sampling import DrawProposer, Proposer, TopProposer
+from saccade.draft.tree import DraftTree
+from saccade.errors import InputError, ModelError
+from saccade.generation import Plan, plan
+from saccade.inputs.prompt import Prompt
+from saccade.output import Output, Step
+from saccade.row import Row
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+from saccade.timing import Clock
+from saccade.verify.greedy import Greedy
+from saccade.verify.processing import Processing
+from saccade.verify.randomness import Uniforms
+from saccade.verify.rule import Rule, Verdict
+from saccade.verify.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row to generate.
+
+    Attributes:
+        prompt: for the target.
+        draft_prompt: the same question as the drafter sees it; the target's prompt when None.
+        seed: of this row's random generator, when sampling.
+    """
+
+    prompt: Prompt
+    draft_prompt: Prompt | None = None
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """KV caches of B rows that outlive one generation, so that a conversation goes on from them."""
+
+    context: Context
+    drafting: DraftSession | None
+
+
+@dataclass(slots=True)
+class Run:
+    """One generation under way: iterate `steps`, then read `outputs` (complete up to the last step)."""
+
+    rows: list[Row]
+    clock: Clock
+    steps: Iterator[Step] = field(default_factory=lambda: iter(()))
+
+    @property
+    def outputs(self) -> list[Output]:
+        """What has been generated so far, with statistics up to now."""
+        seconds, total = self.clock.read()
+        return [row.finish(seconds, total) for row in self.rows]
+
+
+class Engine:
+    """A target, optionally a drafter, and the rule that decides between them.
+
+    Args:
+        target: the model whose answer is wanted.
+        drafter: guesses tokens ahead; None is plain decoding, one target pass per token.
+        rule: replaces the lossless pair (greedy rule, speculative sampling) by another acceptance rule.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None) -> None:
+        self.target = target
+        self.drafter = drafter
+        self._rule = rule
+
+    def rule(self, do_sample: bool) -> Rule:
+        """The rule in force."""
+        return self._rule or (Sampling() if do_sample else Greedy())
+
+    def open(self, batch: int = 1) -> Session:
+        """Empty caches for ``batch`` rows; they take the size of the requests that use them."""
+        drafting = self.drafter.open(batch, 0) if self.drafter is not None else None
+        return Session(Context(self.target, batch, 0), drafting)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        generation_config: Any = None,
+        session: Session | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Generate all rows to their end; arguments as in `saccade.generation.plan`."""
+        run = self.start(
+            requests,
+            plan(self.target, [r.prompt for r in requests], generation_config=generation_config, **options),
+            session,
+        )
+        for _ in run.steps:
+            pass
+        return run.outputs
+
+    def start(self, requests: Sequence[Request], decoding: Plan, session: Session | None = None) -> Run:
+        """Begin a generation; nothing is computed before its steps are asked for.
+
+        Raises:
+            InputError: no request, or one that does not fit the model's context.
+        """
+        if not requests:
+            raise InputError("There is nothing to generate; give at least one request.")
+        for request, row in zip(requests, decoding.rows, strict=True):
+            self.target.check_length(len(request.prompt) + row.max_new_tokens)
+        session = session or self.open(len(requests))
+        rows = [Row(list(r.prompt.ids), p) for r, p in zip(requests, decoding.rows, strict=True)]
+        run = Run(rows, Clock(self.target.device))
+        run.steps = _Loop(self, requests, decoding, session, run).steps()
+        return run
+
+
+class _Loop:
+    """State of one generation."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], decoding: Plan, session: Session, run: Run
+    ) -> None:
+        self._target = engine.target
+        self._drafter = engine.drafter
+        self._rule = engine.rule(decoding.do_sample)
+        self._requests = requests
+        self._session = session
+        self._rows = run.rows
+        self._clock = run.clock
+        self._processing = Processing([r.processors for r in decoding.rows])
+        self._generators = [torch.Generator().manual_seed(r.seed) for r in requests]
+        self._step = 0
+        nodes = self._drafter.max_nodes if self._drafter else 1
+        depth = self._drafter.max_depth if self._drafter else 0
+        children = self._drafter.max_children if self._drafter else 0
+        self._draws = bool(self._drafter and self._drafter.draws and self._rule.samples)
+        self._n_uniforms = self._rule.uniforms(depth, children) + (
+            nodes * max(children, 1) if self._draws else 0
+        )
+        self._uniforms: Uniforms | None = None
+        room = max(len(r.prompt) + p.max_new_tokens for r, p in zip(requests, decoding.rows, strict=True))
+        session.context.cache.grow(room + nodes)
+        if session.drafting is not None:
+            room = max(
+                len(r.draft_prompt or r.prompt) + p.max_new_tokens
+                for r, p in zip(requests, decoding.rows, strict=True)
+            )
+            session.drafting.grow(room)
+
+    def steps(self) -> Iterator[Step]:
+        first = self._prefill()
+        yield first
+        while not all(row.done for row in self._rows):
+            self._step += 1
+            yield self._advance()
+
+    @torch.inference_mode()
+    def _prefill(self) -> Step:
+        context, logits = self._session.context, []
+        for index, request in enumerate(self._requests):
+            with self._clock.stage("prefill"):
+                result = context.load(index, request.prompt)
+            self._clock.add("vision", result.vision_seconds)
+            self._clock.add("prefill", -result.vision_seconds)
+            logits.append(result.logits)
+            self._rows[index].stats.reused_tokens = context.reused[index]
+            if self._session.drafting is not None:
+                with self._clock.stage("draft_prefill"):
+                    self._session.drafting.load(index, request.draft_prompt or request.prompt)
+        root = _root_only(
+            torch.tensor([[r.prompt.ids[-1]] for r in self._requests], device=self._target.device)
+        )
+        self._draw_numbers()
+        return self._settle(root, torch.stack(logits)[:, None], from_prefill=True)
+
+    @torch.inference_mode()
+    def _advance(self) -> Step:
+        self._draw_numbers()
+        with self._clock.stage("draft"):
+            tree = self._propose()
+        with self._clock.stage("verify"):
+            logits = self._session.context.forward(tree.tokens, tree.ancestors, tree.depth)
+        return self._settle(tree, logits)
+
+    def _propose(self) -> DraftTree:
+        new = [row.take_new() for row in self._rows]
+        if self._session.drafting is None:
+            roots = [[row.ids[-1]] for row in self._rows]
+            return _root_only(torch.tensor(roots, device=self._target.device))
+        proposer: Proposer = TopProposer()
+        if self._draws:
+            assert self._uniforms is not None
+            proposer = DrawProposer(self._processing.warp, self._uniforms)
+        return _on(self._session.drafting.propose(new, proposer), self._target.device)
+
+    def _draw_numbers(self) -> None:
+        if self._n_uniforms:
+            self._uniforms = Uniforms(self._generators, self._n_uniforms, self._target.device)
+
+    def _settle(self, tree: DraftTree, logits: Tensor, from_prefill: bool = False) -> Step:
+        """Judge, bring the verdict to the host in one transfer, cut every row where it ends, and commit."""
+        with self._clock.stage("verify" if not from_prefill else "prefill"):
+            scores = self._processing(tree, logits, [row.ids for row in self._rows])
+            verdict = self._rule.judge(tree, scores, self._uniforms)
+            packed = _pack(tree, verdict, logits)
+        host = packed.tolist()  # the step's one synchronisation
+        tokens, marks, kept, kept_ids = [], [], [], []
+        for row, (count, token, unsound, *rest) in zip(self._rows, host, strict=True):
+            if row.done:
+                tokens.append(())
+                marks.append(())
+                kept.append([])
+                kept_ids.append([])
+                continue
+            if unsound:
+                raise ModelError(
+                    f"The target's logits are not finite at step {self._step} (after {len(row.output)} new "
+                    "tokens); check the weights and the dtype (float16 overflows in some models, use bfloat16)."
+                )
+            half = len(rest) // 2
+            path, path_tokens = rest[: count + 1], rest[half : half + count + 1]
+            if not from_prefill:
+                row.count_pass(count, tree.size - 1)
+            emitted = row.emit([*path_tokens[1:], token], count)
+            tokens.append(tuple(emitted))
+            marks.append(tuple(row.marks[len(row.marks) - len(emitted) :]))
+            kept.append(path[: len(emitted)])
+            kept_ids.append(path_tokens[: len(emitted)])
+        if not from_prefill:
+            self._session.context.keep(kept, kept_ids)
+        return Step(tuple(tokens), tuple(marks), tuple(row.done for row in self._rows))
+
+
+def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:
+    """``[B, 3 + 2 * (D + 1)]`` integers: count, token, whether logits are unsound, path nodes, path tokens."""
+    unsound = ~torch.isfinite(logits.amax((1, 2)))
+    path_tokens = tree.tokens.gather(1, verdict.path)
+    head = torch.stack([verdict.count, verdict.token, unsound.long()], 1)
+    return torch.cat([head, verdict.path, path_tokens], 1)
+
+
+def _root_only(tokens: Tensor) -> DraftTree:
+    """Plain decoding's tree: ``tokens`` ``[B, 1]`` and nothing below."""
+    zero = tokens.new_zeros(1, 1)
+    one = torch.ones(1, 1, dtype=torch.bool, device=tokens.device)
+    return DraftTree(tokens, zero, zero, one[None], one, max_depth=0, max_children=0)
+
+
+def _on(tree: DraftTree, device: torch.device) -> DraftTree:
+    """The tree on the target's device (the drafter may live elsewhere)."""
+    if tree.tokens.device == device:
+        return tree
+    return DraftTree(
+        tokens=tree.tokens.to(device),
+        parents=tree.parents.to(device),
+        depth=tree.depth.to(device),
+        ancestors=tree.ancestors.to(device),
+        valid=tree.valid.to(device),
+        max_depth=tree.max_depth,
+        max_children=tree.max_children,
+        q=None if tree.q is None else tree.q.to(device),
+    )

@@ -1,0 +1,194 @@
+"""Generation arguments, read as `generate` reads them, for each row on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from saccade.errors import InputError
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+DEFAULT_NEW_TOKENS = 256
+"""Used when neither the caller nor the checkpoint says how much to generate."""
+
+UNSUPPORTED = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "guidance_scale": None,
+    "watermarking_config": None,
+    "token_healing": False,
+    "prompt_lookup_num_tokens": None,
+    "constraints": None,
+    "force_words_ids": None,
+}
+"""Options of GenerationConfig that do not fit greedy decoding or sampling, with their neutral values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """How one row is decoded.
+
+    Attributes:
+        max_new_tokens: hard limit.
+        eos: ids that end the row.
+        processors: logits processors in `generate`'s order.
+        criteria: stopping criteria besides length and EOS, called after every token as `generate` would.
+    """
+
+    max_new_tokens: int
+    eos: frozenset[int]
+    processors: tuple[Any, ...]
+    criteria: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a batch is decoded.
+
+    Attributes:
+        do_sample: sampling instead of greedy decoding.
+        rows: one plan per row.
+    """
+
+    do_sample: bool
+    rows: tuple[RowPlan, ...]
+
+
+def plan(
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    generation_config: Any = None,
+    logits_processor: Sequence[Any] = (),
+    stopping_criteria: Sequence[Any] = (),
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Plan:
+    """Resolve arguments against the checkpoint's own defaults, with the model's own code where it has some.
+
+    Args:
+        generation_config: a Hugging Face GenerationConfig; ``options`` override it, the checkpoint's
+            ``generation_config`` fills what neither says.
+        tokenizer: needed for ``stop_strings``.
+        options: any option of GenerationConfig.
+
+    Raises:
+        InputError: an unknown or unsupported option, or a value out of range.
+    """
+    model = target.model
+    config, unknown = model._prepare_generation_config(generation_config, **options)
+    if unknown:
+        raise InputError(
+            f"Unknown generation option{'s' if len(unknown) > 1 else ''} {', '.join(sorted(unknown))}; "
+            "expected options of Hugging Face's GenerationConfig."
+        )
+    check_options(config)
+    limits = [_new_tokens(config, len(p)) for p in prompts]
+    asked_max_length = config.max_length
+    rows = []
+    for index, prompt in enumerate(prompts):
+        config.max_new_tokens = limits[index]
+        config.max_length = len(prompt) + limits[index]
+        if config.min_new_tokens is not None:
+            config.min_length = len(prompt) + config.min_new_tokens
+        rows.append(
+            row_plan(
+                target,
+                config,
+                prompt,
+                _Logits(logits_processor, prefix_allowed_tokens_fn, index),
+                stopping_criteria,
+                tokenizer,
+            )
+        )
+        config.max_length = asked_max_length
+    return Plan(do_sample=bool(config.do_sample), rows=tuple(rows))
+
+
+def check_options(config: Any) -> None:
+    """Raise `InputError` for a decoding mode that speculative decoding does not have."""
+    for name, neutral in UNSUPPORTED.items():
+        value = getattr(config, name, neutral)
+        if value not in (neutral, None) and not (name == "guidance_scale" and value == 1):
+            raise InputError(
+                f"{name}={value!r} is not supported; speculative decoding does greedy decoding and sampling."
+            )
+    if config.do_sample and config.temperature is not None and config.temperature <= 0:
+        raise InputError(
+            f"temperature must be above 0 for sampling, not {config.temperature}; use do_sample=False for greedy."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """The caller's processors, and their own constraint bound to a row."""
+
+    processors: Sequence[Any]
+    allowed: Callable[[int, torch.Tensor], list[int]] | None
+    row: int
+
+    def constraint(self) -> Callable[[int, torch.Tensor], list[int]] | None:
+        if self.allowed is None:
+            return None
+        allowed, row = self.allowed, self.row
+        return lambda _, ids: allowed(row, ids)
+
+
+def row_plan(
+    target: Target, config: Any, prompt: Prompt, logits: _Logits, criteria: Sequence[Any], tokenizer: Any
+) -> RowPlan:
+    """One row's plan from a resolved GenerationConfig whose lengths are that row's."""
+    model, device = target.model, target.device
+    ids = torch.tensor([prompt.ids], device=device)
+    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device, batch_size=1)
+    processors = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=logits.constraint(),
+        logits_processor=_as_list(logits.processors),
+        device=device,
+        model_kwargs={"attention_mask": torch.ones_like(ids)},
+    )
+    stopping = model._get_stopping_criteria(
+        generation_config=config,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        tokenizer=tokenizer,
+    )
+    eos = config.eos_token_id
+    ends = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else [int(e) for e in eos])
+    return RowPlan(
+        max_new_tokens=config.max_new_tokens,
+        eos=ends,
+        processors=tuple(processors),
+        criteria=tuple(c for c in stopping if type(c) not in (EosTokenCriteria, MaxLengthCriteria)),
+    )
+
+
+def _as_list(processors: Sequence[Any]) -> Any:
+    from transformers.generation import LogitsProcessorList
+
+    return LogitsProcessorList(processors)
+
+
+def _new_tokens(config: Any, prompt_length: int) -> int:
+    limit = config.max_new_tokens
+    if limit is None:
+        limit = DEFAULT_NEW_TOKENS if config.max_length is None else config.max_length - prompt_length
+        if config.max_length is not None and limit < 1:
+            raise InputError(
+                f"max_length={config.max_length} leaves no room after a prompt of {prompt_length} tokens; "
+                "raise it or use max_new_tokens."
+            )
+    if not isinstance(limit, int) or limit < 1:
+        raise InputError(f"max_new_tokens must be a whole number of at least 1, not {limit!r}.")
+    return limit

@@ -1,0 +1,143 @@
+"""What generation gives: tokens with marks, text, why it ended, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["eos", "stop", "length", "interrupted"]
+Mark = Literal["target", "draft"]
+"""How a token came to be: the target's own (first token, correction or bonus), or drafted and accepted."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Wall-clock seconds of a run; rows of one batch share them.
+
+    Attributes:
+        vision: the target's vision tower and projector.
+        prefill: the target's prompt, vision not counted.
+        draft_prefill: the drafter's prompt.
+        draft: proposing.
+        verify: the target's forwards over draft trees, rule included.
+        total: everything from the first prompt token to the last emitted one.
+    """
+
+    vision: float = 0.0
+    prefill: float = 0.0
+    draft_prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    total: float = 0.0
+
+    @property
+    def rest(self) -> float:
+        """What none of the named stages explains."""
+        return self.total - self.vision - self.prefill - self.draft_prefill - self.draft - self.verify
+
+    @property
+    def decode(self) -> float:
+        """Seconds after prefill."""
+        return self.total - self.vision - self.prefill - self.draft_prefill
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one row.
+
+    Attributes:
+        prompt_tokens: of the target's prompt.
+        reused_tokens: of them, taken from an earlier turn's KV cache.
+        new_tokens: emitted, the first one (which prefill gives) included.
+        target_passes: verification passes, prefill not counted.
+        drafted_tokens: nodes that were verified.
+        accepted_tokens: drafted tokens that were emitted.
+        accepted_histogram: entry a counts the passes in which a drafted tokens were accepted (before the cut
+            at the end of the output).
+        times: of the run.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
+
+    @property
+    def accepted_length(self) -> float:
+        """Accepted draft tokens per verification pass (LVSpec's and SAGE's tau); 0 without passes."""
+        passes = sum(self.accepted_histogram)
+        return sum(a * n for a, n in enumerate(self.accepted_histogram)) / passes if passes else 0.0
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens per verification pass, bonus token included (TABED's, HiViS's and DREAM's tau)."""
+        return self.accepted_length + 1 if self.target_passes else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Entry d - 1: of the passes that accepted depth d - 1, the share that accepted depth d too."""
+        reached = [sum(self.accepted_histogram[d:]) for d in range(len(self.accepted_histogram))]
+        return [reached[d] / reached[d - 1] for d in range(1, len(reached)) if reached[d - 1]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        names = [n for n in Stats.__slots__ if n != "times"]
+        seconds = [*Times.__slots__, "rest", "decode"]
+        return {
+            **{n: getattr(self, n) for n in names},
+            "accepted_length": self.accepted_length,
+            "block_efficiency": self.block_efficiency,
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "seconds": {n: round(getattr(self.times, n), 6) for n in seconds},
+        }
+
+
+@dataclass(slots=True)
+class Output:
+    """One row's answer.
+
+    Attributes:
+        tokens: emitted ids, an end-of-sequence token included if there was one.
+        marks: one per token.
+        text: decoded, special tokens left out; empty when no tokenizer is known.
+        finish_reason: ``eos``, ``stop`` (stop string or stopping criterion), ``length`` or ``interrupted``.
+        lossless: whether the method guarantees the target's own output (distribution).
+        stats: counts and times.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason = "interrupted"
+    lossless: bool = True
+    stats: Stats = field(default_factory=Stats)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        return {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "lossless": self.lossless,
+            "tokens": self.tokens,
+            "marks": self.marks,
+            "stats": self.stats.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of the loop emitted, for every row.
+
+    Attributes:
+        tokens: per row; empty for a row that had finished.
+        marks: alike.
+        finished: per row, True from the step on in which it ended.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    marks: tuple[tuple[Mark, ...], ...]
+    finished: tuple[bool, ...]

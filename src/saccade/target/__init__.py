@@ -1,0 +1,1 @@
+"""The target model behind one adapter: prefill, tree verification, KV cache, features."""

@@ -1,0 +1,221 @@
+"""One adapter for every stock Hugging Face model: prompt prefill and forwards over draft trees."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.errors import InputError, ModelError
+from saccade.inputs.batch import join, media_spans, type_ids
+from saccade.inputs.prompt import Prompt
+from saccade.target.cache import SlotCache
+from saccade.target.families import Family
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a prompt's forward gave.
+
+    Attributes:
+        logits: ``[V]`` after the last prompt token.
+        rope_delta: what to add to a sequence index to get the next text position (0 without M-RoPE).
+        vision_seconds: time spent in the vision tower and projector.
+    """
+
+    logits: Tensor
+    rope_delta: int
+    vision_seconds: float
+
+
+class Target:
+    """A loaded model, called in the two ways that speculative decoding needs.
+
+    Args:
+        model: a stock Hugging Face causal or image-text-to-text model, on one device or spread by
+            ``device_map``. It is put into eval mode and otherwise left as it is.
+
+    Raises:
+        ModelError: the model has no decoder layers that could be drafted for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model.eval()
+        self.config: Any = self.model.config
+        self.text_config: Any = self.config.get_text_config(decoder=True)
+        self.family = Family.of(self.config)
+        self.decoder = _decoder(self.model)
+        self.layers: nn.ModuleList = self.decoder.layers
+        self.device: torch.device = self.model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        base = getattr(self.model, "base_model", self.model)
+        self._rope_index = getattr(base, "get_rope_index", None)
+        self._layer_devices = [next(layer.parameters()).device for layer in self.layers]
+
+    def new_cache(self, batch: int, capacity: int) -> SlotCache:
+        """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
+        return SlotCache(self._layer_devices, batch, capacity)
+
+    @torch.inference_mode()
+    def prefill(self, cache: SlotCache, row: int, prompt: Prompt, start: int = 0) -> Prefill:
+        """Run one row's prompt from position ``start`` on and commit it to the cache.
+
+        Args:
+            start: how many leading ids the row's cache already holds; never inside an image.
+
+        Raises:
+            InputError: the prompt is empty or longer than the model's context.
+        """
+        self.check_length(len(prompt))
+        if cache.lengths[row] != start:
+            raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {start} to go on from.")
+        spans = media_spans(self.config, prompt)
+        media = [m for m, (first, _) in zip(prompt.media, spans, strict=True) if first >= start]
+        ids = torch.tensor([prompt.ids], device=self.device)
+        inputs: dict[str, Any] = {
+            name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
+            for name, value in join(self.config, media).items()
+        }
+        positions, delta = self._positions(ids, prompt)
+        if positions is not None:
+            inputs["position_ids"] = positions[..., start:]
+        elif start:
+            inputs["position_ids"] = torch.arange(start, len(prompt), device=self.device)[None]
+        if start:
+            inputs["attention_mask"] = self._continuation_mask(prompt, start)
+        else:
+            inputs["attention_mask"] = torch.ones_like(ids)
+            types = type_ids(self.config, prompt.ids)
+            inputs.update({name: value.to(self.device) for name, value in types.items()})
+        cache.writing_prompt(row, len(prompt) - start)
+        with _Stopwatch(self.model) as vision:
+            out = self.model(
+                input_ids=ids[:, start:], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
+            )
+        cache.keep_first(row, len(prompt) - start)
+        return Prefill(out.logits[0, -1], delta, vision.seconds)
+
+    @torch.inference_mode()
+    def forward(
+        self, cache: SlotCache, tokens: Tensor, allow: Tensor, depth: Tensor, deltas: Tensor
+    ) -> Tensor:
+        """Run new tokens behind every row's committed and pending entries.
+
+        Args:
+            tokens: ``[B, Q]`` ids.
+            allow: ``[B or 1, Q, T]`` bool; which of the T uncommitted entries (pending ones first, then
+                these) each token attends to; each must see itself.
+            depth: ``[B or 1, T]`` positions of the uncommitted entries relative to their row's length.
+            deltas: ``[B, 1]`` rope deltas from prefill.
+
+        Returns:
+            Logits ``[B, Q, V]`` in the model's dtype.
+        """
+        count = tokens.shape[1]
+        slots = cache.writing_nodes(count)
+        mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype)
+        lengths = torch.tensor(cache.lengths, device=self.device)[:, None]
+        positions = lengths + deltas + depth[:, depth.shape[1] - count :]
+        if self._rope_index is not None:
+            positions = positions.expand(3, -1, -1)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return out.logits
+
+    def check_length(self, length: int) -> None:
+        """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""
+        if length < 1:
+            raise InputError("The prompt is empty; give at least one token of text.")
+        limit = self.family.context
+        if limit is not None and length > limit:
+            raise InputError(
+                f"The sequence needs {length} tokens but this model's context is {limit}; shorten the prompt, "
+                "use fewer or smaller images, or lower max_new_tokens."
+            )
+
+    def _positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
+        """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE.
+
+        Computed here and passed explicitly, because the model would otherwise keep the delta of an earlier
+        request as state on its module.
+        """
+        if self._rope_index is None:
+            return None, 0
+        count = ids.shape[1]
+        if not prompt.media:
+            return torch.arange(count, device=ids.device).expand(3, 1, -1), 0
+        inputs: dict[str, Any] = {**join(self.config, prompt.media), **type_ids(self.config, prompt.ids)}
+        inputs["attention_mask"] = torch.ones_like(ids)
+        wanted = inspect.signature(self._rope_index).parameters
+        known = {k: v.to(ids.device) for k, v in inputs.items() if k in wanted}
+        positions, delta = self._rope_index(ids, **known)
+        return positions, int(delta.flatten()[0])
+
+    def _continuation_mask(self, prompt: Prompt, start: int) -> Tensor | dict[str, Tensor]:
+        """Causal mask of ``prompt.ids[start:]`` over the whole prompt, image blocks both ways where the family
+        has them so."""
+        new = len(prompt) - start
+        allow = torch.ones(new, new, dtype=torch.bool, device=self.device).tril()
+        if self.family.bidirectional_images:
+            for first, last in media_spans(self.config, prompt):
+                if first >= start:
+                    allow[first - start : last - start, first - start : last - start] = True
+        depth = torch.arange(new, device=self.device)[None]
+        return self.family.masks.build(allow[None], [start], depth, len(prompt), self.dtype)
+
+
+def _decoder(model: Any) -> Any:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or not hasattr(decoder, "layers"):
+        raise ModelError(
+            f"{type(model).__name__} has no decoder layers; expected a causal language model or an "
+            "image-text-to-text model of transformers."
+        )
+    return decoder
+
+
+class _Stopwatch:
+    """Seconds spent in a model's vision tower and projector while the context is open."""
+
+    TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
+
+    def __init__(self, model: Any) -> None:
+        base = getattr(model, "base_model", model)
+        self._modules = [m for name in self.TOWERS if isinstance(m := getattr(base, name, None), nn.Module)]
+        self._handles: list[Any] = []
+        self._started = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> _Stopwatch:
+        for module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._start))
+            self._handles.append(module.register_forward_hook(self._stop))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _start(self, module: nn.Module, *_: Any) -> None:
+        _synchronize(module)
+        self._started = time.perf_counter()
+
+    def _stop(self, module: nn.Module, *_: Any) -> None:
+        _synchronize(module)
+        self.seconds += time.perf_counter() - self._started
+
+
+def _synchronize(module: nn.Module) -> None:
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        torch.cuda.synchronize(parameter.device)

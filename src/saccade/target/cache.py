@@ -1,0 +1,221 @@
+"""A preallocated KV cache whose rows grow independently.
+
+Storage is ``[layers, B, S, H, D]`` per device, so that one gather and one scatter move an accepted path for
+all layers at once. The caller says where the next forward writes (`writing_prompt`, `writing_nodes`) and
+afterwards which of the written entries stay (`keep`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from saccade.errors import ModelError
+
+
+@dataclass(slots=True)
+class _Store:
+    """Keys and values of all layers that share a device and a shape, each ``[layers, B, S, H, D]``."""
+
+    keys: Tensor
+    values: Tensor
+    mates: list[int]  # layer indices in storage order
+
+
+class _SlotLayer(CacheLayerMixin):
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: SlotCache, index: int) -> None:
+        super().__init__()
+        self._owner = owner
+        self._index = index
+        self._store: _Store | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._store = self._owner._allocate(self._index, key_states, value_states)
+        self.is_initialized = True
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Point at this layer's part of the store (again, after it has grown)."""
+        if self._store is not None:
+            place = self._store.mates.index(self._index)
+            self.keys, self.values = self._store.keys[place], self._store.values[place]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._owner._write(self.keys, self.values, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner._start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._owner._start
+
+    def get_max_length(self) -> int:
+        return self._owner.capacity
+
+
+class SlotCache(Cache):
+    """KV cache of B rows with ``capacity`` slots each.
+
+    Attributes:
+        lengths: committed entries per row, on the host.
+        pending: entries written after the committed ones and not yet kept or dropped (equal for all rows).
+    """
+
+    def __init__(self, layer_devices: Sequence[torch.device], batch: int, capacity: int) -> None:
+        super().__init__(layers=[_SlotLayer(self, i) for i in range(len(layer_devices))])
+        self.batch = batch
+        self.capacity = capacity
+        self.lengths = [0] * batch
+        self.pending = 0
+        self._devices = list(layer_devices)
+        self._stores: dict[tuple[Any, ...], _Store] = {}
+        self._row: int | None = None
+        self._start = 0
+        self._stop = 0
+        self._slots: Tensor | None = None
+        self._slots_on: dict[torch.device, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(t.numel() * t.element_size() for s in self._stores.values() for t in (s.keys, s.values))
+
+    # -- where the next forward writes -----------------------------------------------------------------
+
+    def writing_prompt(self, row: int, count: int) -> None:
+        """The next forward is one row's prompt: ``count`` entries after that row's committed ones."""
+        self._require(self.lengths[row] + count)
+        self._row, self._start, self.pending = row, self.lengths[row], 0
+        self._stop = self._start + count
+
+    def writing_nodes(self, count: int) -> int:
+        """The next forward is ``count`` entries for every row, after what is committed and pending.
+
+        Returns:
+            The number of slots that attention will see (``K``).
+        """
+        starts = [n + self.pending for n in self.lengths]
+        low, high = min(starts), max(starts)
+        self._require(high + count)
+        self._row, self._start, self._stop = None, high, high + count
+        self._slots_on.clear()
+        if low == high:
+            self._slots = None
+        else:
+            rows = torch.arange(self.batch) * self.capacity + torch.tensor(starts)
+            self._slots = (rows[:, None] + torch.arange(count)).flatten()  # [B * count] into [B * S]
+        self.pending += count
+        return self._stop
+
+    # -- what stays ------------------------------------------------------------------------------------
+
+    def keep_first(self, row: int, count: int) -> None:
+        """Commit the first ``count`` entries that were written after the row's committed ones."""
+        self.lengths[row] += count
+
+    def drop_pending(self) -> None:
+        """Forget every entry that was written and not kept."""
+        self.pending = 0
+
+    def keep(self, chosen: Sequence[Sequence[int]]) -> None:
+        """Commit chosen pending entries of every row, in order, and drop the others.
+
+        Args:
+            chosen: for each row the ascending indices of the pending entries that stay. Only entries that
+                change place are moved.
+        """
+        source: list[int] = []
+        target: list[int] = []
+        for row, indices in enumerate(chosen):
+            base = row * self.capacity + self.lengths[row]
+            for place, index in enumerate(indices):
+                if place != index:
+                    source.append(base + index)
+                    target.append(base + place)
+            self.lengths[row] += len(indices)
+        self.pending = 0
+        if source:
+            self._move(source, target)
+
+    def _move(self, source: list[int], target: list[int]) -> None:
+        for store in self._stores.values():
+            device = store.keys.device
+            src, dst = torch.tensor([source, target], device=device)
+            for tensor in (store.keys, store.values):
+                flat = tensor.flatten(1, 2)  # [layers, B * S, H, D]
+                flat.index_copy_(1, dst, flat.index_select(1, src))
+
+    def crop(self, row: int, length: int) -> None:  # type: ignore[override]
+        """Forget the row's entries from ``length`` on."""
+        self.lengths[row] = min(self.lengths[row], length)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` entries per row, keeping what is committed."""
+        if capacity <= self.capacity:
+            return
+        filled = max(self.lengths)
+
+        def grown(old: Tensor) -> Tensor:
+            layers, batch, _, heads, dim = old.shape
+            new = old.new_zeros(layers, batch, capacity, heads, dim)
+            new[:, :, :filled] = old[:, :, :filled]
+            return new
+
+        for store in self._stores.values():
+            store.keys, store.values = grown(store.keys), grown(store.values)
+        self.capacity = capacity
+        for layer in self.layers:
+            layer.refresh()
+
+    # -- storage ---------------------------------------------------------------------------------------
+
+    def _require(self, length: int) -> None:
+        if length > self.capacity:
+            raise ModelError(
+                f"The KV cache has {self.capacity} slots per row but {length} are needed; "
+                "the request was sized too small, which is a bug worth reporting."
+            )
+
+    def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
+        """The store for layer ``index``: shared with its device's other layers when their shapes agree."""
+        key = (k.device, k.dtype, k.shape[1], k.shape[3], v.shape[1], v.shape[3])
+        store = self._stores.get(key)
+        if store is None:
+            mates = [i for i, d in enumerate(self._devices) if d == k.device]
+            if index not in mates or any(s.keys.device == k.device for s in self._stores.values()):
+                mates, key = [index], (*key, index)  # a layer unlike its mates gets a store of its own
+            size = (len(mates), self.batch, self.capacity)
+            store = _Store(
+                keys=k.new_zeros(*size, k.shape[1], k.shape[3]),
+                values=v.new_zeros(*size, v.shape[1], v.shape[3]),
+                mates=mates,
+            )
+            self._stores[key] = store
+        return store
+
+    def _write(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """keys, values: ``[B, S, H, D]`` buffers of one layer; k, v: ``[B, H, Q, D]`` (or one row of it)."""
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self._row is not None:
+            keys, values = keys[self._row : self._row + 1], values[self._row : self._row + 1]
+        if self._row is not None or self._slots is None:
+            keys[:, self._start : self._stop] = k
+            values[:, self._start : self._stop] = v
+        else:
+            slots = self._slots_on.get(keys.device)
+            if slots is None:
+                slots = self._slots_on[keys.device] = self._slots.to(keys.device)
+            keys.flatten(0, 1).index_copy_(0, slots, k.flatten(0, 1))
+            values.flatten(0, 1).index_copy_(0, slots, v.flatten(0, 1))
+        return keys[:, : self._stop].transpose(1, 2), values[:, : self._stop].transpose(1, 2)

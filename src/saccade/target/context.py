@@ -1,0 +1,81 @@
+"""What each row of a model's KV cache holds, so that a later turn prefills only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from saccade.inputs.batch import media_spans
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Prefill, Target
+from saccade.target.cache import SlotCache
+
+
+@dataclass(slots=True)
+class _Held:
+    """Ids in a row's cache, and where its media stand: (first, last, digest)."""
+
+    ids: list[int] = field(default_factory=list)
+    media: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+class Context:
+    """A model with its KV cache for B rows.
+
+    Attributes:
+        deltas: ``[B, 1]`` rope deltas on the model's device.
+        reused: prompt tokens that the last `load` found in the cache, per row.
+    """
+
+    def __init__(self, target: Target, batch: int, capacity: int) -> None:
+        self.target = target
+        self.cache: SlotCache = target.new_cache(batch, capacity)
+        self.deltas = torch.zeros(batch, 1, dtype=torch.long, device=target.device)
+        self.reused = [0] * batch
+        self._held = [_Held() for _ in range(batch)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed entries per row."""
+        return self.cache.lengths
+
+    def load(self, row: int, prompt: Prompt) -> Prefill:
+        """Make the row hold ``prompt``: what it shares with the row's content is reused, the rest prefilled."""
+        held = self._held[row]
+        spans = media_spans(self.target.config, prompt)
+        marks = [(a, b, m.digest) for (a, b), m in zip(spans, prompt.media, strict=True)]
+        start = _shared(held, prompt.ids, marks)
+        self.cache.crop(row, start)
+        self.reused[row] = start
+        held.ids, held.media = list(prompt.ids[:start]), [m for m in marks if m[1] <= start]
+        result = self.target.prefill(self.cache, row, prompt, start)
+        held.ids, held.media = list(prompt.ids), marks
+        self.deltas[row] = result.rope_delta
+        return result
+
+    def forward(self, tokens: Tensor, allow: Tensor, depth: Tensor) -> Tensor:
+        """Logits ``[B, Q, V]`` of new tokens; see `Target.forward`."""
+        return self.target.forward(self.cache, tokens, allow, depth, self.deltas)
+
+    def keep(self, chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
+        """Commit chosen pending entries of every row, whose token ids are ``ids``; drop the others."""
+        self.cache.keep(chosen)
+        for held, new in zip(self._held, ids, strict=True):
+            held.ids.extend(new)
+
+
+def _shared(held: _Held, ids: Sequence[int], marks: Sequence[tuple[int, int, str]]) -> int:
+    """Length of the common prefix, never inside a medium and always short of the whole prompt."""
+    limit = min(len(held.ids), len(ids) - 1)
+    same = next((i for i in range(limit) if held.ids[i] != ids[i]), limit)
+    for ours, theirs in zip(held.media, marks, strict=False):
+        if ours != theirs:
+            same = min(same, ours[0], theirs[0])
+            break
+    for first, last, _ in (*marks, *held.media):
+        if first < same < last:
+            same = first
+    return same

@@ -1,0 +1,67 @@
+"""What differs between model families, read from their configuration: data, not code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.target.masks import MaskPlan
+
+TESTED = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "llava": "LLaVA-1.5, Pixtral",
+    "llava_next": "LLaVA-NeXT",
+    "llava_onevision": "LLaVA-OneVision",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "idefics3": "Idefics3, SmolVLM",
+    "smolvlm": "SmolVLM2",
+    "gemma3": "Gemma 3",
+    "mistral3": "Mistral Small 3 (Pixtral)",
+    "internvl": "InternVL",
+}
+"""``model_type`` -> name, for every family in the conformance suite; others are tried and checked at load."""
+
+BIDIRECTIONAL_IMAGES = {"gemma3"}
+"""Families whose image tokens see each other in both directions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one loaded model wants to be called.
+
+    Attributes:
+        model_type: of the top-level configuration.
+        tested: whether the conformance suite covers it.
+        masks: the masks that its decoder takes.
+        bidirectional_images: whether image tokens attend to later tokens of the same image.
+        context: longest sequence that the model supports, or None when it does not say.
+    """
+
+    model_type: str
+    tested: bool
+    masks: MaskPlan
+    bidirectional_images: bool
+    context: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> Family:
+        """Read a Hugging Face configuration."""
+        text = config.get_text_config(decoder=True)
+        types = set(getattr(text, "layer_types", None) or ())
+        window = getattr(text, "sliding_window", None)
+        if types and "sliding_attention" not in types:
+            window = None
+        kinds = tuple(sorted(types)) if len(types) > 1 else ()
+        return cls(
+            model_type=config.model_type,
+            tested=config.model_type in TESTED,
+            masks=MaskPlan(window=window, kinds=kinds),
+            bidirectional_images=config.model_type in BIDIRECTIONAL_IMAGES,
+            context=getattr(text, "max_position_embeddings", None),
+        )

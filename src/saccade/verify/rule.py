@@ -1,0 +1,64 @@
+"""What every acceptance rule gives: how far down the tree a row went, and the target's own next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from saccade.draft.tree import DraftTree
+from saccade.verify.randomness import Uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One verification pass, judged.
+
+    Attributes:
+        path: ``[B, D + 1]`` node indices from the root down to the last accepted node, zeros behind.
+        count: ``[B]`` accepted nodes, the root not counted.
+        token: ``[B]`` the target's own token after the path (correction or bonus).
+    """
+
+    path: Tensor
+    count: Tensor
+    token: Tensor
+
+
+class Rule(Protocol):
+    """Which guesses stand."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is distributed exactly as the target's own."""
+        ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether the rule draws random numbers (and the drafter may draw its children)."""
+        ...
+
+    def uniforms(self, max_depth: int, max_children: int) -> int:
+        """Random numbers per row and step that `judge` takes."""
+        ...
+
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+        """Judge every row.
+
+        Args:
+            scores: ``[B, N, V]`` the target's processed logits after every node.
+            uniforms: this step's random numbers, None for a rule that does not sample.
+        """
+        ...
+
+
+def path_to(tree: DraftTree, node: Tensor) -> Tensor:
+    """``[B, D + 1]`` node indices from the root to ``node`` ``[B]``, zeros behind."""
+    batch, count = tree.tokens.shape
+    above = tree.ancestors.expand(batch, -1, -1)[torch.arange(batch, device=node.device), node]  # [B, N]
+    bin_ = tree.max_depth + 1  # nodes off the path go to a column that is cut away
+    places = torch.where(above, tree.depth, bin_)
+    nodes = torch.arange(count, device=node.device).expand(batch, -1)
+    return node.new_zeros(batch, bin_ + 1).scatter_(1, places, nodes)[:, :bin_]

@@ -1,0 +1,94 @@
+"""Speculative sampling on trees: the output has exactly the target's distribution.
+
+Leviathan et al. 2023 (Algorithm 1) for one child; recursive rejection (Miao et al. 2024, SpecInfer; Jeon et al.
+2024) for several. Two kinds of proposal, told apart by whether the tree carries ``q``:
+
+- drawn from q without replacement: accept a child with probability min(1, p/q), else p becomes
+  norm(max(0, p - q)) and q loses the child and is normalised again;
+- deterministic: a child is a point mass, accepted with probability p(child), else p loses the child.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.draft.tree import DraftTree
+from saccade.verify.randomness import Uniforms, draw
+from saccade.verify.rule import Verdict, path_to
+
+
+class Sampling:
+    """Lossless for sampling, logits processors and the bonus token included."""
+
+    lossless = True
+    samples = True
+
+    def uniforms(self, max_depth: int, max_children: int) -> int:
+        return max_depth * max_children + 1
+
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+        assert uniforms is not None
+        probabilities = scores.softmax(-1)  # p: [B, N, V]
+        batch, size = tree.tokens.shape
+        rows = torch.arange(batch, device=scores.device)
+        parents = tree.parents.expand(batch, -1)
+        is_node = tree.valid.expand(batch, -1).clone()
+        is_node[:, 0] = False
+        node = torch.zeros(batch, dtype=torch.long, device=scores.device)
+        p = probabilities[rows, node]  # [B, V]
+        moving = torch.ones(batch, dtype=torch.bool, device=scores.device)
+        for _ in range(tree.max_depth):
+            children = is_node & (parents == node[:, None]) & moving[:, None]
+            order = children.cumsum(1)
+            q = None if tree.q is None else _widen(tree.q[rows, node], p.shape[1])
+            below = node
+            moving = torch.zeros_like(moving)
+            for rank in range(1, tree.max_children + 1):
+                match = children & (order == rank)
+                child = match.int().argmax(1)
+                open_ = match.any(1) & ~moving
+                token = tree.tokens[rows, child]
+                u = uniforms.take(1)[:, 0]
+                accept, p, q = _try(token, u, p, q, open_)
+                moving |= accept
+                below = torch.where(accept, child, below)
+            node = below
+            p = torch.where(moving[:, None], probabilities[rows, node], p)
+        token = draw(p, uniforms.take(1)[:, 0])
+        count = tree.depth.expand(batch, -1).gather(1, node[:, None])[:, 0]
+        return Verdict(path_to(tree, node), count, token)
+
+
+def _try(
+    token: Tensor, u: Tensor, p: Tensor, q: Tensor | None, open_: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Try one child per row where ``open_``; returns (accepted, p, q) after it."""
+    at = token[:, None]
+    p_token = p.gather(1, at)[:, 0]
+    without = p.scatter(1, at, 0.0)
+    if q is None:
+        accept = open_ & (u < p_token)
+        left = without
+    else:
+        q_token = q.gather(1, at)[:, 0]
+        open_ = open_ & (q_token > 0)  # q had fewer tokens than children were wanted: not a real draw
+        accept = open_ & (u * q_token < p_token)
+        left = (p - q).clamp_(min=0)
+    rejected = (open_ & ~accept)[:, None]
+    p = torch.where(rejected, _normalised(left, without), p)
+    if q is not None:
+        rest = q.scatter(1, at, 0.0)
+        q = torch.where(rejected, _normalised(rest, rest), q)
+    return accept, p, q
+
+
+def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
+    """Rows scaled to sum one; where nothing is left (rounding), the fallback as it is."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), fallback)
+
+
+def _widen(q: Tensor, vocab: int) -> Tensor:
+    """Zero probability for tokens that the drafter's vocabulary does not have."""
+    return q if q.shape[1] == vocab else torch.nn.functional.pad(q, (0, vocab - q.shape[1]))
