@@ -1,1 +1,1 @@
-"""From what a user has (messages, images, videos) to what a model takes (:class:`~saccade.inputs.prompt.Prompt`)."""
+"""From what a user has (messages, images, videos) to what a model takes."""

@@ -1,0 +1,143 @@
+"""Videos as users have them, made into frames: decoded with PyAV, sampled, with their times."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from saccade.errors import InputError
+from saccade.inputs.media import load_image, read_source, to_uint8
+
+ASSUMED_FPS = 24.0
+"""Frames per second of videos that do not say (the value that transformers assumes)."""
+
+Frames = np.ndarray[Any, np.dtype[np.uint8]]
+Choose = Callable[[int, float], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """Frames of a video and where in it they were.
+
+    Attributes:
+        frames: ``[T, H, W, 3]`` uint8.
+        indices: for every frame, its number in the whole video.
+        total: number of frames of the whole video.
+        fps: frames per second of the whole video; None when unknown.
+    """
+
+    frames: Frames
+    indices: tuple[int, ...]
+    total: int
+    fps: float | None
+
+    @property
+    def timestamps(self) -> tuple[float, ...]:
+        """Seconds from the start, one per frame."""
+        return tuple(i / (self.fps or ASSUMED_FPS) for i in self.indices)
+
+    @property
+    def duration(self) -> float:
+        """Seconds of the whole video."""
+        return self.total / (self.fps or ASSUMED_FPS)
+
+    @property
+    def sampled_fps(self) -> float:
+        """Kept frames per second; the assumed rate when the video does not say its own."""
+        return len(self.indices) / self.total * self.fps if self.fps else ASSUMED_FPS
+
+
+def load_video(source: Any, choose: Choose | None = None) -> Video:
+    """Turn whatever names or holds a video into frames.
+
+    Args:
+        source: a path, a ``file://`` or ``data:`` URI, the bytes of a video file; or frames that are sampled
+            already: a list of images (each as :func:`load_image` takes it), an array ``[T, H, W, 3]`` of
+            uint8 or of floats from 0 to 1, or a :class:`Video`. Given frames are all kept.
+        choose: (total frames, frames per second) -> numbers of the frames to keep; None keeps all.
+
+    Raises:
+        InputError: the source is missing, empty, damaged or of another kind, or PyAV is not installed.
+    """
+    if isinstance(source, Video):
+        return source
+    if isinstance(source, np.ndarray):
+        return _given(_array_frames(source))
+    if isinstance(source, (list, tuple)):
+        return _given(_list_frames(source))
+    name, data = read_source(source, "video")
+    return _decode(name, data, choose)
+
+
+def _given(frames: Frames) -> Video:
+    return Video(frames, tuple(range(len(frames))), len(frames), None)
+
+
+def _array_frames(array: np.ndarray[Any, Any]) -> Frames:
+    if array.ndim != 4 or array.shape[3] not in (1, 3) or 0 in array.shape:
+        raise InputError(
+            f"A video array of shape {array.shape} is not usable; expected [T, H, W, 3], channels last, T at least 1."
+        )
+    array = to_uint8(array, "video")
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:3], 3)))
+
+
+def _list_frames(source: Sequence[Any]) -> Frames:
+    if not source:
+        raise InputError("The list of video frames is empty; give at least one frame.")
+    frames = [np.asarray(load_image(frame)) for frame in source]
+    shapes = {frame.shape[:2] for frame in frames}
+    if len(shapes) > 1:
+        raise InputError(
+            f"The video's frames differ in size ({sorted(shapes)} as height, width); resize them to one size."
+        )
+    return np.stack(frames)
+
+
+def _decode(name: str, data: bytes, choose: Choose | None) -> Video:
+    """Decode once for the frames that ``choose`` wants, and again if the file's own count was wrong."""
+    try:
+        import av
+    except ImportError:
+        raise InputError("Video files need PyAV, which is not installed; run `pip install saccade[video]`.") from None
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            if not container.streams.video:
+                raise InputError(f"{name} has no video stream; give a file with moving pictures.")
+            stream = container.streams.video[0]
+            total, rate = stream.frames, stream.average_rate
+        fps = float(rate) if rate else None
+        if not total:
+            total = _scan(av, data, ())[1]
+        for _ in range(2):
+            if total < 1:
+                break
+            wanted = list(range(total)) if choose is None else list(choose(total, fps or ASSUMED_FPS))
+            kept, seen = _scan(av, data, set(wanted))
+            if all(i in kept for i in wanted):
+                return Video(np.stack([kept[i] for i in wanted]), tuple(wanted), total, fps)
+            total = seen
+    except (av.FFmpegError, ValueError, EOFError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name} is not a video that PyAV can decode; give an MP4, WebM or GIF file.") from None
+    raise InputError(f"{name} has no frames that can be decoded; give a complete video file.")
+
+
+def _scan(av: Any, data: bytes, wanted: Collection[int]) -> tuple[dict[int, Frames], int]:
+    """Decode in order. Returns the wanted frames by number, and how many frames were passed."""
+    kept: dict[int, Frames] = {}
+    last = max(wanted, default=None)
+    count = 0
+    with av.open(io.BytesIO(data)) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            count = number + 1
+            if number in wanted:
+                kept[number] = frame.to_ndarray(format="rgb24")
+            if number == last:
+                break
+    return kept, count
