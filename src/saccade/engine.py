@@ -15,7 +15,7 @@ from saccade.draft.tree import DraftTree
 from saccade.errors import InputError, ModelError
 from saccade.generation import Plan, plan
 from saccade.inputs.prompt import Prompt
-from saccade.output import Output, Step
+from saccade.output import Mark, Output, Step
 from saccade.row import Row
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -212,7 +212,10 @@ class _Loop:
             verdict = self._rule.judge(tree, scores, self._uniforms)
             packed = _pack(tree, verdict, logits)
         host = packed.tolist()  # the step's one synchronisation
-        tokens, marks, kept, kept_ids = [], [], [], []
+        tokens: list[tuple[int, ...]] = []
+        marks: list[tuple[Mark, ...]] = []
+        kept: list[list[int]] = []
+        kept_ids: list[list[int]] = []
         for row, (count, token, unsound, *rest) in zip(self._rows, host, strict=True):
             if row.done:
                 tokens.append(())

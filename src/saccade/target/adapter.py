@@ -43,8 +43,8 @@ class Target:
         ModelError: the model has no decoder layers that could be drafted for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model.eval()
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
         self.family = Family.of(self.config)
@@ -130,7 +130,8 @@ class Target:
             past_key_values=cache,
             use_cache=True,
         )
-        return out.logits
+        logits: Tensor = out.logits
+        return logits
 
     def check_length(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""

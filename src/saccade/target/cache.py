@@ -156,7 +156,7 @@ class SlotCache(Cache):
                 flat = tensor.flatten(1, 2)  # [layers, B * S, H, D]
                 flat.index_copy_(1, dst, flat.index_select(1, src))
 
-    def crop(self, row: int, length: int) -> None:  # type: ignore[override]
+    def crop(self, row: int, length: int) -> None:
         """Forget the row's entries from ``length`` on."""
         self.lengths[row] = min(self.lengths[row], length)
 
@@ -189,7 +189,7 @@ class SlotCache(Cache):
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
         """The store for layer ``index``: shared with its device's other layers when their shapes agree."""
-        key = (k.device, k.dtype, k.shape[1], k.shape[3], v.shape[1], v.shape[3])
+        key: tuple[Any, ...] = (k.device, k.dtype, k.shape[1], k.shape[3], v.shape[1], v.shape[3])
         store = self._stores.get(key)
         if store is None:
             mates = [i for i, d in enumerate(self._devices) if d == k.device]

@@ -1,7 +1,7 @@
 """Speculative sampling on trees: the output has exactly the target's distribution.
 
-Leviathan et al. 2023 (Algorithm 1) for one child; recursive rejection (Miao et al. 2024, SpecInfer; Jeon et al.
-2024) for several. Two kinds of proposal, told apart by whether the tree carries ``q``:
+Leviathan et al. 2023 (Algorithm 1) for one child; recursive rejection (Miao et al. 2024, SpecInfer; Jeon
+et al. 2024) for several. Two kinds of proposal, told apart by whether the tree carries ``q``:
 
 - drawn from q without replacement: accept a child with probability min(1, p/q), else p becomes
   norm(max(0, p - q)) and q loses the child and is normalised again;
@@ -30,7 +30,7 @@ class Sampling:
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
         assert uniforms is not None
         probabilities = scores.softmax(-1)  # p: [B, N, V]
-        batch, size = tree.tokens.shape
+        batch = tree.tokens.shape[0]
         rows = torch.arange(batch, device=scores.device)
         parents = tree.parents.expand(batch, -1)
         is_node = tree.valid.expand(batch, -1).clone()

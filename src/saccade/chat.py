@@ -1,0 +1,71 @@
+"""Conversations whose turns go on from the KV cache of the earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from saccade.inputs.media import load_image
+from saccade.output import Output
+from saccade.stream import Chunk, Stream
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
+
+
+class Chat:
+    """A conversation with one model.
+
+    Attributes:
+        messages: what was said so far, in content-list form.
+    """
+
+    def __init__(self, vlm: VLM, system: str | None = None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": [{"type": "text", "text": system}]})
+        self._vlm = vlm
+        self._session = vlm.engine.open(1)
+
+    def send(
+        self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
+    ) -> Output:
+        """Say something and wait for the answer; arguments as in `VLM.generate`."""
+        turn = self.stream(text, images, videos, **options)
+        for _ in turn:
+            pass
+        return turn.output
+
+    def stream(
+        self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
+    ) -> Turn:
+        """Say something and read the answer as it comes; the turn counts once its iteration has begun."""
+        content: list[dict[str, Any]] = [
+            *({"type": "image", "image": load_image(i)} for i in images),
+            *({"type": "video", "video": v} for v in videos),
+            {"type": "text", "text": text},
+        ]
+        asked = [*self.messages, {"role": "user", "content": content}]
+        stream = self._vlm.stream(asked, session=self._session, **options)
+        return Turn(self, asked, stream)
+
+
+class Turn:
+    """One answer of a chat under way."""
+
+    def __init__(self, chat: Chat, asked: list[dict[str, Any]], stream: Stream) -> None:
+        self._chat = chat
+        self._asked = asked
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Chunk]:
+        try:
+            yield from self._stream
+        finally:
+            answer = {"role": "assistant", "content": [{"type": "text", "text": self.output.text}]}
+            self._chat.messages = [*self._asked, answer]
+
+    @property
+    def output(self) -> Output:
+        """The answer so far."""
+        return self._stream.output

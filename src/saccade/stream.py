@@ -1,0 +1,75 @@
+"""An answer as it comes: chunks of text and tokens, then the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from saccade.engine import Request, Run
+from saccade.output import Mark, Output
+from saccade.text import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step added.
+
+    Attributes:
+        text: completed characters of the first row.
+        tokens: per row.
+        marks: per row, how each token came to be.
+    """
+
+    text: str
+    tokens: tuple[tuple[int, ...], ...]
+    marks: tuple[tuple[Mark, ...], ...]
+
+
+class Stream:
+    """An answer under way; stop iterating whenever you like, `outputs` holds what there is."""
+
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: Any,
+        lossless: bool,
+        is_batch: bool,
+        streamer: Any,
+        requests: Sequence[Request],
+    ) -> None:
+        self.is_batch = is_batch
+        self._run = run
+        self._tokenizer = tokenizer
+        self._lossless = lossless
+        self._streamer = streamer
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Chunk]:
+        text = Detokenizer(self._tokenizer)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([self._requests[0].prompt.ids]))
+        for step in self._run.steps:
+            piece = text.add(step.tokens[0]) + (text.finish() if step.finished[0] else "")
+            if self._streamer is not None:
+                for token in step.tokens[0]:
+                    self._streamer.put(torch.tensor([token]))
+            yield Chunk(piece, step.tokens, step.marks)
+        if self._streamer is not None:
+            self._streamer.end()
+
+    @property
+    def outputs(self) -> list[Output]:
+        """One output per row, complete up to the last step taken."""
+        outputs = self._run.outputs
+        for output in outputs:
+            output.text = self._tokenizer.decode(output.tokens, skip_special_tokens=True)
+            output.lossless = self._lossless
+        return outputs
+
+    @property
+    def output(self) -> Output:
+        """The first row's output."""
+        return self.outputs[0]

@@ -1,0 +1,253 @@
+"""The public surface: load a model, then generate, stream or chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade import methods
+from saccade.chat import Chat
+from saccade.engine import Engine, Request, Session
+from saccade.errors import InputError, MethodError
+from saccade.generation import plan
+from saccade.inputs.media import load_image
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
+from saccade.loading import adapt, load_model, shared_vocabulary
+from saccade.loading import draft_dtype as best_draft_dtype
+from saccade.stream import Stream
+from saccade.target.adapter import Target
+
+Messages = Sequence[Mapping[str, Any]]
+"""One conversation in Hugging Face's or OpenAI's content-list form."""
+
+Question = str | Messages | Prompt
+"""What one row is asked."""
+
+
+def load(
+    target: str | Path | Any,
+    drafter: str | Path | Any = None,
+    method: str | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    draft_dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    **options: Any,
+) -> VLM:
+    """Load a target, a drafter if the method needs one, and the method that joins them.
+
+    Args:
+        target: checkpoint folder, hub id, or a loaded Hugging Face model.
+        drafter: the same, of the target's tokenizer; None for methods that need none.
+        method: a name of `saccade methods`; ``chain`` with a drafter and ``prompt-lookup`` without by default.
+        dtype: of the target: ``auto`` (as stored), a name, or a torch dtype.
+        draft_dtype: of the drafter; when None, as stored, but float32 for a small drafter on a CPU.
+        device_map: of the target, as in `from_pretrained`; the drafter goes where the target's embeddings are.
+        options: override the method's defaults, for example ``gamma=7``.
+
+    Raises:
+        ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
+        MethodError: unknown method or option.
+    """
+    name = method or methods.default(drafter is not None)
+    needed = methods.get(name).needs == "draft model"
+    if drafter is not None and not needed:
+        raise MethodError(f"Method {name} takes no drafter; leave it out or choose another method.")
+    if drafter is None and needed:
+        raise MethodError(
+            f"Method {name} needs a drafter; give one with drafter=... (--drafter on the command line)."
+        )
+    model, processor = _model_and_processor(target, dtype, device_map)
+    draft_model = draft_processor = None
+    if drafter is not None:
+        place = model.get_input_embeddings().weight.device
+        draft_model, draft_processor = _model_and_processor(
+            drafter, "auto" if draft_dtype is None else draft_dtype, None if place.type == "cpu" else place
+        )
+        if draft_dtype is None:
+            draft_model = draft_model.to(best_draft_dtype(draft_model))
+    return VLM(
+        model,
+        processor,
+        drafter=draft_model,
+        draft_processor=draft_processor,
+        method=name,
+        **options,
+    )
+
+
+class VLM:
+    """A target model that answers speculatively.
+
+    Args:
+        model: a loaded Hugging Face model.
+        processor: its `InputProcessor`; made from the model's own checkpoint when None.
+        drafter: a loaded Hugging Face model of the same tokenizer.
+        draft_processor: the drafter's; made from its checkpoint when None.
+        method: a name of `saccade methods`.
+        options: override the method's defaults.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: InputProcessor | None = None,
+        *,
+        drafter: Any = None,
+        draft_processor: InputProcessor | None = None,
+        method: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.method = method or methods.default(drafter is not None)
+        self.processor = processor or InputProcessor.load(model.config._name_or_path)
+        self.target: Target = adapt(model)
+        self.draft_model: Target | None = None
+        self._draft_processor: InputProcessor | None = None
+        vocabulary = None
+        if drafter is not None:
+            self.draft_model = adapt(drafter)
+            self._draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
+            vocabulary = shared_vocabulary(
+                self.processor.tokenizer, self._draft_processor.tokenizer, (_name(model), _name(drafter))
+            )
+        self.engine = Engine(
+            self.target, methods.build(self.method, self.target, self.draft_model, vocabulary, **options)
+        )
+        self.lossless = methods.get(self.method).lossless
+
+    def generate(
+        self,
+        prompt: Question | Sequence[Question],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        *,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answer one question, or several as one batch.
+
+        Args:
+            prompt: a string, a conversation (list of messages), or a list of these for a batch.
+            images: path, bytes, PIL, numpy or data URI each; for a batch, one list per row.
+            videos: likewise: files (needs the ``video`` extra) or frames.
+            seed: of the random generators when sampling; row b of a batch gets ``seed + b``, or its own from
+                a list. None takes one from torch's global generator.
+            options: `GenerationConfig` options (``max_new_tokens``, ``do_sample``, ``temperature``, ...),
+                ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``streamer``.
+
+        Returns:
+            An `Output`, or a list of them for a batch.
+
+        Raises:
+            InputError: something asked cannot be used as it is.
+        """
+        stream = self.stream(prompt, images, videos, seed=seed, **options)
+        for _ in stream:
+            pass
+        return stream.outputs if stream.is_batch else stream.outputs[0]
+
+    def stream(
+        self,
+        prompt: Question | Sequence[Question],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        *,
+        seed: int | Sequence[int] | None = None,
+        session: Session | None = None,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Stream:
+        """Like `generate`, token by token: iterate the result, then read its `outputs`.
+
+        Args:
+            session: caches of an earlier turn (see `chat`), from which only what is new is prefilled.
+            streamer: a Hugging Face `BaseStreamer` (one row only).
+        """
+        batch = _is_batch(prompt)
+        questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
+        images_of, videos_of = (
+            _per_row(m, len(questions), batch, n) for m, n in ((images, "images"), (videos, "videos"))
+        )
+        if streamer is not None and len(questions) > 1:
+            raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
+        seeds = _seeds(seed, len(questions))
+        requests = [
+            self._request(q, i, v, s)
+            for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
+        ]
+        decoding = plan(
+            self.target, [r.prompt for r in requests], tokenizer=self.processor.tokenizer, **options
+        )
+        run = self.engine.start(requests, decoding, session)
+        return Stream(run, self.processor.tokenizer, self.lossless, batch, streamer, requests)
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation whose turns reuse the KV cache of the earlier ones."""
+        return Chat(self, system)
+
+    def _request(
+        self, question: Question, images: Sequence[Any], videos: Sequence[Any], seed: int
+    ) -> Request:
+        if isinstance(question, Prompt):
+            return Request(question, self._draft_prompt(question, None, (), ()), seed)
+        images = [load_image(i) for i in images]
+        prompt = self.processor.prompt(question, images, videos)
+        return Request(prompt, self._draft_prompt(prompt, question, images, videos), seed)
+
+    def _draft_prompt(
+        self, prompt: Prompt, question: str | Messages | None, images: Sequence[Any], videos: Sequence[Any]
+    ) -> Prompt | None:
+        """The question as the draft model sees it; text only when it has no eyes."""
+        if self.draft_model is None or self._draft_processor is None:
+            return None
+        sees = self.draft_model.config.model_type != self.draft_model.text_config.model_type
+        if prompt.media and not sees:
+            return self.processor.text_only(prompt)
+        if question is None or not prompt.media:
+            return prompt
+        return self._draft_processor.prompt(question, images, videos)
+
+
+def _model_and_processor(given: Any, dtype: str | torch.dtype, device_map: Any) -> tuple[Any, InputProcessor]:
+    if not isinstance(given, (str, Path)):
+        return given, InputProcessor.load(given.config._name_or_path)
+    model = load_model(given, dtype=dtype, device_map=device_map)
+    return model, InputProcessor.load(str(given))
+
+
+def _name(model: Any) -> str:
+    return str(model.config._name_or_path or type(model).__name__)
+
+
+def _is_batch(prompt: Any) -> bool:
+    if isinstance(prompt, (str, Prompt)):
+        return False
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise InputError("The prompt must be a string, a list of messages, or a non-empty list of these.")
+    return not isinstance(prompt[0], Mapping)
+
+
+def _per_row(media: Sequence[Any], rows: int, batch: bool, name: str) -> list[Sequence[Any]]:
+    if not batch:
+        return [list(media) if isinstance(media, (list, tuple)) else [media]]
+    if not len(media):
+        return [()] * rows
+    if len(media) != rows or not all(isinstance(m, (list, tuple)) for m in media):
+        raise InputError(
+            f"For a batch of {rows} prompts, {name} must be a list of {rows} lists, one per prompt."
+        )
+    return list(media)
+
+
+def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    if seed is None:
+        seed = int(torch.randint(2**31, ()).item())
+    if isinstance(seed, int):
+        return [seed + b for b in range(rows)]
+    if len(seed) != rows:
+        raise InputError(f"There are {rows} prompts but {len(seed)} seeds; give one seed, or one per prompt.")
+    return list(seed)
