@@ -322,9 +322,11 @@ class FamilyCase:
         """Row ``row`` of ``inputs(kind, rows, seed)`` alone, without padding."""
         return self._assemble([self._row(kind, row, seed)])
 
-    def continued(self, kind: str, row: int, answer: Sequence[int], seed: int = 0) -> Inputs:
-        """A second turn for one row: the first prompt, ``answer``, and a new question of the same kind."""
-        question = self._row(kind, row, seed + 1)[1:]  # without the beginning-of-sequence token
+    def continued(
+        self, kind: str, row: int, answer: Sequence[int], seed: int = 0, follow_up: str | None = None
+    ) -> Inputs:
+        """A second turn for one row: the first prompt, ``answer``, and a new question of kind ``follow_up``."""
+        question = self._row(follow_up or kind, row, seed + 1)[1:]  # without the beginning-of-sequence token
         return self._assemble([[*self._row(kind, row, seed), Piece(tuple(answer), {}), *question]])
 
     def reference(self, kind: str, rows: int = 1, n: int = MAX_NEW_TOKENS, seed: int = 0) -> list[list[int]]:

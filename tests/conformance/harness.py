@@ -1,0 +1,69 @@
+"""Engines over the tiny families, built once per process, and how their outputs are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from families import FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.model import ModelDrafter
+from saccade.draft.policy import Chain, StaticTree
+from saccade.engine import Engine, Request
+from saccade.inputs.batch import split
+from saccade.inputs.prompt import Prompt
+from saccade.output import Output
+from saccade.target.adapter import Target
+
+POLICIES: dict[str, Any] = {
+    "chain": Chain(4),
+    "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
+    "dynamic": DynamicTree(top=3, max_depth=4, total=12),
+}
+METHODS = ("plain", *POLICIES)
+
+
+@cache
+def target(name: str) -> Target:
+    """The family's target under test (the reference has a copy of its own)."""
+    return Target(FAMILIES[name].model())
+
+
+@cache
+def draft(name: str) -> Target:
+    return Target(FAMILIES[name].draft_model())
+
+
+@cache
+def engine(name: str, method: str) -> Engine:
+    """``method``: plain, lookup, or the name of a tree policy for the family's draft model."""
+    if method == "plain":
+        return Engine(target(name))
+    if method == "lookup":
+        return Engine(target(name), PromptLookup())
+    return Engine(target(name), ModelDrafter(draft(name), POLICIES[method]))
+
+
+def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
+    """The rows of a Hugging Face batch for the family's models."""
+    return split(target(case.name).config, inputs)
+
+
+def run(name: str, method: str, inputs: Inputs, n: int = MAX_NEW_TOKENS, **options: Any) -> list[Output]:
+    """The engine's outputs for all rows of a Hugging Face batch."""
+    requests = [Request(prompt) for prompt in prompts(FAMILIES[name], inputs)]
+    return engine(name, method).generate(requests, max_new_tokens=n, **options)
+
+
+def tokens(outputs: Sequence[Output]) -> list[list[int]]:
+    return [output.tokens for output in outputs]
+
+
+def assert_partly_accepted(outputs: Sequence[Output]) -> None:
+    """Without accepted and rejected drafts, equality would say nothing about the tree path."""
+    for output in outputs:
+        stats = output.stats
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+        assert stats.target_passes < len(output.tokens) - 1

@@ -1,0 +1,109 @@
+"""Greedy decoding gives the tokens of Hugging Face `generate`, whatever is drafted and however rows are batched."""
+
+from __future__ import annotations
+
+import pytest
+from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, target, tokens
+
+from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
+from saccade.draft.model import ModelDrafter
+from saccade.engine import Engine, Request
+from saccade.inputs.batch import split
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+CASES = [(name, kind) for name, case in FAMILIES.items() for kind in case.kinds]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_tokens_equal_generate(name: str, kind: str, method: str, rows: int) -> None:
+    case = FAMILIES[name]
+    outputs = run(name, method, case.inputs(kind, rows))
+    assert tokens(outputs) == case.reference(kind, rows)
+    if method != "plain":
+        assert_partly_accepted(outputs)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_prompt_lookup_equals_generate(name: str, rows: int) -> None:
+    case = FAMILIES[name]
+    outputs = run(name, "lookup", case.inputs(case.kinds[0], rows))
+    assert tokens(outputs) == case.reference(case.kinds[0], rows)
+    assert sum(output.stats.drafted_tokens for output in outputs) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", VISUAL_FAMILIES)
+def test_a_drafter_that_cannot_see_changes_nothing(name: str, policy: str) -> None:
+    """The drafter gets a text prompt of another length, so its positions differ from the target's."""
+    case = FAMILIES[name]
+    blind = ModelDrafter(Target(case.text_draft_model()), POLICIES[policy])
+    requests = [
+        Request(prompt, draft_prompt=Prompt(prompt.ids[:3] + prompt.ids[-4:]))
+        for prompt in split(target(name).config, case.inputs("image", rows=3))
+    ]
+    outputs = Engine(target(name), blind).generate(requests, max_new_tokens=24)
+    assert tokens(outputs) == case.reference("image", rows=3, n=24)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_the_target_as_its_own_drafter_is_always_right(name: str) -> None:
+    """Draft and target take different paths through cache and masks; both must be exact for every draft to stand."""
+    case = FAMILIES[name]
+    kind = case.kinds[0]
+    own = Engine(target(name), ModelDrafter(Target(case.model()), POLICIES["chain"]))
+    (output,) = own.generate([Request(split(target(name).config, case.inputs(kind))[0])], max_new_tokens=61)
+    assert output.tokens == case.reference(kind, n=61)[0]
+    assert output.stats.target_passes == 12  # 1 from prefill, then 4 drafts and a bonus per pass
+    assert output.stats.accepted_tokens == 48
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [n for n in VISUAL_FAMILIES if n != "llava_onevision"])
+def test_rows_with_and_without_images_share_a_batch(name: str, policy: str) -> None:
+    """Every row has its own length, its own media and its own rope delta."""
+    case = FAMILIES[name]
+    kinds = ["text", "image", "images2", *(["video"] if case.video else [])]
+    requests = [Request(split(target(name).config, case.row_inputs(kind, row=0))[0]) for kind in kinds]
+    method = Engine(target(name), ModelDrafter(draft(name), POLICIES[policy]))
+    outputs = method.generate(requests, max_new_tokens=MAX_NEW_TOKENS)
+    assert tokens(outputs) == [case.reference(kind)[0] for kind in kinds]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "gemma3"])
+def test_rows_that_end_early_leave_the_others_alone(name: str) -> None:
+    case = FAMILIES[name]
+    kind = case.kinds[0]
+    expected = case.reference(kind, rows=3)
+    eos = expected[1][9]
+    ends = [row[: row.index(eos) + 1] if eos in row else row for row in expected]
+    for policy in POLICIES:
+        outputs = run(name, policy, case.inputs(kind, rows=3), eos_token_id=eos)
+        assert tokens(outputs) == ends
+        assert outputs[1].finish_reason == "eos"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_not_one_token_more_than_asked_for(n: int) -> None:
+    case = FAMILIES["qwen2_5_vl"]
+    for method in METHODS:
+        outputs = run("qwen2_5_vl", method, case.inputs("image", rows=3), n)
+        assert tokens(outputs) == case.reference("image", rows=3, n=n)
+        assert {output.finish_reason for output in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_stale_rope_delta_on_the_module_does_no_harm(name: str) -> None:
+    case = FAMILIES[name]
+    model = case.model()
+    shared = Engine(Target(model), ModelDrafter(draft(name), POLICIES["chain"]))
+    for kind in ("images2", "text", "video", "image"):
+        model.generate(**case.row_inputs("images2", row=1), max_new_tokens=2)
+        assert model.base_model.rope_deltas.abs().sum() > 0
+        (output,) = shared.generate(
+            [Request(split(model.config, case.row_inputs(kind, row=0))[0])], max_new_tokens=24
+        )
+        assert output.tokens == case.reference(kind, n=24)[0]
