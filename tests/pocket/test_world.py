@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -54,10 +55,7 @@ def test_the_true_answer_scores_one_and_another_pictures_answer_less(task: str, 
     for sample in samples:
         assert set(score(task, sample.answer, sample.facts).values()) == {1.0}, sample.answer
     for fact in score(task, "", samples[0].facts):
-        wrong = [
-            score(task, sample.answer, other.facts)[fact]
-            for sample, other in zip(samples, samples[1:], strict=False)
-        ]
+        wrong = [score(task, sample.answer, other.facts)[fact] for sample, other in pairwise(samples)]
         assert sum(wrong) / len(wrong) < 0.6, fact
 
 

@@ -51,7 +51,8 @@ def build(shape: LanguageShape, tower: TowerShape, vocabulary: int) -> LlavaForC
         tie_word_embeddings=False,
         **tokens,
     )
-    config._attn_implementation = "sdpa"
+    # On a CPU, plain attention is three times as fast as the fused one at these sizes, backward pass included.
+    config._attn_implementation = "sdpa" if torch.cuda.is_available() else "eager"
     return LlavaForConditionalGeneration(config)
 
 
