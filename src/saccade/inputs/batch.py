@@ -19,7 +19,11 @@ from saccade.inputs.prompt import Medium, Prompt
 
 Ids = Sequence[int] | Tensor
 
-_PADDED = {"pixtral": ("pixel_values",), "anyres": ("pixel_values",), "tiles": ("pixel_values", "pixel_attention_mask")}
+_PADDED = {
+    "pixtral": ("pixel_values",),
+    "anyres": ("pixel_values",),
+    "tiles": ("pixel_values", "pixel_attention_mask"),
+}
 _SHARED = ("batch_num_images",)
 
 
@@ -92,22 +96,24 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
             filled = 0
             while filled < len(places) and queues[kind]:
                 piece = queues[kind].pop(0)
-                medium = Medium(kind, piece.tensors, count(config, kind, piece.tensors), digest(piece.tensors))
+                medium = Medium(
+                    kind, piece.tensors, count(config, kind, piece.tensors), digest(piece.tensors)
+                )
                 starts.append(places[filled])
                 media.append(medium)
                 filled += medium.n_tokens
             if filled != len(places):
                 raise InputError(
                     f"Row {number} has {len(places)} {kind} placeholders but its {kind}s fill {filled}; pass ids "
-                    "and pixels from one call of the model's own processor."
+                    "and pixels from one call of the model's processor."
                 )
         order = sorted(range(len(media)), key=starts.__getitem__)
         prompts.append(Prompt(tuple(ids), tuple(media[i] for i in order)))
-    for kind, queue in queues.items():
+    for name, queue in queues.items():
         if queue:
             raise InputError(
-                f"The batch holds {len(queue)} more {kind}s than its placeholders ask for; pass ids and pixels "
-                "from one call of the model's own processor."
+                f"The batch holds {len(queue)} more {name}s than its placeholders ask for; pass ids and pixels "
+                "from one call of the model's processor."
             )
     return prompts
 
@@ -201,7 +207,9 @@ def _padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     out = []
     for tensor in tensors:
-        room = [0 if d == dim else n - size for d, (n, size) in enumerate(zip(largest, tensor.shape, strict=True))]
+        room = [
+            0 if d == dim else n - size for d, (n, size) in enumerate(zip(largest, tensor.shape, strict=True))
+        ]
         out.append(functional.pad(tensor, [amount for r in reversed(room) for amount in (0, r)]))
     return out
 
@@ -209,7 +217,9 @@ def _padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
 def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
     ids = tensors.get("input_ids")
     if ids is None:
-        raise InputError("The inputs have no input_ids; pass what the model's processor or tokenizer returns.")
+        raise InputError(
+            "The inputs have no input_ids; pass what the model's processor or tokenizer returns."
+        )
     ids = torch.as_tensor(ids)
     mask = tensors.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else torch.as_tensor(mask)
@@ -221,7 +231,9 @@ def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
     rows = []
     for number, (row, keep) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
         if sum(a != b for a, b in pairwise([False, *keep, False])) > 2:
-            raise InputError(f"Row {number} of attention_mask has a hole; padding must be on the left or the right.")
+            raise InputError(
+                f"Row {number} of attention_mask has a hole; padding must be on the left or the right."
+            )
         rows.append([token for token, kept in zip(row, keep, strict=True) if kept])
     return rows
 

@@ -50,7 +50,9 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
     slots: list[Slot] = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError('Every message must be a dict with "role" and "content", such as {"role": "user", ...}.')
+            raise InputError(
+                'Every message must be a dict with "role" and "content", such as {"role": "user", ...}.'
+            )
         content = message.get("content")
         clean = {k: v for k, v in message.items() if v is not None}
         if isinstance(content, (list, tuple)):
@@ -66,7 +68,9 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
 def as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages whose lists of text parts are joined into strings, as language models' templates want them."""
     return [
-        {**m, "content": "".join(part["text"] for part in m["content"])} if isinstance(m.get("content"), list) else {**m}
+        {**m, "content": "".join(part["text"] for part in m["content"])}
+        if isinstance(m.get("content"), list)
+        else {**m}
         for m in messages
     ]
 
@@ -136,7 +140,7 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
         slots.append(Slot("video", _source(item, "video")))
         return {"type": "video"}
     raise InputError(
-        f"A message part of type {kind!r} is not usable; expected text, image, image_url or video, each with its content."
+        f"A message part of type {kind!r} is not usable; expected text, image, image_url or video."
     )
 
 

@@ -44,7 +44,8 @@ def count(config: Any, kind: Literal["image", "video"], tensors: Tensors) -> int
         return pixels.shape[0] * int(config.image_seq_length)
     if name == "gemma3":
         return pixels.shape[0] * int(config.mm_tokens_per_image)
-    return (pixels.shape[-2] // vision.patch_size) * (pixels.shape[-1] // vision.patch_size) + _class_token(config)
+    patch = int(vision.patch_size)
+    return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + _class_token(config)
 
 
 def pixtral_grid(config: Any, image_sizes: Tensor) -> tuple[int, int]:

@@ -49,7 +49,10 @@ def cut(config: Any, tensors: Mapping[str, Tensor], rows: Sequence[Sequence[int]
     layout = family.layout if family else "text"
     if layout == "text":
         if tensors:
-            raise InputError(f"The model {config.model_type} takes text only, but the batch holds {sorted(tensors)}.")
+            raise InputError(
+                f"The model {config.model_type} reads text only, but the batch holds {', '.join(tensors)}; leave "
+                "images out."
+            )
     elif layout == "grid":
         yield from _grids(tensors)
     elif "pixel_values" in tensors:
@@ -69,7 +72,9 @@ def cut(config: Any, tensors: Mapping[str, Tensor], rows: Sequence[Sequence[int]
 
 def _need(tensors: Mapping[str, Tensor], name: str, beside: str) -> Tensor:
     if name not in tensors:
-        raise InputError(f"The batch has {beside} but no {name}; pass everything that the model's processor returns.")
+        raise InputError(
+            f"The batch has {beside} but no {name}; pass all that the model's processor returns."
+        )
     return tensors[name]
 
 
@@ -85,9 +90,12 @@ def _grids(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
         thw = _need(tensors, grids, pixels)
         sizes = thw.prod(-1).tolist()
         if sum(sizes) != len(tensors[pixels]):
-            raise InputError(f"{pixels} has {len(tensors[pixels])} patches but {grids} asks for {sum(sizes)}.")
+            raise InputError(
+                f"{pixels} has {len(tensors[pixels])} patches but {grids} asks for {sum(sizes)}; pass both from one "
+                "call of the model's processor."
+            )
         seconds = tensors.get("second_per_grid_ts") if kind == "video" else None
-        for i, patches in enumerate(tensors[pixels].split(sizes)):
+        for i, patches in enumerate(torch.split(tensors[pixels], sizes)):
             piece = {pixels: patches, grids: thw[i : i + 1]}
             if seconds is not None:
                 piece["second_per_grid_ts"] = seconds[i : i + 1]
@@ -96,6 +104,11 @@ def _grids(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
 
 def _pixtral(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
     sizes = _need(tensors, "image_sizes", "pixel_values")
+    if len(sizes) != len(tensors["pixel_values"]):
+        raise InputError(
+            f"pixel_values has {len(tensors['pixel_values'])} images but image_sizes {len(sizes)}; pass both from one "
+            "call of the model's processor."
+        )
     for pixels, size in zip(tensors["pixel_values"], sizes, strict=True):
         height, width = size.tolist()
         yield Piece("image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]})
@@ -108,7 +121,8 @@ def _anyres(config: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
     groups = [1] * len(pixels) if together is None else [n for n in together.tolist() for _ in range(n)]
     if len(groups) != len(pixels) or len(sizes) != len(pixels):
         raise InputError(
-            f"pixel_values has {len(pixels)} images, image_sizes {len(sizes)} and batch_num_images {len(groups)}."
+            f"pixel_values has {len(pixels)} images, image_sizes {len(sizes)} and batch_num_images {len(groups)}; "
+            "pass all from one call of the model's processor."
         )
     for i, group in enumerate(groups):
         height, width = sizes[i].tolist()
@@ -139,7 +153,10 @@ def _tiles(config: Any, tensors: Mapping[str, Tensor], rows: Sequence[Sequence[i
     """
     pixels, mask = tensors["pixel_values"], tensors.get("pixel_attention_mask")
     if len(pixels) != len(rows):
-        raise InputError(f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}; they must be of one batch.")
+        raise InputError(
+            f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}; pass both from one call of the model's "
+            "processor."
+        )
     token = visual_ids(config)["image"]
     for b, ids in enumerate(rows):
         runs = _stretches(ids, token)

@@ -77,7 +77,9 @@ def expand_image(config: Any, words: Words, features: Mapping[str, Any]) -> str:
     return f"{words.opener}{run}{words.closer}" if layout == "runs" else run
 
 
-def expand_video(config: Any, words: Words, tensors: Sequence[Mapping[str, Any]], video: Video, step: int) -> str:
+def expand_video(
+    config: Any, words: Words, tensors: Sequence[Mapping[str, Any]], video: Video, step: int
+) -> str:
     """The text of one video.
 
     Args:
@@ -109,10 +111,16 @@ def expand_video(config: Any, words: Words, tensors: Sequence[Mapping[str, Any]]
     return (words.video or "") * count(config, "video", tensors[0])
 
 
+_SMALL = (
+    "zero one two three four five six seven eight nine ten "
+    "eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+
+
 def number_words(n: int) -> str:
     """An integer from 0 to 999 in English, as SmolVLM was trained to read it."""
-    small = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
-    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    small, tens = _SMALL.split(), _TENS.split()
     if n < 20:
         return small[n]
     if n < 100:
@@ -127,7 +135,8 @@ def _tiled(words: Words, rows: int, columns: int, run: int) -> str:
     if not rows and not columns:
         return whole
     lines = (
-        "".join(f"{words.opener}<row_{r}_col_{c}>{seen}" for c in range(1, columns + 1)) for r in range(1, rows + 1)
+        "".join(f"{words.opener}<row_{r}_col_{c}>{seen}" for c in range(1, columns + 1))
+        for r in range(1, rows + 1)
     )
     return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -79,7 +79,13 @@ class Family:
 
 
 def _qwen(pixels: Mapping[str, Any], sample: sampling.Sampler, **differs: Any) -> Family:
-    settings = {"temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768, "resample": _BICUBIC}
+    settings = {
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_frames": 4,
+        "max_frames": 768,
+        "resample": _BICUBIC,
+    }
     return Family(
         layout="grid",
         openers=("<|vision_start|>",),
@@ -91,7 +97,11 @@ def _qwen(pixels: Mapping[str, Any], sample: sampling.Sampler, **differs: Any) -
     )
 
 
-_QWEN2_VIDEO = {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "patch_size": 14, **_CLIP}
+_QWEN2_VIDEO = {
+    "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+    "patch_size": 14,
+    **_CLIP,
+}
 _QWEN3_VIDEO = {
     "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     "patch_size": 16,
@@ -129,7 +139,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "anyres", video=VideoRules("stack", sampling.uniform, _SQUARE_VIDEO, {"num_frames": 32})
         ),
         "qwen2_vl": _qwen({**_QWEN2_VIDEO, "max_video_tokens": 128_000}, sampling.qwen2_vl),
-        "qwen2_5_vl": _qwen({**_QWEN2_VIDEO, "max_video_tokens": 128_000}, sampling.qwen2_vl, times_video=True),
+        "qwen2_5_vl": _qwen(
+            {**_QWEN2_VIDEO, "max_video_tokens": 128_000}, sampling.qwen2_vl, times_video=True
+        ),
         "qwen3_vl": _QWEN3_VL,
         "qwen3_vl_moe": _QWEN3_VL,
         "idefics3": Family("tiles", **_IDEFICS3),  # type: ignore[arg-type]
@@ -155,8 +167,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 """``model_type`` -> family; ``pixtral`` stands for ``llava`` with a Pixtral vision tower."""
-
-Counter = Callable[[Any, Mapping[str, Any]], int]
 
 
 def kind_of(config: Any) -> str:

@@ -51,7 +51,9 @@ def load_parts(path: str) -> Parts:
     family = family_of(config)
     image_processor = composite = None
     if family is None:
-        composite = _loaded(AutoProcessor, path, f"processor of the family {kind_of(config)}, which is not built in,")
+        composite = _loaded(
+            AutoProcessor, path, f"processor of the family {kind_of(config)}, which is not built in,"
+        )
     elif family.layout != "text":
         image_processor = _loaded(AutoImageProcessor, path, "image processor", config=config)
     processor_config = _json(path, "processor_config.json")

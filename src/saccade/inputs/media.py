@@ -50,7 +50,9 @@ def load_image(source: Any) -> Image.Image:
     except Image.DecompressionBombError:
         raise InputError(f"{name} has more than {MAX_PIXELS} pixels; scale it down first.") from None
     except (OSError, ValueError, SyntaxError):
-        raise InputError(f"{name} is not an image that Pillow can read; give a PNG, JPEG or WebP file.") from None
+        raise InputError(
+            f"{name} is not an image that Pillow can read; give a PNG, JPEG or WebP file."
+        ) from None
     return _rgb(image, name)
 
 
@@ -119,7 +121,9 @@ def _read(path: Path, what: str) -> bytes:
     except (OSError, ValueError) as error:
         missing = not isinstance(error, PermissionError)
         why = "does not exist" if missing else "may not be read"
-        raise InputError(f"The {what} file {str(path)[:200]} {why}; give the path of a readable file.") from None
+        raise InputError(
+            f"The {what} file {str(path)[:200]} {why}; give the path of a readable file."
+        ) from None
 
 
 def _data_uri(uri: str, what: str) -> bytes:
@@ -179,6 +183,8 @@ def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
         return array.astype(np.uint8) * 255
     if np.issubdtype(array.dtype, np.floating):
         if not bool(np.all((array >= 0) & (array <= 1))):
-            raise InputError(f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255.")
+            raise InputError(
+                f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255."
+            )
         return np.round(array * 255).astype(np.uint8)
     raise InputError(f"The {what} array is of type {array.dtype}; give uint8, or floats from 0 to 1.")

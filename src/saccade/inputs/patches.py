@@ -40,7 +40,9 @@ def smolvlm_frames(frames: Frames, settings: Mapping[str, Any]) -> Tensor:
     return _normalised(_resized(frames, side, side, settings), settings)
 
 
-def grid_patches(frames: Frames, settings: Mapping[str, Any], *, budget_over_time: bool) -> tuple[Tensor, Tensor]:
+def grid_patches(
+    frames: Frames, settings: Mapping[str, Any], *, budget_over_time: bool
+) -> tuple[Tensor, Tensor]:
     """Space-time patches of a video (Qwen-VL).
 
     Args:
@@ -68,7 +70,9 @@ def grid_patches(frames: Frames, settings: Mapping[str, Any], *, budget_over_tim
     return pixels.reshape(t * h * w, 3 * step * patch * patch), torch.tensor([[t, h, w]])
 
 
-def _qwen_size(shape: tuple[int, ...], settings: Mapping[str, Any], budget_over_time: bool) -> tuple[int, int]:
+def _qwen_size(
+    shape: tuple[int, ...], settings: Mapping[str, Any], budget_over_time: bool
+) -> tuple[int, int]:
     """Height and width as multiples of the merged patch, area within bounds, shape kept as far as possible."""
     count, height, width = shape[:3]
     factor = int(settings["patch_size"]) * int(settings["merge_size"])
@@ -107,7 +111,9 @@ def _bounds(settings: Mapping[str, Any]) -> tuple[int, int]:
     least = settings.get("min_pixels") or size.get("shortest_edge")
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not least or not most:
-        raise ModelError(f"The video processor's size is {dict(size)}; expected shortest_edge and longest_edge.")
+        raise ModelError(
+            f"The video processor's size is {dict(size)}; expected shortest_edge and longest_edge."
+        )
     return int(least), int(most)
 
 
@@ -133,6 +139,8 @@ def _normalised(frames: Frames, settings: Mapping[str, Any]) -> Tensor:
     if settings.get("do_rescale", True):
         pixels = pixels * float(settings.get("rescale_factor", 1 / 255))
     if settings.get("do_normalize", True):
-        mean, std = (torch.tensor(settings[k], dtype=torch.float32).view(3, 1, 1) for k in ("image_mean", "image_std"))
+        mean, std = (
+            torch.tensor(settings[k], dtype=torch.float32).view(3, 1, 1) for k in ("image_mean", "image_std")
+        )
         pixels = (pixels - mean) / std
     return pixels.contiguous()

@@ -40,7 +40,7 @@ def qwen3_vl(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
         count = int(total / fps * settings["fps"])
         count = min(max(count, settings["min_frames"]), settings["max_frames"])
     count = min(int(count), total)
-    return np.linspace(0, total - 1, count).round().astype(int).tolist()
+    return [int(i) for i in np.linspace(0, total - 1, count).round()]
 
 
 def smolvlm(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
@@ -53,7 +53,7 @@ def smolvlm(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
         first, last = int(skip * fps), min(int(total - skip * fps), total - 1)
         if first >= last:
             first, last = 0, total - 1
-    return np.unique(np.linspace(first, last, count, dtype=int)).tolist()
+    return [int(i) for i in np.unique(np.linspace(first, last, count, dtype=int))]
 
 
 def internvl(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:

@@ -103,7 +103,9 @@ def _decode(name: str, data: bytes, choose: Choose | None) -> Video:
     try:
         import av
     except ImportError:
-        raise InputError("Video files need PyAV, which is not installed; run `pip install saccade[video]`.") from None
+        raise InputError(
+            "Video files need PyAV, which is not installed; run `pip install saccade[video]`."
+        ) from None
     try:
         with av.open(io.BytesIO(data)) as container:
             if not container.streams.video:
@@ -124,7 +126,9 @@ def _decode(name: str, data: bytes, choose: Choose | None) -> Video:
     except (av.FFmpegError, ValueError, EOFError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{name} is not a video that PyAV can decode; give an MP4, WebM or GIF file.") from None
+        raise InputError(
+            f"{name} is not a video that PyAV can decode; give an MP4, WebM or GIF file."
+        ) from None
     raise InputError(f"{name} has no frames that can be decoded; give a complete video file.")
 
 

@@ -1,0 +1,75 @@
+"""A prompt as a drafter without eyes reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saccade.inputs.batch import media_spans
+from saccade.inputs.expanding import Words
+from saccade.inputs.families import family_of
+from saccade.inputs.prompt import Prompt
+
+_MOST_TILES = 20
+"""More rows or columns of tiles than any Idefics3 image has."""
+
+
+def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
+    """Put one newline in the place of every image or video (the T view of TABED).
+
+    A medium goes with everything between its placeholders (row breaks, tile tags, timestamps) and with its
+    wrapper tokens.
+
+    Args:
+        config: the Hugging Face configuration of the model that the prompt is for.
+        tokenizer: its tokenizer.
+        prompt: ids and media.
+
+    Returns:
+        The remaining ids, no media.
+    """
+    newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
+    ids: list[int] = []
+    end = 0
+    for start, stop in _wrapped_spans(config, tokenizer, prompt):
+        ids += [*prompt.ids[end:start], newline]
+        end = stop
+    return Prompt((*ids, *prompt.ids[end:]))
+
+
+def _wrapped_spans(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
+    """Spans of the media with their wrapper tokens, in order and apart."""
+    family = family_of(config)
+    openers, closers = _wrapper_ids(config, tokenizer)
+    ids = prompt.ids
+    spans = sorted(media_spans(config, prompt))
+    out: list[tuple[int, int]] = []
+    for n, (start, stop) in enumerate(spans):
+        floor = out[-1][1] if out else 0
+        ceiling = spans[n + 1][0] if n + 1 < len(spans) else len(ids)
+        while start > floor and ids[start - 1] in openers:
+            start -= 1
+        while stop < ceiling and ids[stop] in closers:
+            stop += 1
+        if family is not None and family.stamps_video:
+            # the template's own pair of wrappers stands around the first timestamp and the last patch
+            opened = sum(i in openers for i in ids[start:stop])
+            closed = sum(i in closers for i in ids[start:stop])
+            while opened < closed and start > floor:
+                start -= 1
+                opened += ids[start] in openers
+        out.append((start, stop))
+    return out
+
+
+def _wrapper_ids(config: Any, tokenizer: Any) -> tuple[set[int], set[int]]:
+    family, words = family_of(config), Words.of(config, tokenizer)
+    if family is None or words is None:
+        return set(), set()
+    openers, closers = {words.opener, *family.openers}, {words.closer, *family.closers}
+    if family.layout == "tiles":
+        tiles = range(1, _MOST_TILES + 1)
+        openers |= {f"<row_{row}_col_{column}>" for row in tiles for column in tiles}
+    vocabulary = tokenizer.get_vocab()
+    return {vocabulary[w] for w in openers & vocabulary.keys()}, {
+        vocabulary[w] for w in closers & vocabulary.keys()
+    }
