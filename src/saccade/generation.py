@@ -157,7 +157,7 @@ def row_plan(
         prefix_allowed_tokens_fn=logits.constraint(),
         logits_processor=_as_list(logits.processors),
         device=device,
-        model_kwargs={"attention_mask": torch.ones_like(ids)},
+        model_kwargs={},  # no attention mask: rows are not padded, and nodes of a tree are a batch of their own
     )
     stopping = model._get_stopping_criteria(
         generation_config=config,

@@ -1,0 +1,53 @@
+# Every target makes its own environment first if it is missing: nothing but Python and a network index is needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= 2.13.0
+OLDEST_TORCH ?= 2.11.0
+OLDEST_TRANSFORMERS ?= 5.17.0
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-all test-oldest lint format types clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' torch==$(TORCH)
+	@touch $@
+
+demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
+	@$(BIN)/saccade demo
+
+test: $(READY) ## the tests, slow ones left out
+	$(BIN)/pytest -m 'not slow' -n auto
+
+test-all: $(READY) ## every test
+	$(BIN)/pytest -n auto
+
+test-oldest: ## the tests on the oldest torch and transformers that are supported
+	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) READY=.venv-oldest/.oldest
+
+.venv-oldest/.oldest: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' torch==$(TORCH) \
+		transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+lint: $(READY) ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY) ## put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY) ## static types
+	$(BIN)/mypy
+
+clean: ## the environments and everything that tools leave behind
+	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,72 @@
+"""`saccade doctor`: what is installed, which device, which families work here."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+PACKAGES = ("saccade", "torch", "transformers", "safetensors", "pillow", "numpy", "accelerate", "av")
+OPTIONAL = {
+    "accelerate": "spread a model over devices",
+    "av": "read video files (pip install 'saccade[video]')",
+}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what is installed, which devices there are, and which model families work here.
+
+    A family works when the installed transformers has it; `video` needs PyAV for files.
+    """
+    report = examine()
+    if as_json:
+        print(json.dumps(report))
+        return
+    from saccade.cli.screen import out
+
+    console = out()
+    console.print(f"python {report['python']} on {report['platform']}")
+    for name, version in report["packages"].items():
+        why = f"  (optional: {OPTIONAL[name]})" if name in OPTIONAL else ""
+        console.print(f"  {name:<13} {version or 'not installed'}{why}", markup=False)
+    console.print("devices")
+    for device in report["devices"]:
+        console.print(f"  {device}", markup=False)
+    console.print("families (any other decoder of transformers is tried, and checked at load)")
+    for name, family in report["families"].items():
+        state = "works" if family["works"] else "needs a newer transformers"
+        console.print(f"  {name:<16} {family['name']:<28} {state}", markup=False)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `saccade doctor` shows."""
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    from saccade.target.families import TESTED
+
+    devices = [f"cpu, {torch.get_num_threads()} threads"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": devices,
+        "families": {k: {"name": v, "works": k in CONFIG_MAPPING} for k, v in TESTED.items()},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

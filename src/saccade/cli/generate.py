@@ -1,0 +1,83 @@
+"""`saccade generate`: one question, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from saccade.cli import options as o
+from saccade.cli import screen
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The question; `-` reads it from standard input.")],
+    target: o.Target,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image", "-i", metavar="FILE", help="Picture to ask about (file or data URI); may be repeated."
+        ),
+    ] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--video",
+            "-v",
+            metavar="FILE",
+            help="Video to ask about (needs the video extra); may be repeated.",
+        ),
+    ] = None,
+    drafter: o.Drafter = None,
+    method: o.MethodName = None,
+    set_: o.Settings = None,
+    dtype: o.Dtype = "auto",
+    draft_dtype: o.DraftDtype = None,
+    device: o.DeviceMap = None,
+    max_new_tokens: o.MaxNewTokens = None,
+    sample: o.Sample = False,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
+    stop: o.Stop = None,
+    seed: o.Seed = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with text, tokens, marks and statistics.")
+    ] = False,
+    marks: Annotated[bool, typer.Option("--marks", help="Mark the tokens that the drafter guessed.")] = False,
+) -> None:
+    """Answer one question about images, videos or text.
+
+    The answer streams to standard output as its tokens are accepted, statistics go to standard error.
+
+    Examples:
+
+    `saccade generate -t pocket -i chart.png "Read the values from the bar chart."`
+
+    `saccade generate -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -i photo.jpg "Describe it."`
+    """
+    question = sys.stdin.read() if prompt == "-" else prompt
+    decoding = o.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
+    settings = o.settings(set_)
+    vlm = screen.load_models(
+        target, drafter, method, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
+    )
+    stream = vlm.stream(question, image or [], video or [], seed=seed, **decoding)
+    if as_json:
+        try:
+            with screen.waiting("Generating"):
+                for _ in stream:
+                    pass
+        except KeyboardInterrupt:
+            pass
+        output = stream.output
+        print(json.dumps({"target": target, "drafter": drafter, "method": vlm.method, **output.as_dict()}))
+    else:
+        output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
+        screen.note.print(screen.summary(output, vlm.method), style="dim")
+    if output.finish_reason == "interrupted":
+        raise typer.Exit(130)

@@ -1,0 +1,137 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from saccade.errors import InputError
+
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="PATH",
+        help="Checkpoint folder or hub id of the model whose answer you want; `pocket` is the built-in pair.",
+        rich_help_panel="Models",
+    ),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        "-d",
+        metavar="PATH",
+        help="A smaller checkpoint with the same tokenizer that guesses ahead.",
+        rich_help_panel="Models",
+    ),
+]
+MethodName = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        "-m",
+        help="See `saccade methods`. By default `chain` with a drafter, `prompt-lookup` without.",
+        rich_help_panel="Models",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Override one of the method's options, for example `--set gamma=7`; may be repeated.",
+        rich_help_panel="Models",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Of the target: auto (as stored), float32, bfloat16, float16.", rich_help_panel="Models"
+    ),
+]
+DraftDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the drafter; by default as stored, but float32 for a small one on a CPU.",
+        rich_help_panel="Models",
+    ),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Where the target goes: cpu, cuda, cuda:1, or auto to spread it (needs accelerate).",
+        rich_help_panel="Models",
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
+]
+Sample = Annotated[
+    bool, typer.Option("--sample", help="Sample instead of greedy decoding.", rich_help_panel="Decoding")
+]
+Temperature = Annotated[float | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
+TopP = Annotated[float | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
+TopK = Annotated[int | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
+MinP = Annotated[float | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Decoding")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(rich_help_panel="Decoding", help="Above 1 discourages.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End the answer after this string; may be repeated.", rich_help_panel="Decoding"),
+]
+
+
+def decoding(
+    max_new_tokens: int | None,
+    sample: bool,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    stop: list[str] | None,
+) -> dict[str, Any]:
+    """Generation options that were given; those not given are left to the checkpoint."""
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": stop or None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if sample or {"temperature", "top_p", "top_k", "min_p"} & set(options):
+        options["do_sample"] = True
+    return options
+
+
+def settings(pairs: list[str] | None) -> dict[str, Any]:
+    """``NAME=VALUE`` pairs as a dictionary; numbers become numbers.
+
+    Raises:
+        InputError: a pair has another form.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise InputError(f"--set takes NAME=VALUE, such as gamma=7, not {pair!r}.")
+        found[name.replace("-", "_")] = _number(value)
+    return found
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
