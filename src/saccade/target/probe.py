@@ -1,0 +1,197 @@
+"""Attention statistics on demand, at the speed of fused attention.
+
+Eager attention would materialise ``[B, H, Q, K]`` in every layer; here only chosen query rows of chosen layers
+are multiplied out again beside the fused kernel, a few at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from saccade.errors import ModelError
+from saccade.target.adapter import Target
+
+FUSED, EAGER = "saccade_probe", "saccade_probe_eager"
+"""Names of the probing attention functions: for models that run on a fused kernel, and for those that cannot
+(soft-capping and attention sinks of Gemma 2, gpt-oss)."""
+
+ROWS_AT_ONCE = 64
+"""Query rows whose attention is held in memory at a time."""
+
+_PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDictionary()
+
+
+class AttentionProbe:
+    """Column sums and entropies of attention in the target's decoder, while the context is open.
+
+    The vision tower keeps its attention; the decoder gets its own back on exit, also after an exception.
+
+    Args:
+        target: whose decoder is probed.
+        queries: query rows of the next forwards that are looked at; negative ones count from the end, None
+            means all. They count from the first token that is run, not from the first one in the cache.
+        layers: decoder layers that are looked at; None means all.
+
+    Attributes:
+        columns: layer -> ``[B, K]`` attention that each key gets, mean over heads, summed over the queries.
+        entropies: layer -> ``[B, R]`` entropy in nats of each query's attention, mean over heads.
+            Both are of the last forward, in fp32, on the layer's device.
+
+    Raises:
+        ModelError: there is no such layer; the architecture has attention code of its own; or a probe is open.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        queries: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        count = len(target.layers)
+        self.columns: dict[int, Tensor] = {}
+        self.entropies: dict[int, Tensor] = {}
+        self._target = target
+        self._queries = None if queries is None else list(queries)
+        self._layers = range(count) if layers is None else [i + count if i < 0 else i for i in layers]
+        for index in self._layers:
+            if not 0 <= index < count:
+                raise ModelError(f"Layer {index} does not exist; this decoder has layers 0 to {count - 1}.")
+        self._before: list[tuple[Any, str | None]] = []
+
+    def __enter__(self) -> AttentionProbe:
+        if any(m in _PROBES for layer in self._target.layers for m in layer.modules()):
+            raise ModelError("This model's attention is already being probed; close that probe first.")
+        decoder = self._target.decoder
+        if not decoder._can_set_attn_implementation():
+            raise ModelError(
+                f"{type(decoder).__name__} has attention code of its own that cannot be probed; choose a method "
+                "that does not need attention statistics."
+            )
+        configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+        self._before = [(c, c._attn_implementation_internal) for c in configs.values()]
+        for config, name in self._before:
+            config._attn_implementation_internal = EAGER if name == "eager" else FUSED
+        for index in self._layers:
+            for module in self._target.layers[index].modules():
+                _PROBES[module] = (self, index)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for config, name in self._before:
+            config._attn_implementation_internal = name
+        for index in self._layers:
+            for module in self._target.layers[index].modules():
+                _PROBES.pop(module, None)
+
+    def _rows(self, count: int) -> list[int]:
+        if self._queries is None:
+            return list(range(count))
+        for query in self._queries:
+            if not -count <= query < count:
+                raise ModelError(
+                    f"Query row {query} does not exist; this forward has {count} tokens, so give -{count} to "
+                    f"{count - 1}."
+                )
+        return [query % count for query in self._queries]
+
+    def _observe(self, layer: int, count: int, attention: Callable[[Tensor], Tensor], device: Any) -> None:
+        """Sum up ``attention(rows)``, which gives ``[B, H, R, K]`` of some rows in fp32."""
+        columns, entropies = [], []
+        for part in torch.tensor(self._rows(count), dtype=torch.long, device=device).split(ROWS_AT_ONCE):
+            weights = attention(part)
+            columns.append(weights.mean(1).sum(1))
+            entropies.append(torch.special.entr(weights).sum(-1).mean(1))
+        self.columns[layer] = torch.stack(columns).sum(0)
+        self.entropies[layer] = torch.cat(entropies, 1)
+
+
+def attention_rows(
+    query: Tensor, key: Tensor, mask: Tensor | None, rows: Tensor, *, scale: float, causal: bool
+) -> Tensor:
+    """``[B, H, R, K]`` fp32 attention of some query rows, as `scaled_dot_product_attention` weighs them.
+
+    Args:
+        query: ``[B, H, Q, D]``.
+        key: ``[B, H_kv, K, D]``, not repeated for the query heads that share it.
+        mask: ``[B or 1, 1 or H, Q, K]`` bool (True: seen) or additive; None with ``causal`` False: all seen.
+        rows: ``[R]`` indices into Q.
+        causal: whether row i sees the keys 0 to i only.
+    """
+    batch, heads, _, dim = query.shape
+    shared, keys = key.shape[1], key.shape[2]
+    count = len(rows)
+    grouped = query[:, :, rows].reshape(batch, shared, heads // shared * count, dim)
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, count, keys).float() * scale
+    if mask is not None:
+        part = mask[:, :, rows, :keys]
+        if part.dtype == torch.bool:
+            scores = scores.masked_fill(~part, float("-inf"))
+        else:
+            scores = scores + part.float()
+    elif causal:
+        places = torch.arange(keys, device=query.device)
+        scores = scores.masked_fill(places > rows[:, None], float("-inf"))
+    return scores.softmax(-1)
+
+
+def _fused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if module in _PROBES:
+        probe, layer = _PROBES[module]
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+        def rows(part: Tensor) -> Tensor:
+            return attention_rows(
+                query, key, attention_mask, part, scale=scale, causal=causal and query.shape[2] > 1
+            )
+
+        probe._observe(layer, query.shape[2], rows, query.device)
+    out: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return out
+
+
+def _eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The architecture's own eager attention, whose weights are there anyway."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    output, weights = own(module, query, key, value, attention_mask, **kwargs)
+    if module in _PROBES:
+        probe, layer = _PROBES[module]
+        probe._observe(layer, query.shape[2], lambda part: weights[:, :, part].float(), query.device)
+    return output, weights
+
+
+# Both interfaces: without a mask function of the same name transformers would drop masks silently.
+for _name, _function, _like in ((FUSED, _fused, "sdpa"), (EAGER, _eager, "eager")):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_like])
