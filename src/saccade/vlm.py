@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,22 +103,24 @@ class VLM:
         method: str | None = None,
         **options: Any,
     ) -> None:
-        self.method = method or methods.default(drafter is not None)
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
         self.target: Target = adapt(model)
         self.draft_model: Target | None = None
         self._draft_processor: InputProcessor | None = None
-        vocabulary = None
+        self._vocabulary: int | None = None
         if drafter is not None:
             self.draft_model = adapt(drafter)
             self._draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
-            vocabulary = shared_vocabulary(
+            self._vocabulary = shared_vocabulary(
                 self.processor.tokenizer, self._draft_processor.tokenizer, (_name(model), _name(drafter))
             )
-        self.engine = Engine(
-            self.target, methods.build(self.method, self.target, self.draft_model, vocabulary, **options)
-        )
-        self.lossless = methods.get(self.method).lossless
+        self._compose(method or methods.default(drafter is not None), options)
+
+    def _compose(self, method: str, options: Mapping[str, Any]) -> None:
+        drafter = methods.build(method, self.target, self.draft_model, self._vocabulary, **options)
+        self.method = method
+        self.engine = Engine(self.target, drafter)
+        self.lossless = methods.get(method).lossless
 
     def generate(
         self,
@@ -185,6 +188,16 @@ class VLM:
         run = self.engine.start(requests, decoding, session)
         return Stream(run, self.processor.tokenizer, self.lossless, batch, streamer, requests)
 
+    def using(self, method: str, **options: Any) -> VLM:
+        """The same loaded models with another method.
+
+        Raises:
+            MethodError: unknown method or option, or the method needs a drafter and none is loaded.
+        """
+        other = copy.copy(self)
+        other._compose(method, options)
+        return other
+
     def chat(self, system: str | None = None) -> Chat:
         """A conversation whose turns reuse the KV cache of the earlier ones."""
         return Chat(self, system)
@@ -203,6 +216,8 @@ class VLM:
     ) -> Prompt | None:
         """The question as the draft model sees it; text only when it has no eyes."""
         if self.draft_model is None or self._draft_processor is None:
+            return None
+        if methods.get(self.method).needs != "draft model":
             return None
         sees = self.draft_model.config.model_type != self.draft_model.text_config.model_type
         if prompt.media and not sees:

@@ -61,7 +61,7 @@ def demo(
 
         torch.set_num_threads(threads)
     ours = screen.load_models("pocket", None, method)
-    plain = screen.load_models("pocket", None, "plain")
+    plain = ours.using("plain")
     with screen.waiting("Warming up"):
         for vlm in (plain, ours):
             _ask(vlm, sample)

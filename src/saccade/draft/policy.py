@@ -13,12 +13,14 @@ from torch import Tensor
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree, TreeShape, ancestors_of
 
-SPECVLM_TREE = tuple(
-    tuple(map(int, path))
-    for path in (
-        ["0", "1", "2", "3", "00", "01", "02", "10", "11", "20", "21", "30", "000", "001", "002", "010", "011", "020", "021", "100", "0000", "0001", "0002", "00000", "00001"]
-    )
-)
+_SPECVLM_PATHS = """
+    0 1 2 3
+    00 01 02 10 11 20 21 30
+    000 001 002 010 011 020 021 100
+    0000 0001 0002
+    00000 00001
+"""
+SPECVLM_TREE = tuple(tuple(map(int, path)) for path in _SPECVLM_PATHS.split())
 """The 25-node tree of SpecVLM (4, 8, 8, 3, 2 nodes per level), as paths of child ranks."""
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from saccade.draft.tree import ancestors_of
 from saccade.errors import InputError, ModelError
 from saccade.inputs.batch import join, media_spans, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
 from saccade.target.families import Family
+from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,14 @@ class Target:
         model: a stock Hugging Face causal or image-text-to-text model, on one device or spread by
             ``device_map``. It is put into eval mode and otherwise left as it is.
 
+        lean: whether a lean decoder may take the place of the stock modules in tree forwards, once it has
+            given the same logits (see `saccade.target.lean`).
+
     Raises:
         ModelError: the model has no decoder layers that could be drafted for.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, lean: bool = True) -> None:
         self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
@@ -56,6 +63,24 @@ class Target:
         base = getattr(self.model, "base_model", self.model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self._layer_devices = [next(layer.parameters()).device for layer in self.layers]
+        self._stock_only = 0
+        self._lean: LeanDecoder | None = None
+        if lean:
+            self._lean = self._proven(lean_decoder(self.model, self.decoder))
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether tree forwards run on a lean decoder."""
+        return self._lean is not None and self._lean.is_current and not self._stock_only
+
+    @contextmanager
+    def stock(self) -> Iterator[None]:
+        """Tree forwards run through the stock modules while this is open (hooks on them fire)."""
+        self._stock_only += 1
+        try:
+            yield
+        finally:
+            self._stock_only -= 1
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
@@ -123,6 +148,9 @@ class Target:
         positions = lengths + deltas + depth[:, depth.shape[1] - count :]
         if self._rope_index is not None:
             positions = positions.expand(3, -1, -1)
+        if self.is_lean and isinstance(mask, Tensor):
+            assert self._lean is not None
+            return self._lean(tokens, mask, positions, cache)
         out = self.model(
             input_ids=tokens,
             attention_mask=mask,
@@ -132,6 +160,26 @@ class Target:
         )
         logits: Tensor = out.logits
         return logits
+
+    @torch.inference_mode()
+    def _proven(self, lean: LeanDecoder | None) -> LeanDecoder | None:
+        """The lean decoder if it gives the stock model's logits on a small tree behind a short prompt."""
+        if lean is None:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (11,), generator=generator).tolist()
+        cache = self.new_cache(1, len(ids))
+        self.prefill(cache, 0, Prompt(tuple(ids[:7])))
+        tokens = torch.tensor([ids[7:]], device=self.device)
+        allow = ancestors_of(torch.tensor([[0, 0, 0, 1]], device=self.device), 2)
+        depth = torch.tensor([[0, 1, 1, 2]], device=self.device)
+        deltas = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        stock = self.forward(cache, tokens, allow, depth, deltas).float()
+        cache.drop_pending()
+        self._lean = lean
+        ours = self.forward(cache, tokens, allow, depth, deltas).float()
+        error = (ours - stock).abs().max() / stock.std()
+        return lean if error <= TOLERANCE.get(self.dtype, 0.0) else None
 
     def check_length(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""

@@ -1,0 +1,204 @@
+"""A lean decoder for the common architecture: the same mathematics as the stock modules in fewer operations.
+
+Stock modules spend most of a decoding step of a small model around the matrix products. For decoders built of
+(RMSNorm, rotary attention, RMSNorm, gated MLP) blocks, the query, key and value products become one, gate and up
+become one, and nothing else runs per layer. The stock modules keep working: their weights become views of the
+fused ones, so no memory is added. A lean decoder is used only after it has given the stock model's logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.target.cache import SlotCache
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+"""Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred
+roundings of each dtype. A structural difference moves logits by about one standard deviation."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """One layer's weights."""
+
+    norm_in: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    norm_mlp: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class LeanDecoder:
+    """Tree forwards of a model without its Python modules; see the module's docstring."""
+
+    def __init__(self, model: Any, decoder: Any, blocks: list[_Block], kv_heads: int, eps: float) -> None:
+        attention = decoder.layers[0].self_attn
+        self._blocks = blocks
+        self._embed: Tensor = decoder.embed_tokens.weight
+        self._rotary = decoder.rotary_emb
+        self._norm: Tensor = decoder.norm.weight
+        self._head: nn.Linear = model.get_output_embeddings()
+        self._eps = eps
+        self._head_dim: int = attention.head_dim
+        self._kv_heads = kv_heads
+        self._heads = attention.q_proj.out_features // self._head_dim
+        self._scale: float = attention.scaling
+        self._watched = [
+            (m, m.weight.data_ptr()) for m in (attention.q_proj, decoder.layers[-1].mlp.gate_proj)
+        ]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model's weights are still the ones that were fused (not moved, cast or replaced)."""
+        return all(module.weight.data_ptr() == pointer for module, pointer in self._watched)
+
+    def __call__(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """Logits ``[B, Q, V]``; arguments as the stock model takes them (mask additive ``[B, 1, Q, K]``)."""
+        x = F.embedding(tokens, self._embed)
+        batch, count, width = x.shape
+        cos, sin = self._angles(x, positions)
+        heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
+        grouped = heads != kv
+        for block, layer in zip(self._blocks, cache.layers, strict=True):
+            h = F.rms_norm(x, (width,), block.norm_in, self._eps)
+            qkv = (
+                F.linear(h, block.qkv, block.qkv_bias).view(batch, count, heads + 2 * kv, dim).transpose(1, 2)
+            )
+            if block.q_norm is not None and block.k_norm is not None:
+                q = F.rms_norm(qkv[:, :heads], (dim,), block.q_norm, self._eps)
+                k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), block.k_norm, self._eps)
+                turning = torch.cat([q, k], 1)
+            else:
+                turning = qkv[:, : heads + kv]
+            turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin)
+            keys, values = layer.update(turned[:, heads:], qkv[:, heads + kv :])
+            if grouped and keys.is_cuda:  # the fused kernels there take no mask together with grouped heads
+                keys, values = (t.repeat_interleave(heads // kv, 1) for t in (keys, values))
+            mixed = F.scaled_dot_product_attention(
+                turned[:, :heads],
+                keys,
+                values,
+                mask,
+                scale=self._scale,
+                enable_gqa=grouped and not keys.is_cuda,
+            )
+            x = x + F.linear(mixed.transpose(1, 2).reshape(batch, count, heads * dim), block.out)
+            h = F.rms_norm(x, (width,), block.norm_mlp, self._eps)
+            gate, up = F.linear(h, block.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, block.down)
+        logits: Tensor = self._head(F.rms_norm(x, (width,), self._norm, self._eps))
+        return logits
+
+    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines ``[B, 1, Q, D]``: rotation is ``x * cos + roll(x, D / 2) * sin``.
+
+        Drafted tokens are text, whose three M-RoPE positions agree, so one of them is enough.
+        """
+        cos, sin = self._rotary(x, positions)
+        if cos.dim() == 4:
+            cos, sin = cos[0], sin[0]
+        half = self._head_dim // 2
+        return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
+
+
+def lean_decoder(model: Any, decoder: Any) -> LeanDecoder | None:
+    """A lean decoder for ``model``, its weights fused in place; None where the architecture does not fit."""
+    layers = list(decoder.layers)
+    if not _fits(model, decoder, layers):
+        return None
+    attention = layers[0].self_attn
+    return LeanDecoder(
+        model,
+        decoder,
+        [_fuse(layer) for layer in layers],
+        kv_heads=attention.k_proj.out_features // attention.head_dim,
+        eps=layers[0].input_layernorm.variance_epsilon,
+    )
+
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
+    """Whether every layer is built of the known parts, on one device and without hooks.
+
+    What structure does not show (other scalings, activations) shows in the comparison with the stock logits.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or not all(
+        hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")
+    ):
+        return False
+    if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:
+        return False
+    if len({p.dtype for p in decoder.parameters()}) > 1 or not hasattr(layers[0], "input_layernorm"):
+        return False
+    eps = getattr(layers[0].input_layernorm, "variance_epsilon", None)
+    return eps is not None and all(_layer_fits(layer, eps) for layer in layers)
+
+
+def _layer_fits(layer: Any, eps: float) -> bool:
+    if {n for n, _ in layer.named_children()} != _LAYER:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if not {n for n, _ in attention.named_children()} <= _ATTENTION:
+        return False
+    if {n for n, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
+        return False
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if any(type(m) is not nn.Linear for m in linears) or any(m.bias is not None for m in linears[3:]):
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, n) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
+    if any(getattr(n, "variance_epsilon", None) != eps for n in norms):
+        return False
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in layer.modules())
+    return not hooked and hasattr(attention, "scaling") and hasattr(attention, "head_dim")
+
+
+@torch.no_grad()
+def _fuse(layer: Any) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = [p.bias for p in projections]
+    with_bias = all(b is not None for b in biases)
+    return _Block(
+        norm_in=layer.input_layernorm.weight,
+        qkv=_joined(projections),
+        qkv_bias=torch.cat(biases) if with_bias else None,
+        q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
+        k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
+        out=attention.o_proj.weight,
+        norm_mlp=layer.post_attention_layernorm.weight,
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _joined(modules: list[Any]) -> Tensor:
+    """The modules' weights in one tensor, of which each module then holds its part."""
+    weights: list[Tensor] = [m.weight.detach() for m in modules]
+    first, rows = weights[0], sum(w.shape[0] for w in weights)
+    if _already_joined(weights):  # by an earlier adapter of the same model
+        return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+    fused = torch.cat(weights)
+    for module, part in zip(modules, fused.split([w.shape[0] for w in weights]), strict=True):
+        module.weight.data = part
+    return fused
+
+
+def _already_joined(weights: list[Tensor]) -> bool:
+    ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
+    storage = {w.untyped_storage().data_ptr() for w in weights}
+    return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False))
