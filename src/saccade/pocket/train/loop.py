@@ -61,7 +61,7 @@ def train(
         for group in optimiser.param_groups:
             group["lr"] = rate * group["factor"]
         loss = step(number)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_([p for parameters, _ in groups for p in parameters], 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
