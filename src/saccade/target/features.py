@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -49,8 +50,10 @@ class FeatureTap:
         self._final = final
         self._norm = _final_norm(target.decoder) if count in self._places.values() else None
         self._handles: list[Any] = []
+        self._hold = ExitStack()
 
     def __enter__(self) -> FeatureTap:
+        self._hold.enter_context(self._target.stock())  # a lean decoder would pass the hooks by
         for index, place in self._places.items():
             if place < len(self._target.layers):
                 self._before(self._target.layers[place], index)
@@ -67,6 +70,7 @@ class FeatureTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hold.close()
 
     def _before(self, module: nn.Module, index: int) -> None:
         hook = partial(self._entering, index)

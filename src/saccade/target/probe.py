@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,6 +69,7 @@ class AttentionProbe:
             if not 0 <= index < count:
                 raise ModelError(f"Layer {index} does not exist; this decoder has layers 0 to {count - 1}.")
         self._before: list[tuple[Any, str | None]] = []
+        self._hold = ExitStack()
 
     def __enter__(self) -> AttentionProbe:
         if any(m in _PROBES for layer in self._target.layers for m in layer.modules()):
@@ -78,6 +80,7 @@ class AttentionProbe:
                 f"{type(decoder).__name__} has attention code of its own that cannot be probed; choose a method "
                 "that does not need attention statistics."
             )
+        self._hold.enter_context(self._target.stock())  # a lean decoder has attention of its own
         configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
         self._before = [(c, c._attn_implementation_internal) for c in configs.values()]
         for config, name in self._before:
@@ -95,6 +98,7 @@ class AttentionProbe:
         for index in self._layers:
             for module in self._target.layers[index].modules():
                 _PROBES.pop(module, None)
+        self._hold.close()
 
     def _rows(self, count: int) -> list[int]:
         if self._queries is None:
