@@ -68,7 +68,7 @@ def load_parts(path: str) -> Parts:
         config,
         tokenizer,
         image_processor,
-        _video_settings(video),
+        clean_video_settings(video),
         _chat_template(path, processor_config),
         _generation_eos(path),
         composite,
@@ -130,8 +130,8 @@ def _chat_template(path: str, processor_config: Mapping[str, Any]) -> str | None
     return template if isinstance(template, str) else None
 
 
-def _video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that say something; SmolVLM keeps its sampling in a part of its own."""
+def clean_video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a video configuration that say something; SmolVLM keeps its sampling in a part of its own."""
     settings = {k: v for k, v in content.items() if v is not None}
     sampling = settings.pop("video_sampling", None)
     if sampling:

@@ -117,7 +117,7 @@ def _read(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except IsADirectoryError:
-        raise InputError(f"{path} is a directory; give the path of one {what} file.") from None
+        raise InputError(f"The path {path} is a directory; give that of one {what} file.") from None
     except (OSError, ValueError) as error:
         missing = not isinstance(error, PermissionError)
         why = "does not exist" if missing else "may not be read"

@@ -14,7 +14,7 @@ from saccade.inputs.blind import without_media
 from saccade.inputs.chat import Message, Slot, as_text, normalise, render
 from saccade.inputs.expanding import Words
 from saccade.inputs.families import family_of, kind_of
-from saccade.inputs.loading import Parts, load_parts, read_eos
+from saccade.inputs.loading import Parts, clean_video_settings, load_parts, read_eos
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.inputs.unknown import composite_prompt
 from saccade.inputs.visuals import Visuals
@@ -70,7 +70,16 @@ class InputProcessor:
             eos_token_ids: ids that end an answer; those of the configuration or the tokenizer when None.
         """
         eos = None if eos_token_ids is None else tuple(eos_token_ids)
-        return cls(Parts(config, tokenizer, image_processor, dict(video_settings or {}), chat_template, eos))
+        return cls(
+            Parts(
+                config,
+                tokenizer,
+                image_processor,
+                clean_video_settings(video_settings or {}),
+                chat_template,
+                eos,
+            )
+        )
 
     def prompt(
         self,
@@ -111,22 +120,22 @@ class InputProcessor:
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
         slots = _fill(slots, images, videos)
         self._refuse(slots)
-        template = self._parts.chat_template or getattr(self.tokenizer, "chat_template", None)
-        if self._family is None:
-            return composite_prompt(
-                self._parts, messages, slots, add_generation_prompt, template_options or {}
-            )
+        template = self._template(slots)
         if template is None:
             text = self._bare(text_or_messages, slots)
         else:
-            if self._words is None:
+            if self._family is not None and self._words is None:
                 messages = as_text(messages)
-            if kind_of(self.config) == "smolvlm" and any(s.kind == "video" for s in slots):
-                template = _smolvlm_video_template()
             text = render(self.tokenizer, template, messages, add_generation_prompt, template_options or {})
+        add_special_tokens = not self._has_special_tokens(text, templated=template is not None)
+        if self._family is None:
+            return composite_prompt(self._parts, text, slots, add_special_tokens)
         sampling = {k: v for k, v in (("num_frames", num_frames), ("fps", fps)) if v is not None}
         text, media = self._expand(text, slots, sampling)
-        return self._tokenized(text, media, templated=template is not None)
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        prompt = Prompt(tuple(ids), tuple(media))
+        media_spans(self.config, prompt)  # raises unless every medium has found its tokens
+        return prompt
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Text of answer ids, special tokens left out."""
@@ -167,16 +176,36 @@ class InputProcessor:
                 f"The checkpoint has no image processor; load {name} from a complete checkpoint."
             )
 
+    def _template(self, slots: Sequence[Slot]) -> str | None:
+        """Source of the chat template for a conversation with these media."""
+        if kind_of(self.config) == "smolvlm" and any(s.kind == "video" for s in slots):
+            return _smolvlm_video_template()
+        template = self._parts.chat_template or getattr(self.tokenizer, "chat_template", None)
+        if isinstance(template, dict):  # several by name
+            template = template.get("default")
+        return template
+
     def _bare(self, given: str | Sequence[Message], slots: Sequence[Slot]) -> str:
         """A string for a model without chat template."""
         if not isinstance(given, str):
             raise InputError(
                 "The checkpoint has no chat template, so messages cannot be rendered; give the prompt as a string."
             )
-        if self._family is None or self._words is None:
+        if self._family is None:
+            words = {kind: getattr(self._parts.composite, f"{kind}_token", "") for kind in ("image", "video")}
+        elif self._words is None:
             return given
-        words = {"image": self._words.slot, "video": self._words.video or ""}
-        return "".join(self._family.raw.format(words[s.kind]) for s in slots) + given
+        else:
+            words = {"image": self._words.slot, "video": self._words.video or ""}
+        raw = self._family.raw if self._family else "{}"
+        return "".join(raw.format(words[s.kind]) for s in slots) + given
+
+    def _has_special_tokens(self, text: str, *, templated: bool) -> bool:
+        """Whether the template wrote them itself; language models' templates are taken to do so always."""
+        if self._family is not None and self._words is None:
+            return templated
+        bos = getattr(self.tokenizer, "bos_token", None)
+        return templated and bos is not None and text.startswith(bos)
 
     def _expand(
         self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]
@@ -187,6 +216,8 @@ class InputProcessor:
         names = {self._words.slot: "image"}
         if self._words.video:
             names[self._words.video] = "video"
+        if self._words.image not in names and self._words.image in text:
+            raise InputError(f"The text contains the placeholder {self._words.image}; take it out.")
         pieces = re.split("(" + "|".join(re.escape(name) for name in names) + ")", text)
         found = [names[piece] for piece in pieces[1::2]]
         wanted = [slot.kind for slot in slots]
@@ -203,16 +234,6 @@ class InputProcessor:
             pieces[2 * i + 1] = placed.text
             media += placed.media
         return "".join(pieces), media
-
-    def _tokenized(self, text: str, media: list[Medium], *, templated: bool) -> Prompt:
-        """Ids as the composite processors make them: special tokens only where the template wrote none."""
-        bos = getattr(self.tokenizer, "bos_token", None)
-        written = templated and (self._words is None or (bos is not None and text.startswith(bos)))
-        ids = self.tokenizer(text, add_special_tokens=not written)["input_ids"]
-        prompt = Prompt(tuple(ids), tuple(media))
-        if self._words is not None:
-            media_spans(self.config, prompt)  # every medium has found its tokens
-        return prompt
 
 
 def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[Slot]:
@@ -231,19 +252,24 @@ def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[S
     for kind, rest in given.items():
         if left := len(list(rest)):
             raise InputError(
-                f"{left} {kind}s were given beyond the places in the messages; add a part of type {kind} for each."
+                f"{_counted(left, kind)} more than the messages have places for; add a part of type {kind} for each."
             )
     return out
 
 
 def _miscounted(found: Sequence[str], wanted: Sequence[str], names: Mapping[str, str]) -> InputError:
     counts = ", ".join(
-        f"{wanted.count(kind)} {kind}s but {found.count(kind)} of {word}" for word, kind in names.items()
+        f"{found.count(kind)} of {word} for {_counted(wanted.count(kind), kind)}"
+        for word, kind in names.items()
     )
     return InputError(
-        f"The rendered prompt does not match what was given: {counts}; take placeholders out of the text, or "
-        "check that the chat template writes one for every image and video."
+        f"The rendered prompt has {counts}; take placeholders out of the text, or check that the chat template "
+        "writes one for every image and video."
     )
+
+
+def _counted(n: int, kind: str) -> str:
+    return f"{n} {kind}{'' if n == 1 else 's'}"
 
 
 def _smolvlm_video_template() -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from saccade.errors import InputError, ModelError
 from saccade.inputs.batch import visual_mask
@@ -17,34 +16,40 @@ from saccade.inputs.video import load_video
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
-def composite_prompt(
-    parts: Parts,
-    messages: Sequence[Mapping[str, Any]],
-    slots: Sequence[Slot],
-    add_generation_prompt: bool,
-    template_options: Mapping[str, Any],
-) -> Prompt:
+def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special_tokens: bool) -> Prompt:
     """One row through the composite processor.
 
     All images and videos of the row become one medium, because nothing is known about where one ends; its
     tensors are what the processor returns besides ids and masks.
 
+    Args:
+        parts: of a checkpoint with a composite processor.
+        text: the rendered prompt, one placeholder per image or video.
+        slots: what the placeholders stand for.
+        add_special_tokens: whether the tokenizer adds its own.
+
     Raises:
         ModelError: the family is unknown and was not loaded from a checkpoint.
         InputError: the processor refuses the row.
     """
+    name = kind_of(parts.config)
     if parts.composite is None:
-        raise ModelError(f"The family {kind_of(parts.config)} is not built in; load it from its checkpoint.")
-    images = [load_image(s.source) for s in slots if s.kind == "image"]
-    videos = [load_video(s.source).frames for s in slots if s.kind == "video"]
+        raise ModelError(f"The family {name} is not built in; load its processor from a checkpoint.")
+    media = {
+        "images": [load_image(s.source) for s in slots if s.kind == "image"],
+        "videos": [load_video(s.source).frames for s in slots if s.kind == "video"],
+    }
     try:
-        text = parts.composite.apply_chat_template(
-            list(messages), add_generation_prompt=add_generation_prompt, **template_options
+        made = parts.composite(
+            text=[text],
+            return_tensors="pt",
+            add_special_tokens=add_special_tokens,
+            **{kind: given for kind, given in media.items() if given},
         )
-        made = parts.composite(text=[text], images=images or None, videos=videos or None, return_tensors="pt")
     except (ValueError, TypeError, KeyError, ImportError) as error:
+        reason = "".join(str(error).strip().rstrip(".").splitlines()[:1])
         raise InputError(
-            f"The processor of {kind_of(parts.config)} refuses the prompt ({error}); check its messages and images."
+            f"The processor of {name} refuses the prompt ({reason}); check its images."
         ) from error
     ids = tuple(made["input_ids"][0].tolist())
     tensors = {k: v for k, v in made.items() if k not in _TEXT_KEYS and hasattr(v, "shape")}

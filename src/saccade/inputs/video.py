@@ -133,15 +133,19 @@ def _decode(name: str, data: bytes, choose: Choose | None) -> Video:
 
 
 def _scan(av: Any, data: bytes, wanted: Collection[int]) -> tuple[dict[int, Frames], int]:
-    """Decode in order. Returns the wanted frames by number, and how many frames were passed."""
+    """Decode in order, up to damage. Returns the wanted frames by number, and how many frames were passed."""
     kept: dict[int, Frames] = {}
     last = max(wanted, default=None)
     count = 0
     with av.open(io.BytesIO(data)) as container:
-        for number, frame in enumerate(container.decode(video=0)):
-            count = number + 1
-            if number in wanted:
-                kept[number] = frame.to_ndarray(format="rgb24")
-            if number == last:
-                break
+        try:
+            for number, frame in enumerate(container.decode(video=0)):
+                count = number + 1
+                if number in wanted:
+                    kept[number] = frame.to_ndarray(format="rgb24")
+                if number == last:
+                    break
+        except av.FFmpegError:
+            if not count:
+                raise
     return kept, count

@@ -1,0 +1,186 @@
+"""Hugging Face batches come apart into prompts and go together again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from kits import kit
+from test_same_as_transformers import assert_same_prompt, clip, picture, user
+
+from families import FAMILIES, FamilyCase
+from saccade.errors import InputError
+from saccade.inputs.batch import check, join, media_spans, split, type_ids, visual_mask
+from saccade.inputs.families import visual_ids
+from saccade.inputs.prompt import Medium, Prompt
+
+TEXT_KEYS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+CASES = [(case, kind) for case in FAMILIES.values() for kind in case.kinds]
+VISUAL_CASES = [case for case in FAMILIES.values() if case.is_visual]
+
+
+def config_of(case: FamilyCase) -> Any:
+    return case.build(None).config
+
+
+def by_name(case: Any) -> str:
+    return case.name if isinstance(case, FamilyCase) else str(case)
+
+
+@pytest.mark.parametrize(("case", "kind"), CASES, ids=by_name)
+def test_rows_of_a_batch_are_what_each_row_alone_would_be(case: FamilyCase, kind: str) -> None:
+    config = config_of(case)
+    for row, prompt in enumerate(split(config, case.inputs(kind, rows=3))):
+        alone = case.row_inputs(kind, row)
+        assert list(prompt.ids) == alone["input_ids"][0].tolist()
+        made = join(config, prompt.media)
+        assert made.keys() == alone.keys() - TEXT_KEYS
+        assert all(torch.equal(made[name], alone[name]) for name in made)
+        types = type_ids(config, prompt.ids)
+        assert types.keys() == alone.keys() & {"mm_token_type_ids", "token_type_ids"}
+        assert all(torch.equal(types[name], alone[name]) for name in types)
+
+
+@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
+def test_padding_may_be_on_the_right(case: FamilyCase) -> None:
+    config, inputs = config_of(case), case.inputs("images2", rows=3)
+    left = split(config, inputs)
+    turned = {k: torch.stack([_to_left(r, m) for r, m in zip(v, inputs["attention_mask"], strict=True)])
+              for k, v in inputs.items() if k in ("input_ids", "attention_mask")}  # fmt: skip
+    for a, b in zip(split(config, {**inputs, **turned}), left, strict=True):
+        assert_same_prompt(a, b)
+
+
+def _to_left(row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return row.roll(int(mask.sum()) - len(mask))
+
+
+@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
+def test_text_rows_may_stand_next_to_image_rows(case: FamilyCase) -> None:
+    config, image, text = config_of(case), case.row_inputs("image", 0), case.row_inputs("text", 1)
+    length = max(image["input_ids"].shape[1], text["input_ids"].shape[1])
+    rows = [image, text]
+    pad = {
+        name: torch.cat([torch.nn.functional.pad(r[name], (length - r[name].shape[1], 0)) for r in rows])
+        for name in ("input_ids", "attention_mask")
+    }
+    visual = {name: value for name, value in image.items() if name not in TEXT_KEYS}
+    if config.model_type in ("idefics3", "smolvlm"):
+        visual = {name: torch.cat([value, torch.zeros_like(value)]) for name, value in visual.items()}
+    first, second = split(config, {**pad, **visual})
+    assert_same_prompt(first, split(config, image)[0])
+    assert_same_prompt(second, split(config, text)[0])
+
+
+@pytest.mark.parametrize(("case", "kind"), [c for c in CASES if c[1] != "text"], ids=by_name)
+def test_spans_cover_the_placeholders_of_their_medium_and_no_other(case: FamilyCase, kind: str) -> None:
+    config = config_of(case)
+    (prompt,) = split(config, case.row_inputs(kind, 0))
+    mask = visual_mask(config, prompt.ids)
+    spans = media_spans(config, prompt)
+    assert mask.shape == (len(prompt),)
+    for medium, (start, end) in zip(prompt.media, spans, strict=True):
+        assert mask[start:end].sum() == medium.n_tokens
+        assert mask[start]
+        assert mask[end - 1]
+    assert mask.sum() == sum(m.n_tokens for m in prompt.media)
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
+def test_missing_and_spare_images_are_refused(case: FamilyCase) -> None:
+    config = config_of(case)
+    image, text, two = (case.row_inputs(kind, 1) for kind in ("image", "text", "images2"))
+    for ids, pixels in ((image, text), (text, image), (image, two), (two, image)):
+        visual = {name: value for name, value in pixels.items() if name not in TEXT_KEYS}
+        with pytest.raises(InputError, match=r"^[A-Z][^\n]*\.$"):
+            split(config, {"input_ids": ids["input_ids"], **visual})
+
+
+@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
+def test_images_without_token_types_are_refused_where_they_matter(case: FamilyCase) -> None:
+    config, inputs = config_of(case), case.inputs("image", rows=2)
+    check(config, inputs)
+    bare = {name: value for name, value in inputs.items() if name != case.types}
+    if case.types is None:
+        check(config, bare)
+    else:
+        with pytest.raises(InputError, match=f"no {case.types}"):
+            check(config, bare)
+    check(config, {name: bare[name] for name in ("input_ids", "attention_mask")})
+
+
+def test_types_of_a_batch_keep_its_shape() -> None:
+    case = FAMILIES["qwen3_vl"]
+    inputs = case.inputs("video", rows=3)
+    types = type_ids(config_of(case), inputs["input_ids"])["mm_token_type_ids"]
+    assert torch.equal(types, inputs["mm_token_type_ids"])
+    assert visual_mask(config_of(case), inputs["input_ids"]).equal(types > 0)
+    assert type_ids("llama", [1, 2, 3]) == {}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({}, "no input_ids"),
+        ({"input_ids": torch.ones(4)}, "must be [rows, tokens]"),
+        ({"input_ids": torch.ones(1, 4), "attention_mask": torch.ones(1, 3)}, "must be [rows, tokens]"),
+        ({"input_ids": torch.ones(1, 4), "attention_mask": torch.tensor([[1, 0, 1, 1]])}, "has a hole"),
+        ({"input_ids": torch.ones(1, 4), "pixel_values": torch.ones(1, 3, 4, 4)}, "reads text only"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(inputs: dict[str, torch.Tensor], says: str) -> None:
+    with pytest.raises(InputError, match=r"^[A-Z][^\n]*\.$|^input_ids[^\n]*\.$") as error:
+        split(config_of(FAMILIES["llama"]), inputs)
+    assert says in str(error.value)
+
+
+def test_pixels_without_their_sizes_are_refused() -> None:
+    for name, key in (
+        ("qwen2_vl", "image_grid_thw"),
+        ("llava_next", "image_sizes"),
+        ("mistral3", "image_sizes"),
+    ):
+        case = FAMILIES[name]
+        inputs = {k: v for k, v in case.inputs("image").items() if k != key}
+        with pytest.raises(InputError, match=f"no {key}"):
+            split(config_of(case), inputs)
+
+
+def test_no_media_join_to_nothing() -> None:
+    assert join("llava", []) == {}
+
+
+def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
+    k = kit("llava_onevision")
+    prompt = k.ours.prompt("?", videos=[clip(4, 60, 45, None), clip(5, 60, 45, None)])
+    with pytest.raises(InputError, match="do not fit together"):
+        join(k.config, prompt.media)
+
+
+def test_one_image_of_several_stays_untiled_when_it_comes_alone() -> None:
+    """LLaVA-OneVision tiles an image only when its row has no other; prefix reuse may bring one alone."""
+    k = kit("llava_onevision")
+    prompt = k.ours.prompt("?", [picture(200, 60, 1), picture(60, 200, 2)])
+    alone = join(k.config, prompt.media[1:])
+    assert alone["batch_num_images"].tolist() == [2]  # more than one: no tiles
+    assert alone["pixel_values"].shape[:2] == (1, 1)
+    together = join("llava_onevision", prompt.media)
+    assert together["batch_num_images"].tolist() == [2]
+    assert together["pixel_values"].shape[:2] == (2, 1)
+
+
+def test_media_that_do_not_fill_their_placeholders_have_no_spans() -> None:
+    config = config_of(FAMILIES["llava"])
+    image = visual_ids(config)["image"]
+    medium = Medium("image", {}, 3, "")
+    for count in (2, 4):
+        with pytest.raises(InputError, match=f"has {count} image placeholders"):
+            media_spans(config, Prompt((1, *[image] * count, 2), (medium,)))
+
+
+def test_a_user_text_row_of_a_vlm_has_no_spans() -> None:
+    k = kit("gemma3")
+    assert media_spans(k.config, k.ours.prompt(user("Only words."))) == []

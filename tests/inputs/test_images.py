@@ -1,0 +1,141 @@
+"""Images from wherever they come, and one sentence when they cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from saccade.errors import InputError
+from saccade.inputs import media
+from saccade.inputs.media import digest, load_image
+
+PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
+
+
+def png(image: Image.Image = PICTURE, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def same(a: Image.Image, b: Image.Image) -> bool:
+    return a.mode == b.mode == "RGB" and np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def sentence(error: pytest.ExceptionInfo[InputError]) -> str:
+    text = str(error.value)
+    assert text[0].isupper()
+    assert text.endswith(".")
+    assert "\n" not in text
+    return text
+
+
+def test_every_source_of_the_same_picture_gives_the_same_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "a picture.png"
+    path.write_bytes(png())
+    data = base64.b64encode(png()).decode()
+    for source in (
+        path,
+        str(path),
+        path.as_uri(),
+        png(),
+        bytearray(png()),
+        f"data:image/png;base64,{data}",
+        f"data:;base64,{data[:40]}\n{data[40:]}",
+        PICTURE,
+        np.asarray(PICTURE),
+        np.asarray(PICTURE).astype(np.float32) / 255,
+    ):
+        assert same(load_image(source), PICTURE), source
+
+
+def test_grey_arrays_become_grey_rgb() -> None:
+    grey = np.arange(35, dtype=np.uint8).reshape(5, 7)
+    for source in (grey, grey[..., None], Image.fromarray(grey)):
+        assert np.array_equal(np.asarray(load_image(source)), np.repeat(grey[..., None], 3, axis=2))
+
+
+def test_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
+    wide = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
+    assert np.asarray(load_image(png(Image.fromarray(wide))))[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def test_transparency_is_laid_over_white() -> None:
+    clear = np.zeros((2, 2, 4), dtype=np.uint8)
+    for source in (clear, Image.fromarray(clear), png(Image.fromarray(clear))):
+        assert np.asarray(load_image(source)).min() == 255
+
+
+def test_exif_orientation_is_applied() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    upright = load_image(png(exif=exif))
+    assert upright.size == (5, 7)
+    assert same(upright, PICTURE.transpose(Image.Transpose.ROTATE_270))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("https://example.com/cat.png", "download it first"),
+        ("http://example.com/cat.png", "download it first"),
+        ("s3://bucket/cat.png", "download it first"),
+        ("no/such/file.png", "does not exist"),
+        ("bad\0name", "does not exist"),
+        ("", "path is empty"),
+        (b"", "empty"),
+        (b"not an image", "not an image that Pillow can read"),
+        (png(PICTURE.resize((99, 99)))[:200], "damaged"),
+        ("data:image/png;base64,@@@", "not valid base64"),
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,", "empty"),
+        (None, "NoneType"),
+        (7, "int"),
+        ([PICTURE], "list"),
+        (np.zeros((3, 5, 7), np.uint8), "channels last"),
+        (np.zeros((0, 5, 3), np.uint8), "channels last"),
+        (np.zeros((5, 7, 3), np.int64), "int64"),
+        (np.full((5, 7, 3), 200.0), "outside 0..1"),
+        (np.full((5, 7, 3), np.nan), "outside 0..1"),
+    ],
+    ids=lambda v: str(v)[:30].replace("\0", "NUL") if isinstance(v, str) else "",
+)
+def test_what_is_no_image_is_refused_with_one_sentence(source: Any, says: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_image(source)
+    assert says in sentence(error)
+
+
+def test_a_directory_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        load_image(tmp_path)
+    assert f"The path {tmp_path} is a directory" in sentence(error)
+
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "MAX_PIXELS", 30)
+    with pytest.raises(InputError) as error:
+        load_image(png())
+    assert "more than 30 pixels" in sentence(error)
+
+
+def test_a_digest_tells_names_types_shapes_and_values_apart() -> None:
+    x = torch.arange(6.0)
+    different = [
+        {"a": x},
+        {"b": x},
+        {"a": x.double()},
+        {"a": x.view(2, 3)},
+        {"a": x + 1},
+        {"a": x.bfloat16()},
+        {},
+    ]
+    assert len({digest(tensors) for tensors in different}) == len(different)
+    assert digest({"a": x, "b": x.view(2, 3).T}) == digest({"b": x.view(2, 3).T.contiguous(), "a": x.clone()})

@@ -1,0 +1,176 @@
+"""Every way to write a conversation, and one sentence when text and media do not match."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits import LLAVA_TEMPLATE, VISUAL, kit
+from PIL import Image
+from test_same_as_transformers import assert_same_prompt, picture, user
+
+from saccade.errors import InputError
+from saccade.inputs.processor import InputProcessor
+
+IMAGE = picture(40, 30)
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    IMAGE.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+DATA = "data:image/png;base64," + base64.b64encode(png()).decode()
+
+
+def openai(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return user(part, "What is this?")
+
+
+def test_hugging_face_and_openai_parts_mean_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png())
+    k = kit("qwen2_vl")
+    expected = k.ours.prompt("What is this?", [IMAGE])
+    for part in (
+        {"type": "image", "image": IMAGE},
+        {"type": "image", "image": str(path)},
+        {"type": "image", "path": str(path)},
+        {"type": "image", "url": path.as_uri()},
+        {"type": "image", "base64": base64.b64encode(png()).decode()},
+        {"type": "image_url", "image_url": {"url": DATA}},
+        {"type": "image_url", "image_url": DATA},
+        {"type": "input_image", "image_url": DATA},
+    ):
+        assert_same_prompt(k.ours.prompt(openai(part)), expected)
+    assert_same_prompt(k.ours.prompt([{"role": "user", "content": [
+        {"type": "input_image", "image_url": DATA}, {"type": "input_text", "text": "What is this?"}
+    ]}]), expected)  # fmt: skip
+
+
+def test_listed_images_fill_the_places_that_have_none() -> None:
+    k = kit("qwen2_vl")
+    other = picture(64, 64, 9)
+    both = k.ours.prompt(user({"type": "image"}, "and", {"type": "image", "image": other}), [IMAGE])
+    assert_same_prompt(both, k.ours.prompt(user({"type": "image"}, "and", {"type": "image"}), [IMAGE, other]))
+
+
+def test_messages_are_not_changed() -> None:
+    messages = user({"type": "image", "image": IMAGE}, "What?")
+    kit("qwen2_vl").ours.prompt(messages)
+    assert messages == user({"type": "image", "image": IMAGE}, "What?")
+
+
+def test_a_language_model_gets_what_its_tokenizer_makes() -> None:
+    k = kit("llama")
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": [{"type": "text", "text": "Bye"}, {"type": "text", "text": "!"}]},
+    ]
+    joined = [*turns[:3], {"role": "user", "content": "Bye!"}]
+    expected = k.ours.tokenizer.apply_chat_template(
+        joined, chat_template=k.ours._parts.chat_template, add_generation_prompt=True, return_dict=False
+    )
+    assert list(k.ours.prompt(turns).ids) == expected
+
+
+def test_a_model_without_template_takes_strings_as_they_are() -> None:
+    k = kit("qwen2_vl")
+    bare = InputProcessor.from_parts(k.config, k.ours.tokenizer, k.ours._parts.image_processor)
+    assert bare.decode(bare.prompt("Once upon").ids) == "Once upon"
+    prompt = bare.prompt("Once upon", [IMAGE])
+    assert bare.tokenizer.decode(prompt.ids).startswith("<|vision_start|><|image_pad|>")
+    assert_same_prompt(bare.text_only(prompt), bare.prompt("\nOnce upon"))
+    with pytest.raises(InputError, match="no chat template"):
+        bare.prompt(user("Hello"))
+
+
+def test_content_that_is_a_string_is_not_lost_in_templates_that_drop_it() -> None:
+    assert "selectattr" in LLAVA_TEMPLATE
+    k = kit("llava")
+    text = k.ours.decode(k.ours.prompt([{"role": "user", "content": "Where is it?"}]).ids)
+    assert "Where is it?" in text
+
+
+def test_the_answer_may_be_begun_or_not() -> None:
+    k = kit("qwen2_vl")
+    whole, turn = (k.ours.prompt("Hi", add_generation_prompt=b).ids for b in (True, False))
+    assert whole[: len(turn)] == turn
+    assert k.ours.tokenizer.decode(whole[len(turn) :]) == "<|im_start|>assistant\n"
+
+
+def test_template_options_reach_the_template() -> None:
+    k = kit("llama")
+    template = "{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
+    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=template)
+    assert processor.decode(processor.prompt("Hi", template_options={"loud": True}).ids) == "Hi!"
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "images", "videos", "says"),
+    [
+        ("qwen2_vl", user("Hello"), [IMAGE], [], "1 image more than the messages have places for"),
+        ("qwen2_vl", user({"type": "image"}), [], [], "a place for an image that none was given for"),
+        ("qwen2_vl", user({"type": "video"}), [], [], "a place for a video that none was given for"),
+        ("qwen2_vl", "Look: <|image_pad|>", [], [], "1 of <|image_pad|> for 0 images"),
+        ("qwen2_vl", "Look: <|image_pad|>", [IMAGE], [], "2 of <|image_pad|> for 1 image, "),
+        ("gemma3", "Look: <image_soft_token>", [IMAGE], [], "contains the placeholder <image_soft_token>"),
+        ("gemma3", "Look: <image_soft_token>", [], [], "contains the placeholder <image_soft_token>"),
+        ("llama", "Look", [IMAGE], [], "reads text only; leave out the images"),
+        ("llama", user({"type": "image", "image": IMAGE}), [], [], "reads text only"),
+        ("llama", "Look", [], [[IMAGE]], "reads text only; leave out the videos"),
+        ("llava", "Look", [], [[IMAGE]], "takes images but no videos"),
+        ("pixtral", "Look", [], [[IMAGE]], "takes images but no videos"),
+        ("qwen2_vl", "Look", ["nothing.png"], [], "does not exist"),
+        (
+            "qwen2_vl",
+            "Look",
+            [Image.new("RGB", (2, 500))],
+            [],
+            "The image of 2x500 pixels cannot be prepared",
+        ),
+        ("qwen2_vl", "Look", [], [[Image.new("RGB", (2, 500))]], "more than 200 times longer than wide"),
+        ("qwen2_vl", [], [], [], "list of messages is empty"),
+        ("qwen2_vl", [{"content": "Hello"}], [], [], '"role"'),
+        ("qwen2_vl", ["Hello"], [], [], '"role"'),
+        ("qwen2_vl", [{"role": "user", "content": 3}], [], [], "of type int"),
+        ("qwen2_vl", user({"type": "audio", "audio": "x"}), [], [], "A message part of type 'audio'"),
+        ("qwen2_vl", user({"text": "Hello"}), [], [], "A message part of type None"),
+    ],
+)
+def test_what_does_not_match_is_refused_with_one_sentence(
+    name: str, prompt: Any, images: list[Any], videos: list[Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=r"^[A-Z0-9][^\n]*\.$") as error:
+        kit(name).ours.prompt(prompt, images, videos)
+    assert says in str(error.value)
+
+
+def test_a_template_that_refuses_says_why() -> None:
+    k = kit("llama")
+    template = "{{ raise_exception('Roles must alternate') }}"
+    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=template)
+    with pytest.raises(InputError, match="refuses the messages \\(Roles must alternate\\)"):
+        processor.prompt("Hi")
+
+
+def test_a_template_that_writes_no_placeholder_is_found_out() -> None:
+    k = kit("llava")
+    processor = InputProcessor.from_parts(
+        k.config, k.ours.tokenizer, k.ours._parts.image_processor, chat_template="{{ messages[0]['role'] }}"
+    )
+    with pytest.raises(InputError, match="0 of <image> for 1 image;"):
+        processor.prompt("Hi", [IMAGE])
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_answers_are_decoded_without_special_tokens(name: str) -> None:
+    k = kit(name)
+    ids = k.ours.tokenizer.encode("A cat.", add_special_tokens=False)
+    assert k.ours.decode([*ids, k.ours.tokenizer.eos_token_id]) == "A cat."

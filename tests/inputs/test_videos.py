@@ -1,0 +1,184 @@
+"""Videos are decoded, sampled as the family's own video processor does, and stamped with their times."""
+
+from __future__ import annotations
+
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from kits import VIDEO, kit
+from PIL import Image
+from torchvision_free import VIDEO_PROCESSORS
+from transformers.video_utils import VideoMetadata
+
+from saccade.errors import InputError
+from saccade.inputs.expanding import number_words
+from saccade.inputs.families import FAMILIES
+from saccade.inputs.video import Video, load_video
+
+
+def write(path: Path, codec: str, frames: list[np.ndarray[Any, Any]]) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(10))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+@pytest.fixture(scope="module")
+def movie(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three seconds at 10 frames a second; frame i is a grey of 8 * i."""
+    path = tmp_path_factory.mktemp("movie") / "film.mp4"
+    write(path, "mpeg4", [np.full((48, 64, 3), 8 * i, np.uint8) for i in range(30)])
+    return path
+
+
+def test_a_file_is_decoded_with_its_times(movie: Path) -> None:
+    video = load_video(movie, lambda total, fps: [0, total // 2, total - 1])
+    assert (video.total, video.fps, video.indices) == (30, 10.0, (0, 15, 29))
+    assert video.timestamps == (0.0, 1.5, 2.9)
+    assert video.duration == 3.0
+    assert video.sampled_fps == pytest.approx(1.0)
+    assert video.frames.shape == (3, 48, 64, 3)
+    assert np.abs(video.frames.mean((1, 2, 3)) - [0, 120, 232]).max() < 4  # what mpeg4 loses
+
+
+def test_bytes_and_uris_are_the_same_film(movie: Path) -> None:
+    whole = load_video(movie)
+    assert len(whole.frames) == 30
+    for source in (movie.read_bytes(), movie.as_uri(), str(movie)):
+        assert np.array_equal(load_video(source).frames, whole.frames)
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [("ts", "mpeg2video"), ("avi", "mpeg4"), ("mkv", "mpeg4")])
+def test_a_film_cut_short_gives_the_frames_that_are_there(suffix: str, codec: str, tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    path = tmp_path / f"film.{suffix}"
+    write(path, codec, [noise.integers(0, 256, (48, 64, 3), dtype=np.uint8) for _ in range(30)])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    video = load_video(path, lambda total, fps: [0, total - 1])
+    assert 2 <= video.total < 30
+    assert video.indices == (0, video.total - 1)
+
+
+def test_given_frames_are_all_kept() -> None:
+    array = np.random.default_rng(0).integers(0, 256, (4, 6, 8, 3), dtype=np.uint8)
+    for source in (array, list(array), [Image.fromarray(f) for f in array], array.astype(np.float64) / 255):
+        video = load_video(source, lambda total, fps: [0])
+        assert np.array_equal(video.frames, array)
+        assert (video.indices, video.total, video.fps) == ((0, 1, 2, 3), 4, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ([], "empty"),
+        ([np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], "differ in size"),
+        (np.zeros((4, 4, 3), np.uint8), "expected [T, H, W, 3]"),
+        (np.zeros((0, 4, 4, 3), np.uint8), "expected [T, H, W, 3]"),
+        (b"not a film", "not a video that PyAV can decode"),
+        ("https://example.com/film.mp4", "download it first"),
+        ("no/such/film.mp4", "does not exist"),
+        (3.5, "float"),
+    ],
+)
+def test_what_is_no_video_is_refused_with_one_sentence(source: Any, says: str) -> None:
+    with pytest.raises(InputError, match=r"^[A-Z][^\n]*\.$") as error:
+        load_video(source)
+    assert says in str(error.value)
+
+
+def test_missing_pyav_names_the_extra_to_install(movie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InputError, match=r"pip install saccade\[video\]"):
+        load_video(movie)
+
+
+PROCESSORS = {
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
+    "qwen2_vl": "Qwen2VLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
+    "internvl": "InternVLVideoProcessor",
+}
+
+
+@pytest.mark.parametrize("wish", [{"fps": 2}, {"fps": 0.5}, {"num_frames": 4}, {"num_frames": 7}], ids=str)
+@pytest.mark.parametrize(("total", "fps"), [(30, 10.0), (31, 29.97), (300, 25.0), (2000, 24.0), (8, 1.0)])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_frames_are_sampled_as_the_video_processor_does(
+    name: str, total: int, fps: float, wish: dict[str, Any]
+) -> None:
+    rules = FAMILIES[name].video
+    assert rules is not None
+    if name == "smolvlm":
+        wish = {"num_frames": 16, "fps": 1, **wish}
+    processor = VIDEO_PROCESSORS[PROCESSORS[name]]()
+    metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+    try:
+        expected = processor.sample_frames(metadata=metadata, **wish)
+    except (ValueError, ZeroDivisionError):
+        pytest.skip("the processor refuses a clip that short; it is taken whole here")
+    settings = {**rules.settings, "num_frames": None, "fps": None, **wish}
+    assert list(rules.sample(total, fps, settings)) == [int(i) for i in expected]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_a_clip_of_a_few_frames_is_no_error(name: str, total: int) -> None:
+    k = kit(name)
+    frames = np.zeros((total, 48, 64, 3), np.uint8)
+    rules = FAMILIES[name].video
+    assert rules is not None
+    for wish in ({"num_frames": 8, "fps": 1}, {"num_frames": None, "fps": 0.1, **rules.fallback}):
+        kept = list(rules.sample(total, 10.0, {**rules.settings, **wish}))
+        assert kept == sorted(set(kept))
+        assert set(kept) <= set(range(total))
+        assert kept
+    assert k.ours.prompt("?", videos=[frames]).media
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_film_becomes_media_of_as_many_frames_as_asked_for(name: str, movie: Path) -> None:
+    k = kit(name)
+    few, many = (k.ours.prompt("What happens?", videos=[movie], num_frames=n) for n in (4, 8))
+    assert sum(m.n_tokens for m in few.media) < sum(m.n_tokens for m in many.media)
+    if name in ("internvl", "smolvlm"):
+        assert {m.kind for m in few.media} == {"image"}
+    else:
+        assert [m.kind for m in few.media] == ["video"]
+
+
+def test_timestamps_of_a_qwen3_video_are_in_its_text(movie: Path) -> None:
+    k = kit("qwen3_vl")
+    text = k.ours.tokenizer.decode(k.ours.prompt("?", videos=[movie], num_frames=4).ids)
+    assert "<0.5 seconds>" in text  # frames 0 and 10 of 30, at 10 frames a second
+    assert "<2.4 seconds>" in text  # frames 19 and 29
+
+
+def test_qwen2_5_learns_how_many_seconds_a_patch_spans(movie: Path) -> None:
+    medium = kit("qwen2_5_vl").ours.prompt("?", videos=[movie], fps=2).media[0]
+    torch.testing.assert_close(medium.tensors["second_per_grid_ts"], torch.tensor([1.0]))
+
+
+def test_asking_for_frames_and_rate_at_once_is_refused(movie: Path) -> None:
+    with pytest.raises(InputError, match="give one of them"):
+        kit("qwen3_vl").ours.prompt("?", videos=[movie], num_frames=4, fps=2)
+
+
+def test_a_video_object_brings_its_own_times() -> None:
+    video = Video(np.zeros((2, 48, 64, 3), np.uint8), (0, 90), 100, 10.0)
+    text = kit("qwen3_vl").ours.tokenizer.decode(kit("qwen3_vl").ours.prompt("?", videos=[video]).ids)
+    assert "<4.5 seconds>" in text
+
+
+def test_frame_counts_are_spelled_as_smolvlm_reads_them() -> None:
+    spelled = {0: "zero", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred"}
+    spelled |= {101: "one hundred and one", 768: "seven hundred and sixty-eight"}
+    assert {n: number_words(n) for n in spelled} == spelled
