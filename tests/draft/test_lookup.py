@@ -1,0 +1,69 @@
+"""Prompt lookup copies what a naive search of the whole text finds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import assert_consistent, token_paths
+
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.sampling import TopProposer
+from saccade.inputs.prompt import Prompt
+
+IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # few tokens, so that n-grams come back
+
+
+def naive_guess(ids: list[int], gamma: int, max_ngram: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest last n-gram that has one."""
+    for n in range(min(max_ngram, len(ids)), 0, -1):
+        for end in range(len(ids) - 1, n - 1, -1):
+            if ids[end - n : end] == ids[-n:]:
+                return ids[end : end + gamma]
+    return []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(IDS, min_size=2, max_size=2),
+    st.lists(st.lists(IDS, min_size=2, max_size=2), max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_guesses_are_those_of_a_naive_search(
+    prompts: list[list[int]], blocks: list[list[list[int]]], gamma: int, max_ngram: int
+) -> None:
+    session = PromptLookup(gamma, max_ngram).open(2, 0)
+    texts = [list(p) for p in prompts]
+    for row, ids in enumerate(prompts):
+        session.load(row, Prompt(tuple(ids)))
+    for block in blocks:
+        tree = session.propose(block, TopProposer())
+        assert_consistent(tree)
+        for row in range(2):
+            texts[row] += block[row]
+            guess = naive_guess(texts[row], gamma, max_ngram)
+            assert token_paths(tree, row)[-1] == tuple(guess)
+            assert int(tree.tokens[row, 0]) == texts[row][-1]
+
+
+def test_a_finished_row_guesses_nothing() -> None:
+    session = PromptLookup(3, 2).open(2, 0)
+    for row in range(2):
+        session.load(row, Prompt((1, 2, 1, 2)))
+    tree = session.propose([[1], []], TopProposer())
+    assert token_paths(tree, 0)[-1] == (2, 1)
+    assert token_paths(tree, 1) == [()]
+
+
+def test_a_row_that_is_loaded_again_forgets_its_text() -> None:
+    session = PromptLookup(3, 2).open(1, 0)
+    session.load(0, Prompt((1, 2, 3)))
+    session.load(0, Prompt((4, 5)))
+    assert session.propose([[1]], TopProposer()).size == 1
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0}, {"max_ngram": 0}])
+def test_lookup_of_nothing_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="gamma and max_ngram of at least 1"):
+        PromptLookup(**options)

@@ -1,0 +1,146 @@
+"""Policies grow the trees that a naive expansion grows, seeing no more of a node than `allow` shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import NaiveTree, Path, PathModel, assert_consistent, rank_paths, token_paths, trees
+
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.policy import SPECVLM_TREE, Chain, StaticTree
+from saccade.draft.sampling import TopProposer
+
+VOCAB, BATCH = 7, 2
+ROOTS = torch.tensor([3, 4])
+
+
+def best_first(values: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: -values[i])
+
+
+def naive_static(model: PathModel, row: int, paths: list[tuple[int, ...]]) -> list[Path]:
+    """A node of rank r is its parent's r-th likeliest token."""
+    found: dict[tuple[int, ...], Path] = {(): ()}
+    for ranks in sorted(paths, key=lambda p: (len(p), p)):
+        above = found[ranks[:-1]]
+        found[ranks] = (*above, best_first(model.logits(row, above))[ranks[-1]])
+    return list(found.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(trees(rows=1, max_nodes=7, padded=False), st.integers(0, 99))
+def test_a_static_tree_is_its_naive_expansion(shape: list[NaiveTree], seed: int) -> None:
+    paths = rank_paths(shape[0])
+    if not paths:
+        return
+    policy, model = StaticTree(paths), PathModel(VOCAB, seed)
+    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    assert_consistent(tree)
+    assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
+    for row in range(BATCH):
+        assert token_paths(tree, row) == naive_static(model, row, paths)
+    assert tree.size == policy.max_nodes
+    assert policy.max_run == len({p[:-1] for p in paths} - {()})
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_a_chain_is_the_greedy_path(gamma: int) -> None:
+    model = PathModel(VOCAB, seed=5)
+    tree = model.grow(Chain(gamma).begin(ROOTS, TopProposer()), BATCH)
+    assert_consistent(tree)
+    for row in range(BATCH):
+        path: Path = ()
+        for _ in range(gamma):
+            path = (*path, best_first(model.logits(row, path))[0])
+        assert token_paths(tree, row)[-1] == path
+    assert (tree.max_depth, tree.max_children, tree.size) == (gamma, 1, gamma + 1)
+
+
+def test_the_default_static_tree_is_that_of_specvlm() -> None:
+    shape = StaticTree().shape
+    assert [sum(len(p) == d for p in shape.paths) for d in range(1, 6)] == [4, 8, 8, 3, 2]
+    assert len(SPECVLM_TREE) == 25
+
+
+@pytest.mark.parametrize("gamma", [0, -1])
+def test_a_chain_of_nothing_is_refused(gamma: int) -> None:
+    with pytest.raises(ValueError, match="gamma must be at least 1"):
+        Chain(gamma)
+
+
+def naive_eagle2(model: PathModel, row: int, policy: DynamicTree) -> dict[Path, float]:
+    """All candidates with their log-probabilities: per level the best ``top`` nodes are expanded."""
+    candidates: dict[Path, float] = {}
+    frontier: dict[Path, float] = {(): 0.0}
+    for _ in range(policy.max_depth):
+        level = {}
+        for path, score in frontier.items():
+            own = model.log_probabilities(row, path)
+            level.update({(*path, t): score + own[t] for t in best_first(own)[: policy.top]})
+        candidates.update(level)
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: policy.top])
+    return candidates
+
+
+POLICIES = st.builds(
+    DynamicTree, top=st.integers(1, 4), max_depth=st.integers(1, 4), total=st.integers(1, 15)
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(POLICIES, st.integers(0, 99))
+def test_a_dynamic_tree_is_that_of_naive_eagle_2(policy: DynamicTree, seed: int) -> None:
+    model = PathModel(VOCAB, seed)
+    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    assert_consistent(tree)
+    assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
+    for row in range(BATCH):
+        candidates = naive_eagle2(model, row, policy)
+        best = sorted(candidates, key=lambda path: -candidates[path])[: policy.total]
+        assert set(token_paths(tree, row)) == {(), *best}
+    assert tree.size <= policy.max_nodes
+
+
+@settings(max_examples=40, deadline=None)
+@given(POLICIES, st.integers(0, 99), st.integers(1, 2))
+def test_a_dynamic_tree_with_ties_keeps_every_parent_and_the_best_scores(
+    policy: DynamicTree, seed: int, levels: int
+) -> None:
+    """With one level all tokens are equally likely, with two many are; which of equals is kept is free."""
+    model = PathModel(VOCAB, seed, levels)
+    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    assert_consistent(tree)
+    for row in range(BATCH):
+        paths = token_paths(tree, row)
+        assert len(set(paths)) == len(paths)
+        assert all(path[:-1] in paths for path in paths[1:])
+        scores = [sum(model.log_probabilities(row, p[:i])[p[i]] for i in range(len(p))) for p in paths[1:]]
+        if levels == 1:  # with more, ties among expanded nodes lead to other candidates
+            naive = sorted(naive_eagle2(model, row, policy).values(), reverse=True)[: policy.total]
+            assert sorted(scores, reverse=True) == pytest.approx(naive, abs=1e-6)
+
+
+def test_a_certain_drafter_gives_a_chain_before_anything_else() -> None:
+    """Children of probability one have their parent's score; none may push its parent out."""
+    policy = DynamicTree(top=2, max_depth=4, total=4)
+    growth = policy.begin(torch.tensor([0]), TopProposer())
+    frontier = growth.expand(torch.tensor([[[50.0, 0.0, 0.0]]]))
+    while frontier is not None:
+        frontier = growth.expand(torch.tensor([[50.0, 0.0, 0.0]]).expand(1, frontier.tokens.shape[1], 3))
+    tree = growth.tree()
+    assert token_paths(tree, 0) == [(), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("name", ["top", "max_depth", "total"])
+def test_an_empty_dynamic_tree_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+        DynamicTree(**{name: 0})
+
+
+def test_dynamic_trees_never_draw_their_children() -> None:
+    """Their form depends on the tokens, which would bias the draw."""
+    assert not DynamicTree().can_sample
+    assert StaticTree().can_sample
+    assert Chain().can_sample
