@@ -184,3 +184,24 @@ def test_media_that_do_not_fill_their_placeholders_have_no_spans() -> None:
 def test_a_user_text_row_of_a_vlm_has_no_spans() -> None:
     k = kit("gemma3")
     assert media_spans(k.config, k.ours.prompt(user("Only words."))) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [(c, k) for c in VISUAL_CASES for k in c.kinds if k != "text"], ids=by_name
+)
+def test_a_medium_alone_gives_the_features_that_it_gives_among_others(case: FamilyCase, kind: str) -> None:
+    model = case.model()
+    (prompt,) = split(model.config, case.row_inputs(kind, 1))
+    alone = torch.cat([_features(model, {**m.tensors}) for m in prompt.media])
+    together = _features(model, join(model.config, prompt.media))
+    assert len(alone) == sum(m.n_tokens for m in prompt.media)
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)  # sums in another order
+
+
+@torch.no_grad()
+def _features(model: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    tensors.pop("second_per_grid_ts", None)
+    encode = model.get_video_features if "pixel_values_videos" in tensors else model.get_image_features
+    found = encode(**tensors, return_dict=True).pooler_output
+    found = torch.cat([*found]) if isinstance(found, (list, tuple)) else found
+    return found.reshape(-1, found.shape[-1])

@@ -81,6 +81,8 @@ def test_ids_that_end_an_answer_come_from_the_configuration_then_the_tokenizer()
 def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^The configuration of [^\n]*\.$"):
         InputProcessor.load(str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match="does not say which checkpoint it is from"):
+        InputProcessor.load("")
     k = kit("llava")
     k.config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"^The tokenizer of [^\n]*\.$"):

@@ -94,8 +94,24 @@ def test_a_model_without_template_takes_strings_as_they_are() -> None:
 def test_content_that_is_a_string_is_not_lost_in_templates_that_drop_it() -> None:
     assert "selectattr" in LLAVA_TEMPLATE
     k = kit("llava")
-    text = k.ours.decode(k.ours.prompt([{"role": "user", "content": "Where is it?"}]).ids)
-    assert "Where is it?" in text
+    turns = [
+        *user({"type": "image", "image": IMAGE}, "Who?"),
+        {"role": "assistant", "content": "A cat."},
+        *user("Why?"),
+    ]
+    text = k.ours.decode(k.ours.prompt(turns).ids)
+    assert text.endswith("Who? ASSISTANT: A cat. USER: Why? ASSISTANT:")
+
+
+def test_thoughts_that_a_template_drops_stay_dropped() -> None:
+    k = kit("qwen2_vl")
+    template = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'].split('</think>')[-1] }}"
+        "{% else %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=template)
+    turns = [*user("Hi."), {"role": "assistant", "content": "<think>Hm.</think>Hello."}]
+    assert processor.decode(processor.prompt(turns).ids) == "Hi.Hello."
 
 
 def test_the_answer_may_be_begun_or_not() -> None:

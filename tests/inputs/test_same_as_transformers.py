@@ -148,7 +148,10 @@ def test_a_video_gives_the_processors_ids_and_tensors(name: str, frames: int, fp
         return_tensors="pt",
         do_sample_frames=False,
     )
-    assert_same_row(k, k.ours.prompt(messages, videos=[video]), batch)
+    prompt = k.ours.prompt(messages, videos=[video])
+    assert_same_row(k, prompt, batch)
+    (again,) = split(k.config, batch)
+    assert [(m.kind, m.n_tokens) for m in again.media] == [(m.kind, m.n_tokens) for m in prompt.media]
 
 
 @pytest.mark.parametrize("size", [(60, 45), (300, 20), (8, 8), (500, 400)], ids=str)

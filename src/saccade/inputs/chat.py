@@ -84,12 +84,13 @@ def render(
 ) -> str:
     """Render messages through a chat template.
 
-    Some templates drop content that is a plain string. Where that shows, it is given as a list.
+    Some templates drop content that is a plain string. Where that shows, it is given as a list. (Thoughts in
+    earlier answers are for the template to drop.)
 
     Raises:
         InputError: the template refuses the messages.
     """
-    given = [m["content"] for m in messages if isinstance(m.get("content"), str)]
+    said = [m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)]
 
     def attempt(messages: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -104,7 +105,7 @@ def render(
     failure: Exception | None = None
     try:
         text = attempt(messages)
-        if all(content.strip() in text for content in given):
+        if all(words in text for words in said):
             return text
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         failure = error
@@ -113,9 +114,9 @@ def render(
         for m in messages
     ]
     try:
-        if given:
+        if said:
             again = attempt(listed)
-            if failure is not None or all(content.strip() in again for content in given):
+            if failure is not None or all(words in again for words in said):
                 return again
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         failure = failure or error

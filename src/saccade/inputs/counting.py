@@ -68,7 +68,7 @@ def _side(vision: Any) -> int:
 
 def _class_token(config: Any) -> int:
     """1 when the tower's class token is kept, -1 when a patch is dropped in its place, else 0."""
-    has = config.vision_config.model_type in ("clip_vision_model", "clip")
+    has = not config.vision_config.model_type.startswith("siglip")
     dropped = config.vision_feature_select_strategy == "default"
     return int(has) - int(dropped)
 

@@ -118,7 +118,7 @@ _SMOLVLM_VIDEO = {
 }
 _PIXTRAL = Family("pixtral", closers=("[IMG_END]",))
 _IDEFICS3 = {
-    "openers": ("<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
+    "openers": ("<fake_token_around_image>", "<global-img>"),
     "closers": ("<fake_token_around_image>",),
     "image_options": MappingProxyType({"return_row_col_info": True}),
 }

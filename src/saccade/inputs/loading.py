@@ -46,6 +46,10 @@ def load_parts(path: str) -> Parts:
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
+    if not path:
+        raise ModelError(
+            "The model does not say which checkpoint it is from; make its inputs with InputProcessor.from_parts."
+        )
     config = _loaded(AutoConfig, path, "configuration")
     tokenizer = _loaded(AutoTokenizer, path, "tokenizer")
     family = family_of(config)

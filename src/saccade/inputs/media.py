@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
 import torch
@@ -131,7 +131,7 @@ def _data_uri(uri: str, what: str) -> bytes:
     if not comma:
         raise InputError(f"The {what} data: URI has no comma; expected data:{what}/<type>;base64,<data>.")
     if not header.endswith(";base64"):
-        return unquote(body).encode("latin-1", "ignore")
+        return unquote_to_bytes(body)
     try:
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):

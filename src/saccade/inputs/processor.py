@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class InputProcessor:
         self._words = Words.of(parts.config, parts.tokenizer)
 
     @classmethod
-    def load(cls, path: str) -> InputProcessor:
+    def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
         """Read tokenizer, image and video settings and chat template of a checkpoint.
 
         Args:
@@ -47,7 +48,7 @@ class InputProcessor:
         Raises:
             ModelError: the checkpoint lacks a part, or cannot be reached.
         """
-        return cls(load_parts(path))
+        return cls(load_parts(os.fspath(path)))
 
     @classmethod
     def from_parts(

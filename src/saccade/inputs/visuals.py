@@ -53,20 +53,18 @@ class Visuals:
         Raises:
             InputError: an image cannot be read or has a shape that the family does not take.
         """
-        config = self.parts.config
         images = [load_image(source) for source in sources]
-        together = kind_of(config) == "llava_onevision" and len(images) > 1
-        placed = []
-        for image in images:
-            features = self._features([[image, image]] if together else [image], image)
-            if together:
-                features = {name: features[name][:1] for name in ("pixel_values", "image_sizes")}
-                features["batch_num_images"] = torch.tensor([len(images)])
-            tensors = {name: value for name, value in features.items() if name in VISUAL_KEYS}
-            placed.append(
-                Placed(expand_image(config, self.words, features), (self._medium("image", tensors),))
-            )
-        return placed
+        if kind_of(self.parts.config) == "llava_onevision" and len(images) > 1:
+            row = self._features([images], images)
+            sizes = zip(row["pixel_values"], row["image_sizes"], strict=True)
+            together = torch.tensor([len(images)])
+            features = [
+                {"pixel_values": p[None], "image_sizes": s[None], "batch_num_images": together}
+                for p, s in sizes
+            ]
+        else:
+            features = [self._features([image], [image]) for image in images]
+        return [self._image(f) for f in features]
 
     def video(self, source: Any, sampling: Mapping[str, Any]) -> Placed:
         """Make one video.
@@ -90,11 +88,17 @@ class Visuals:
         kind = "image" if family.video.form == "frames" else "video"
         return Placed(text, tuple(self._medium(kind, t) for t in tensors))
 
+    def _image(self, features: Mapping[str, Any]) -> Placed:
+        tensors = {name: value for name, value in features.items() if name in VISUAL_KEYS}
+        return Placed(
+            expand_image(self.parts.config, self.words, features), (self._medium("image", tensors),)
+        )
+
     def _medium(self, kind: Any, tensors: dict[str, Tensor]) -> Medium:
         return Medium(kind, tensors, count(self.parts.config, kind, tensors), digest(tensors))
 
-    def _features(self, images: Any, image: Image.Image) -> dict[str, Any]:
-        """What the family's image processor makes of one image."""
+    def _features(self, given: Any, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """What the family's image processor makes of images, in the nesting that it wants."""
         config = self.parts.config
         family = family_of(config)
         assert family is not None
@@ -103,14 +107,14 @@ class Visuals:
             merge = int(getattr(config, "spatial_merge_size", 1))
             options["patch_size"] = int(config.vision_config.patch_size) * merge
         try:
-            return dict(self.parts.image_processor(images, return_tensors="pt", **options))
+            return dict(self.parts.image_processor(given, return_tensors="pt", **options))
         except (ValueError, ZeroDivisionError, TypeError, OSError) as error:
             if isinstance(error, SaccadeError):
                 raise
             reason = "".join(str(error).strip().rstrip(".").splitlines()[:1])
+            sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
             raise InputError(
-                f"The image of {image.width}x{image.height} pixels cannot be prepared for {kind_of(config)} "
-                f"({reason}); scale or crop it."
+                f"The image of {sizes} pixels cannot be prepared for {kind_of(config)} ({reason}); scale or crop it."
             ) from error
 
 
