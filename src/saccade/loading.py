@@ -73,6 +73,7 @@ def adapt(model: Any) -> Target:
         from saccade.target.selfcheck import self_check
 
         self_check(target)
+        target.use_lean()
     return target
 
 

@@ -44,7 +44,8 @@ class Target:
             ``device_map``. It is put into eval mode and otherwise left as it is.
 
         lean: whether a lean decoder may take the place of the stock modules in tree forwards, once it has
-            given the same logits (see `saccade.target.lean`).
+            given the same logits (see `saccade.target.lean`); architectures outside the conformance suite
+            start without, see `use_lean`.
 
     Raises:
         ModelError: the model has no decoder layers that could be drafted for.
@@ -65,8 +66,8 @@ class Target:
         self._layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self._stock_only = 0
         self._lean: LeanDecoder | None = None
-        if lean:
-            self._lean = self._proven(lean_decoder(self.model, self.decoder))
+        if lean and self.family.tested:
+            self.use_lean()
 
     @property
     def is_lean(self) -> bool:
@@ -162,10 +163,12 @@ class Target:
         return logits
 
     @torch.inference_mode()
-    def _proven(self, lean: LeanDecoder | None) -> LeanDecoder | None:
-        """The lean decoder if it gives the stock model's logits on a small tree behind a short prompt."""
+    def use_lean(self) -> None:
+        """Put a lean decoder in place if the architecture fits and it gives the stock model's logits on a small
+        tree behind a short prompt."""
+        lean = lean_decoder(self.model, self.decoder)
         if lean is None:
-            return None
+            return
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (11,), generator=generator).tolist()
         cache = self.new_cache(1, len(ids))
@@ -179,7 +182,8 @@ class Target:
         self._lean = lean
         ours = self.forward(cache, tokens, allow, depth, deltas).float()
         error = (ours - stock).abs().max() / stock.std()
-        return lean if error <= TOLERANCE.get(self.dtype, 0.0) else None
+        if not error <= TOLERANCE.get(self.dtype, 0.0):
+            self._lean = None
 
     def check_length(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""

@@ -167,6 +167,7 @@ def _layer_fits(layer: Any, eps: float) -> bool:
     return not hooked and hasattr(attention, "scaling") and hasattr(attention, "head_dim")
 
 
+@torch.inference_mode(False)  # the weights stay the user's, who may go on training
 @torch.no_grad()
 def _fuse(layer: Any) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp

@@ -1,0 +1,92 @@
+"""The lean decoder is the stock decoder, only faster; where it is not, it is not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES
+from saccade.engine import Engine, Request
+from saccade.inputs.batch import split
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3"})  # experts, and norms on both sides of each block
+TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
+DEPTH = torch.tensor([[0, 1, 1, 2]])
+
+
+def tree_logits(target: Target, kind: str, case: Any) -> torch.Tensor:
+    prompts = split(target.config, case.inputs(kind, rows=3))
+    context = Context(target, 3, max(map(len, prompts)) + 8)
+    for row, prompt in enumerate(prompts):
+        context.load(row, prompt)
+    tokens = torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(1))
+    return context.forward(tokens, TREE, DEPTH)
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_tree_logits_equal_the_stock_modules_on_ragged_rows(name: str) -> None:
+    case = FAMILIES[name]
+    lean, stock = Target(case.model()), Target(case.model(), lean=False)
+    assert lean.is_lean
+    assert not stock.is_lean
+    kind = "image" if "image" in case.kinds else "text"
+    ours, theirs = tree_logits(lean, kind, case), tree_logits(stock, kind, case)
+    # fp32 sums in another order; the tiny models' logits are of order ten
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(LEAN)))
+def test_architectures_with_other_parts_stay_on_the_stock_modules(name: str) -> None:
+    assert not Target(FAMILIES[name].model()).is_lean
+
+
+def test_fusing_leaves_the_stock_modules_as_they_were() -> None:
+    case = FAMILIES["qwen2"]
+    before = case.model().state_dict()
+    model = Target(case.model()).model
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_a_second_adapter_shares_the_first_ones_fused_weights() -> None:
+    model = FAMILIES["llama"].model()
+    first = Target(model)
+    place = model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    second = Target(model)
+    assert model.model.layers[0].self_attn.q_proj.weight.data_ptr() == place
+    assert first.is_lean
+    assert second.is_lean
+
+
+def test_weights_that_move_later_send_the_adapter_back_to_the_stock_modules() -> None:
+    target = Target(FAMILIES["llama"].model())
+    target.model.to(torch.float64)
+    assert not target.is_lean
+
+
+def test_a_scaling_that_the_structure_does_not_show_is_noticed() -> None:
+    model = FAMILIES["llama"].model()
+    forward = type(model.model.layers[0]).forward
+
+    def scaled(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(self, hidden, *args, **kwargs) * 1.1
+
+    for layer in model.model.layers:
+        layer.forward = scaled.__get__(layer)
+    assert not Target(model).is_lean
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_the_stock_path_generates_the_same_tokens(name: str) -> None:
+    case = FAMILIES[name]
+    prompts = split(case.model().config, case.inputs("text", rows=2))
+    requests = [Request(p) for p in prompts]
+    lean, stock = (
+        Engine(Target(case.model(), lean=choice)).generate(requests, max_new_tokens=40)
+        for choice in (True, False)
+    )
+    assert [o.tokens for o in lean] == [o.tokens for o in stock]
