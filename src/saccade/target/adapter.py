@@ -58,12 +58,12 @@ class Target:
         self.family = Family.of(self.config)
         self.decoder = _decoder(self.model)
         self.layers: nn.ModuleList = self.decoder.layers
-        self.device: torch.device = self.model.get_input_embeddings().weight.device
+        self.device: torch.device = _place(self.model.get_input_embeddings())
         self.dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         base = getattr(self.model, "base_model", self.model)
         self._rope_index = getattr(base, "get_rope_index", None)
-        self._layer_devices = [next(layer.parameters()).device for layer in self.layers]
+        self._layer_devices = [_place(layer) for layer in self.layers]
         self._stock_only = 0
         self._lean: LeanDecoder | None = None
         if lean and self.family.tested:
@@ -235,6 +235,15 @@ def _decoder(model: Any) -> Any:
             "image-text-to-text model of transformers."
         )
     return decoder
+
+
+def _place(module: nn.Module) -> torch.device:
+    """Where a module computes: its weights' device, or, for offloaded weights, where they are brought to run."""
+    hook = getattr(module, "_hf_hook", None)
+    execution = getattr(hook, "execution_device", None)
+    if execution is not None:
+        return torch.device(execution) if not isinstance(execution, int) else torch.device("cuda", execution)
+    return next(module.parameters()).device
 
 
 class _Stopwatch:
