@@ -28,8 +28,8 @@ _NAMES = [
 
 
 def _import_all() -> dict[str, Any]:
-    assert not is_torchvision_available()  # also fixes the answer before the stand-in is there
-    modules = {name: types.ModuleType(name) for name in _NAMES}
+    stands_in = not is_torchvision_available()  # asked first, because the answer is remembered
+    modules = {name: types.ModuleType(name) for name in _NAMES if stands_in}
     for name, module in modules.items():
         module.__spec__ = ModuleSpec(name, None)
         parent, _, child = name.rpartition(".")
@@ -50,7 +50,7 @@ def _import_all() -> dict[str, Any]:
             for module, name in wanted.items()
         }
     finally:
-        for name in _NAMES:
+        for name in modules:
             del sys.modules[name]
 
 

@@ -95,7 +95,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         hasher.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 

@@ -117,7 +117,7 @@ class InputProcessor:
         """
         if num_frames is not None and fps is not None:
             raise InputError("Both num_frames and fps are given; give one of them.")
-        images, videos = list(images), list(videos)
+        images, videos = _listed(images, "images"), _listed(videos, "videos")
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
         slots = _fill(slots, images, videos)
         self._refuse(slots)
@@ -235,6 +235,14 @@ class InputProcessor:
             pieces[2 * i + 1] = placed.text
             media += placed.media
         return "".join(pieces), media
+
+
+def _listed(given: Iterable[Any], name: str) -> list[Any]:
+    if isinstance(given, (str, bytes, os.PathLike, Mapping)) or not isinstance(given, Iterable):
+        raise InputError(
+            f"{name.capitalize()} must come as a list, but one {type(given).__name__} was given; wrap it."
+        )
+    return list(given)
 
 
 def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[Slot]:
