@@ -15,7 +15,7 @@ from saccade.draft.tree import DraftTree
 from saccade.errors import InputError, ModelError
 from saccade.generation import Plan, plan
 from saccade.inputs.prompt import Prompt
-from saccade.output import Mark, Output, Step
+from saccade.output import Mark, Output, Step, TreeTrace
 from saccade.row import Row
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -105,8 +105,13 @@ class Engine:
             pass
         return run.outputs
 
-    def start(self, requests: Sequence[Request], decoding: Plan, session: Session | None = None) -> Run:
+    def start(
+        self, requests: Sequence[Request], decoding: Plan, session: Session | None = None, trace: bool = False
+    ) -> Run:
         """Begin a generation; nothing is computed before its steps are asked for.
+
+        Args:
+            trace: let every step carry the trees that were verified (for reports; costs a few transfers a step).
 
         Raises:
             InputError: no request, or one that does not fit the model's context.
@@ -118,7 +123,7 @@ class Engine:
         session = session or self.open(len(requests))
         rows = [Row(list(r.prompt.ids), p) for r, p in zip(requests, decoding.rows, strict=True)]
         run = Run(rows, Clock(self.target.device))
-        run.steps = _Loop(self, requests, decoding, session, run).steps()
+        run.steps = _Loop(self, requests, decoding, session, run, trace).steps()
         return run
 
 
@@ -126,8 +131,15 @@ class _Loop:
     """State of one generation."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], decoding: Plan, session: Session, run: Run
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        decoding: Plan,
+        session: Session,
+        run: Run,
+        trace: bool,
     ) -> None:
+        self._trace = trace
         self._target = engine.target
         self._drafter = engine.drafter
         self._rule = engine.rule(decoding.do_sample)
@@ -237,9 +249,12 @@ class _Loop:
             marks.append(tuple(row.marks[len(row.marks) - len(emitted) :]))
             kept.append(path[: len(emitted)])
             kept_ids.append(path_tokens[: len(emitted)])
+        trees: tuple[TreeTrace | None, ...] = ()
+        if self._trace and not from_prefill:
+            trees = _traces(tree, kept)
         if not from_prefill:
             self._session.context.keep(kept, kept_ids)
-        return Step(tuple(tokens), tuple(marks), tuple(row.done for row in self._rows))
+        return Step(tuple(tokens), tuple(marks), tuple(row.done for row in self._rows), trees)
 
 
 def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:
@@ -248,6 +263,22 @@ def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:
     path_tokens = tree.tokens.gather(1, verdict.path)
     head = torch.stack([verdict.count, verdict.token, unsound.long()], 1)
     return torch.cat([head, verdict.path, path_tokens], 1)
+
+
+def _traces(tree: DraftTree, kept: list[list[int]]) -> tuple[TreeTrace | None, ...]:
+    """Every row's tree on the host, padding nodes left out (they stand behind the others)."""
+    batch = tree.tokens.shape[0]
+    rows = zip(
+        tree.tokens.tolist(),
+        tree.parents.expand(batch, -1).tolist(),
+        tree.valid.expand(batch, -1).sum(1).tolist(),
+        kept,
+        strict=True,
+    )
+    return tuple(
+        TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path)) if path else None
+        for tokens, parents, count, path in rows
+    )
 
 
 def _root_only(tokens: Tensor) -> DraftTree:

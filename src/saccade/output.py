@@ -129,6 +129,21 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeTrace:
+    """One row's draft tree of one step, as it was verified; node 0 is the root.
+
+    Attributes:
+        tokens: per node.
+        parents: per node; the root's is 0.
+        path: accepted nodes, the root first.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What one step of the loop emitted, for every row.
 
@@ -136,8 +151,10 @@ class Step:
         tokens: per row; empty for a row that had finished.
         marks: alike.
         finished: per row, True from the step on in which it ended.
+        trees: per row the tree that was verified, None for a finished row; empty unless traced.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     marks: tuple[tuple[Mark, ...], ...]
     finished: tuple[bool, ...]
+    trees: tuple[TreeTrace | None, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from saccade.engine import Request, Run
-from saccade.output import Mark, Output
+from saccade.output import Mark, Output, TreeTrace
 from saccade.text import Detokenizer
 
 
@@ -21,11 +21,13 @@ class Chunk:
         text: completed characters of the first row.
         tokens: per row.
         marks: per row, how each token came to be.
+        trees: per row the tree that was verified; empty unless traced.
     """
 
     text: str
     tokens: tuple[tuple[int, ...], ...]
     marks: tuple[tuple[Mark, ...], ...]
+    trees: tuple[TreeTrace | None, ...] = ()
 
 
 class Stream:
@@ -56,7 +58,7 @@ class Stream:
             if self._streamer is not None:
                 for token in step.tokens[0]:
                     self._streamer.put(torch.tensor([token]))
-            yield Chunk(piece, step.tokens, step.marks)
+            yield Chunk(piece, step.tokens, step.marks, step.trees)
         if self._streamer is not None:
             self._streamer.end()
 

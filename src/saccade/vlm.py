@@ -162,6 +162,7 @@ class VLM:
         seed: int | Sequence[int] | None = None,
         session: Session | None = None,
         streamer: Any = None,
+        trace: bool = False,
         **options: Any,
     ) -> Stream:
         """Like `generate`, token by token: iterate the result, then read its `outputs`.
@@ -169,6 +170,7 @@ class VLM:
         Args:
             session: caches of an earlier turn (see `chat`), from which only what is new is prefilled.
             streamer: a Hugging Face `BaseStreamer` (one row only).
+            trace: let every chunk carry the trees that were verified.
         """
         batch = _is_batch(prompt)
         questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
@@ -185,7 +187,7 @@ class VLM:
         decoding = plan(
             self.target, [r.prompt for r in requests], tokenizer=self.processor.tokenizer, **options
         )
-        run = self.engine.start(requests, decoding, session)
+        run = self.engine.start(requests, decoding, session, trace)
         return Stream(run, self.processor.tokenizer, self.lossless, batch, streamer, requests)
 
     def using(self, method: str, **options: Any) -> VLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,26 +63,27 @@ class ModelDraftSession:
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self.context = Context(drafter.model, batch, capacity + self._slack)
         self._rows = torch.arange(batch, device=drafter.model.device)
+        self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._causal: dict[int, tuple[Tensor, Tensor]] = {}
 
     def grow(self, capacity: int) -> None:
         self.context.cache.grow(capacity + self._slack)
 
     def load(self, row: int, prompt: Prompt) -> None:
-        self.context.load(row, prompt)
+        self.context.load(row, replace(prompt, ids=tuple(self._readable(prompt.ids))))
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
         counts = [len(tokens) for tokens in new]
         width = max(counts)
-        tokens = torch.tensor(
-            [[*t, *[0] * (width - len(t))] for t in new], device=self._drafter.model.device
-        )  # [B, P]
+        roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._drafter.model.device)
+        new = [self._readable(t) for t in new]
+        tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in new], device=roots.device)  # [B, P]
         allow, depth = self._chain(width)
         logits = self.context.forward(tokens, allow, depth)
         self.context.keep([range(c) for c in counts], new)
         last = torch.tensor([max(c - 1, 0) for c in counts], device=tokens.device)
-        growth = self._drafter.policy.begin(tokens[self._rows, last], proposer)
+        growth = self._drafter.policy.begin(roots, proposer)
         frontier = growth.expand(self._cut(logits[self._rows, last][:, None]))
         depths: list[Tensor] = []
         while frontier is not None:
@@ -90,6 +92,10 @@ class ModelDraftSession:
             frontier = growth.expand(self._cut(logits))
         self.context.cache.drop_pending()
         return growth.tree()
+
+    def _readable(self, ids: Sequence[int]) -> list[int]:
+        """The ids with 0 for those that the drafter has no embedding for (padding of a larger vocabulary)."""
+        return [token if token < self._known else 0 for token in ids]
 
     def _cut(self, logits: Tensor) -> Tensor:
         return logits[..., : self._drafter.vocab_size]

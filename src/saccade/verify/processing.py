@@ -27,9 +27,10 @@ _PREFIX_FREE_NAMES = (
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
 )
-_PREFIX_FREE: tuple[type, ...] = tuple(
+PREFIX_FREE: tuple[type, ...] = tuple(
     getattr(logits_process, name) for name in _PREFIX_FREE_NAMES if hasattr(logits_process, name)
 )
+"""Processors whose scores depend on the logits alone."""
 
 
 class Processing:
@@ -42,8 +43,8 @@ class Processing:
 
     def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
         self._rows = [list(r) for r in rows]
-        self.needs_prefix = any(type(p) not in _PREFIX_FREE for r in self._rows for p in r)
-        self._prefix_free = [p for p in self._rows[0] if type(p) in _PREFIX_FREE]
+        self.needs_prefix = any(type(p) not in PREFIX_FREE for r in self._rows for p in r)
+        self._prefix_free = [p for p in self._rows[0] if type(p) in PREFIX_FREE]
 
     def warp(self, logits: Tensor) -> Tensor:
         """The prefix-free processors only: what a drafter applies to its own logits ``[R, V]``."""
@@ -66,7 +67,7 @@ class Processing:
         batch, size, vocab = logits.shape
         if not self.needs_prefix:
             return self.warp(logits.flatten(0, 1)).view(batch, size, vocab)
-        scores = logits.float()
+        scores = logits.to(torch.float32, copy=True)  # written to below; the logits stay the caller's
         depths = tree.depth.expand(batch, -1).tolist()
         below = _tokens_below_root(tree)
         for row, processors in enumerate(self._rows):

@@ -41,7 +41,7 @@ def _plan(recipe: Recipe) -> list[tuple[int, str, str, float]]:
     for temperature in (0.0, 1.0):
         for task in TASKS:
             for _ in range(recipe.answers_per_task):
-                grammar = "verbose" if rng.random() < recipe.verbose_share else "dense"
+                grammar = "verbose" if rng.random() < recipe.draft_schedule.verbose else "dense"
                 plan.append((rng.randrange(FIRST_TRAINING_SEED, 2**48), task, grammar, temperature))
     return plan
 

@@ -45,7 +45,7 @@ def train_draft(
             rows = from_target(rng)
             samples, answers = [row.sample() for row in rows], [row.ids for row in rows]
         else:
-            samples = sorted_batch(rng, schedule.batch, recipe.verbose_share)
+            samples = sorted_batch(rng, schedule.batch, schedule.verbose)
             answers = [tokenizer.encode(sample.answer).ids for sample in samples]
         seeing = number % _BLIND_EVERY != 0
         ids, targets = token_batch(tokenizer, [sample.question for sample in samples], answers, seeing)

@@ -14,6 +14,7 @@ from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import build, loss_of
 from saccade.pocket.train.recipe import LanguageShape, Recipe
+from saccade.pocket.train.tokens import content_weights
 
 _TOWER_FACTOR = 0.3  # the tower has had its pre-training: later stages move it more gently
 
@@ -44,16 +45,19 @@ def _train_stage(
 ) -> float:
     device = model.device
     schedule = recipe.deep_schedule if train_tower else recipe.shallow_schedule
+    weights = content_weights(tokenizer, model.config.text_config.vocab_size, schedule.content).to(device)
 
     def step(number: int) -> Tensor:
         rng = Random(f"{name}/{recipe.seed}/{number}")
-        samples = sorted_batch(rng, schedule.batch, recipe.verbose_share)
+        samples = sorted_batch(rng, schedule.batch, schedule.verbose)
         answers = [tokenizer.encode(sample.answer).ids for sample in samples]
         questions = [sample.question for sample in samples]
         ids, targets = token_batch(tokenizer, questions, answers, with_image=True)
         pictures = pixels([sample.image for sample in samples])
         with torch.autocast(device.type, torch.bfloat16):
-            return loss_of(model, ids.to(device), targets.to(device), pictures.to(device), train_tower)
+            return loss_of(
+                model, ids.to(device), targets.to(device), pictures.to(device), train_tower, weights
+            )
 
     def check() -> str:
         words = []

@@ -78,10 +78,11 @@ def loss_of(
     targets: Tensor,
     pictures: Tensor | None,
     train_tower: bool = False,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over the answer tokens."""
+    """Mean cross-entropy over the answer tokens, each weighted by what it is (`token_weights`: `[V]`)."""
     inputs = embed(model, ids, pictures, train_tower)
     hidden = model.model.language_model(inputs_embeds=inputs).last_hidden_state
     learnt = targets[:, 1:] != IGNORED
     logits = model.lm_head(hidden[:, :-1][learnt])
-    return torch.nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt])
+    return torch.nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt], weight=token_weights)

@@ -32,6 +32,8 @@ class Schedule:
     """How long a stage trains and with which learning rate.
 
     The rate warms up over the first steps and falls linearly, by the clock, to `final` times its peak.
+    `content` weighs the tokens that tell a fact of the picture against the words between them, which are
+    mostly a matter of chance; `verbose` is the share of samples in the easy grammar.
     """
 
     minutes: float
@@ -39,6 +41,8 @@ class Schedule:
     rate: float
     warmup: int
     final: float
+    content: float = 1.0
+    verbose: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ class Recipe:
     draft: LanguageShape = field(default_factory=lambda: LanguageShape(layers=2, width=128, mlp=352))
     tokenizer_samples: int = 8000
     tower_schedule: Schedule = Schedule(minutes=9, batch=64, rate=1.2e-3, warmup=100, final=0.01)
-    shallow_schedule: Schedule = Schedule(minutes=36, batch=16, rate=1.2e-3, warmup=60, final=0.5)
-    deep_schedule: Schedule = Schedule(minutes=28, batch=16, rate=8e-4, warmup=60, final=0.02)
+    shallow_schedule: Schedule = Schedule(
+        minutes=46, batch=16, rate=1.2e-3, warmup=60, final=0.5, content=5.0, verbose=0.5
+    )
+    deep_schedule: Schedule = Schedule(minutes=22, batch=16, rate=8e-4, warmup=60, final=0.02)
     draft_schedule: Schedule = Schedule(minutes=14, batch=24, rate=2e-3, warmup=50, final=0.03)
-    verbose_share: float = 0.2
     answers_per_task: int = 512
     evaluation_samples: int = 96
     checkpoint_seconds: float = 120.0

@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from random import Random
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from saccade.pocket.train.batches import training_samples
 from saccade.pocket.train.chat import SPECIAL_TOKENS
 from saccade.pocket.train.recipe import Recipe
+from saccade.pocket.words import COLOURS, COLUMNS, GOODS, NUMBERS, ORDINALS, ROWS, SHAPES, SIZES, plural
+
+_RELATIONS = ("above", "below", "larger", "smaller", "same", "more", "less")
 
 
 def train_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -29,3 +33,15 @@ def train_tokenizer(recipe: Recipe) -> Tokenizer:
 
     tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer
+
+
+def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> torch.Tensor:
+    """`weight` for tokens that tell a fact of the picture, 1 for the words between them: `[vocabulary]`."""
+    content = {*COLOURS, *COLUMNS, *GOODS, *NUMBERS, *ORDINALS, *ROWS, *SIZES, *_RELATIONS}
+    content |= {plural(shape, count) for shape in SHAPES for count in (1, 2)}
+    weights = torch.ones(vocabulary)
+    for number in range(tokenizer.get_vocab_size()):
+        word = tokenizer.decode([number]).strip().lower()
+        if word in content or word.isdecimal():
+            weights[number] = weight
+    return weights
