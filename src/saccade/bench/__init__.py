@@ -1,0 +1,1 @@
+"""Fair comparisons that anyone can rerun: suites, runner, metrics, reports."""
