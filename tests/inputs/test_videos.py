@@ -170,6 +170,9 @@ def test_qwen2_5_learns_how_many_seconds_a_patch_spans(movie: Path) -> None:
 def test_asking_for_frames_and_rate_at_once_is_refused(movie: Path) -> None:
     with pytest.raises(InputError, match="give one of them"):
         kit("qwen3_vl").ours.prompt("?", videos=[movie], num_frames=4, fps=2)
+    for wish in ({"num_frames": 0}, {"fps": -1.0}):
+        with pytest.raises(InputError, match="give a number above 0"):
+            kit("qwen3_vl").ours.prompt("?", videos=[movie], **wish)
 
 
 def test_a_video_object_brings_its_own_times() -> None:

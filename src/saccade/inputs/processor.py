@@ -115,8 +115,7 @@ class InputProcessor:
             InputError: messages, images or videos cannot be used, do not match in number, or are not for
                 this model.
         """
-        if num_frames is not None and fps is not None:
-            raise InputError("Both num_frames and fps are given; give one of them.")
+        sampling = _sampling(num_frames, fps)
         images, videos = _listed(images, "images"), _listed(videos, "videos")
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
         slots = _fill(slots, images, videos)
@@ -131,7 +130,6 @@ class InputProcessor:
         add_special_tokens = not self._has_special_tokens(text, templated=template is not None)
         if self._family is None:
             return composite_prompt(self._parts, text, slots, add_special_tokens)
-        sampling = {k: v for k, v in (("num_frames", num_frames), ("fps", fps)) if v is not None}
         text, media = self._expand(text, slots, sampling)
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         prompt = Prompt(tuple(ids), tuple(media))
@@ -235,6 +233,16 @@ class InputProcessor:
             pieces[2 * i + 1] = placed.text
             media += placed.media
         return "".join(pieces), media
+
+
+def _sampling(num_frames: int | None, fps: float | None) -> dict[str, float]:
+    given = {name: value for name, value in (("num_frames", num_frames), ("fps", fps)) if value is not None}
+    if len(given) > 1:
+        raise InputError("Both num_frames and fps are given; give one of them.")
+    for name, value in given.items():
+        if value <= 0:
+            raise InputError(f"The option {name} is {value}; give a number above 0.")
+    return given
 
 
 def _listed(given: Iterable[Any], name: str) -> list[Any]:
