@@ -1,0 +1,268 @@
+"""Speculative sampling draws exactly from the target's distribution, whatever is drafted and however."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import torch
+from enumeration import ManyUniforms, Process, Table, Trial, exact, histogram, p_value
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import logits_process as hf
+
+from families import FAMILIES
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.model import ModelDrafter
+from saccade.draft.policy import Chain, StaticTree
+from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.engine import Engine, Request
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.verify import sampling
+from saccade.verify.sampling import Sampling
+
+LIKELY = 1e-3
+"""Seeds are fixed: a right implementation stays above this forever, with a chance of one in a thousand per test
+to need another seed when random numbers are drawn in another order."""
+UNLIKELY = 1e-9
+"""A planted mistake has to fall below this."""
+
+# --------------------------------------------------------------------------- the rule alone, many rows
+
+ROWS = 60_000
+VOCAB, DEPTH = 4, 3
+
+POLICIES: dict[str, Any] = {
+    "chain": Chain(DEPTH),
+    "siblings": StaticTree([(0,), (1,), (2,)]),
+    "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 0, 1), (2, 0, 0)]),
+    "every_token": StaticTree([(i,) for i in range(VOCAB)] + [(0, i) for i in range(VOCAB)]),
+    "dynamic": DynamicTree(top=2, max_depth=DEPTH, total=6),
+}
+DRAFTS: dict[str, Table] = {
+    "unlike": Table(VOCAB, DEPTH, seed=2),
+    "narrow": Table(VOCAB, DEPTH, seed=3, keep=2),  # fewer tokens than siblings are wanted
+    "alike": Table(VOCAB, DEPTH, seed=1),
+}
+
+
+def identity(logits: Tensor) -> Tensor:
+    return logits
+
+
+def trial(policy: Any, draft: Table, drawn: bool, target: Table | None = None, rule: Any = None) -> Trial:
+    uniforms = ManyUniforms(ROWS)
+    proposer = DrawProposer(identity, uniforms) if drawn else TopProposer()  # type: ignore[arg-type]
+    target = target or Table(VOCAB, DEPTH + 1, seed=1)
+    return Trial(target, draft, policy, proposer, rule or Sampling(), uniforms)
+
+
+def p_of(setup: Trial, seed: int = 0) -> float:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        sequences, accepted = setup.sequences(ROWS, DEPTH + 1)
+    assert accepted.float().mean() > 0
+    return p_value(histogram(sequences, VOCAB), setup.target.exact(DEPTH + 1))
+
+
+# A form that depends on the draft's probabilities takes the likeliest children, never draws.
+KINDS = [
+    (policy, drawn)
+    for policy in POLICIES
+    for drawn in (False, True)
+    if POLICIES[policy].can_sample or not drawn
+]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("policy", "drawn"), KINDS)
+def test_one_pass_draws_from_the_target(policy: str, draft: str, drawn: bool) -> None:
+    assert p_of(trial(POLICIES[policy], DRAFTS[draft], drawn)) > LIKELY
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
+@pytest.mark.parametrize("policy", ["chain", "static"])
+def test_a_truncated_target_draws_nothing_that_it_cut_away(policy: str, drawn: bool) -> None:
+    """As top-p and top-k leave it: p has zeros where q has none."""
+    target = Table(VOCAB, DEPTH + 1, seed=5, keep=2)
+    assert p_of(trial(POLICIES[policy], DRAFTS["unlike"], drawn, target)) > LIKELY
+
+
+def test_a_draft_like_the_target_is_always_accepted() -> None:
+    setup = trial(POLICIES["chain"], Table(VOCAB, DEPTH, seed=1), drawn=True)
+    _, accepted = setup.sequences(ROWS, DEPTH + 1)
+    assert (accepted == DEPTH).float().mean() > 0.9999  # but for rounding in p / q
+
+
+class _GreedyDraftsAsDraws(TopProposer):
+    """The commonest mistake: the likeliest tokens, verified with p/q as if they had been drawn."""
+
+    def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+        return super().children(logits, width)[0], logits.softmax(-1)
+
+
+def _planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> Trial:
+    policy = POLICIES["static"]
+    setup = trial(policy, DRAFTS["unlike"], drawn=True)
+    uniforms = setup.uniforms
+    proposer: Any = setup.proposer
+    right = sampling._try
+    if mistake == "greedy drafts verified as draws":
+        proposer = _GreedyDraftsAsDraws()
+    elif mistake == "p not reduced after a rejection":
+        monkeypatch.setattr(sampling, "_try", lambda t, u, p, q, o: (right(t, u, p, q, o)[0], p, q))
+    elif mistake == "q keeps a rejected sibling":
+        monkeypatch.setattr(sampling, "_try", lambda t, u, p, q, o: (*right(t, u, p, q, o)[:2], q))
+    elif mistake == "bonus token without temperature":
+        sharp = sampling.draw
+        monkeypatch.setattr(sampling, "draw", lambda weights, u: sharp(weights**2, u))
+    elif mistake == "one random number for all":
+        number = torch.rand(ROWS, 1)
+        monkeypatch.setattr(uniforms, "take", lambda count: number.expand(-1, count))
+    return Trial(setup.target, setup.draft, policy, proposer, setup.rule, uniforms)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "greedy drafts verified as draws",
+        "p not reduced after a rejection",
+        "q keeps a rejected sibling",
+        "bonus token without temperature",
+        "one random number for all",
+    ],
+)
+def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    assert p_of(_planted(monkeypatch, mistake)) < UNLIKELY
+
+
+# --------------------------------------------------------------------------- the whole engine, small models
+
+SMALL, NEW = 5, 4
+PROMPT = [1, 3, 2, 4, 1, 3]
+BATCH, BATCHES = 256, 3
+
+
+def small_model(seed: int, vocab: int = SMALL) -> LlamaForCausalLM:
+    """One layer over a handful of tokens, with logits that differ by about one."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                torch.nn.init.normal_(parameter, std=0.4)
+        model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def engine(drafting: str) -> Engine:
+    target = Target(small_model(1))
+    drafters: dict[str, Any] = {
+        "plain": lambda: None,
+        "chain": lambda: ModelDrafter(Target(small_model(2)), Chain(2)),
+        "static": lambda: ModelDrafter(
+            Target(small_model(2)), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])
+        ),
+        "dynamic": lambda: ModelDrafter(Target(small_model(2)), DynamicTree(top=2, max_depth=2, total=4)),
+        "small_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), Chain(2)),
+        "large_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), Chain(2), SMALL),
+        "lookup": lambda: PromptLookup(gamma=2),
+    }
+    return Engine(target, drafters[drafting]())
+
+
+def sampled(drafting: str, **options: Any) -> Tensor:
+    """``[n, NEW]`` tokens of as many independent rows."""
+    method = engine(drafting)
+    session = method.open(BATCH)
+    found, accepted = [], 0
+    for batch in range(BATCHES):
+        requests = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
+        outputs = method.generate(requests, do_sample=True, max_new_tokens=NEW, session=session, **options)
+        found += [output.tokens for output in outputs]
+        accepted += sum(output.stats.accepted_tokens for output in outputs)
+    assert (accepted > 0) == (drafting != "plain")
+    return torch.tensor(found)
+
+
+def processed(**options: Any) -> Process:
+    processors = hf.LogitsProcessorList()
+    if "repetition_penalty" in options:
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
+    if "temperature" in options:
+        processors.append(hf.TemperatureLogitsWarper(options["temperature"]))
+    if options.get("top_k"):
+        processors.append(hf.TopKLogitsWarper(options["top_k"]))
+    if "top_p" in options:
+        processors.append(hf.TopPLogitsWarper(options["top_p"]))
+    return lambda ids, logits: processors(ids, logits)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as_it_is": {"top_k": 0},
+    "temperature": {"top_k": 0, "temperature": 0.6},
+    "top_p": {"top_k": 0, "temperature": 1.3, "top_p": 0.8},
+    "top_k": {"top_k": 3},
+    "repetition_penalty": {"top_k": 0, "repetition_penalty": 1.6, "temperature": 0.8},
+}
+ENGINE_CASES = [
+    *((drafting, option) for drafting in ("chain", "static", "dynamic") for option in OPTIONS),
+    ("plain", "top_p"),
+    ("lookup", "temperature"),
+    ("small_vocabulary", "top_p"),
+    ("large_vocabulary", "temperature"),
+]
+
+
+@pytest.mark.parametrize(("drafting", "option"), ENGINE_CASES)
+def test_the_engine_draws_from_the_target(drafting: str, option: str) -> None:
+    options = OPTIONS[option]
+    probabilities = exact(small_model(1), PROMPT, NEW, processed(**options))
+    assert p_value(histogram(sampled(drafting, **options), SMALL), probabilities) > LIKELY
+
+
+@pytest.mark.parametrize(
+    ("drafting", "played", "believed"),
+    [
+        ("chain", "temperature", "as_it_is"),
+        ("static", "top_p", "temperature"),
+        ("dynamic", "as_it_is", "top_k"),
+    ],
+)
+def test_the_histogram_tells_settings_apart(drafting: str, played: str, believed: str) -> None:
+    """768 rows are enough for the test above to mean something."""
+    probabilities = exact(small_model(1), PROMPT, NEW, processed(**OPTIONS[believed]))
+    assert p_value(histogram(sampled(drafting, **OPTIONS[played]), SMALL), probabilities) < UNLIKELY
+
+
+# --------------------------------------------------------------------------- rows and seeds
+
+
+@pytest.mark.parametrize("policy", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "gemma3"])
+def test_a_row_s_draws_do_not_depend_on_its_neighbours(name: str, policy: str) -> None:
+    case = FAMILIES[name]
+    method = harness.engine(name, policy)
+    rows = harness.prompts(case, case.inputs(case.kinds[0], rows=3))
+    requests = [Request(prompt, seed=60 + row) for row, prompt in enumerate(rows)]
+    options = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
+    together = harness.tokens(method.generate(requests, **options))
+    alone = [harness.tokens(method.generate([request], **options))[0] for request in requests]
+    assert together == alone
+    again = harness.tokens(method.generate(requests, **options))
+    assert again == together
+    other = harness.tokens(method.generate([Request(rows[0], seed=7)], **options))[0]
+    assert other != together[0]
