@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,8 @@ class VLM:
         session: Session | None = None,
         streamer: Any = None,
         trace: bool = False,
+        num_frames: int | None = None,
+        fps: float | None = None,
         **options: Any,
     ) -> Stream:
         """Like `generate`, token by token: iterate the result, then read its `outputs`.
@@ -171,6 +174,8 @@ class VLM:
             session: caches of an earlier turn (see `chat`), from which only what is new is prefilled.
             streamer: a Hugging Face `BaseStreamer` (one row only).
             trace: let every chunk carry the trees that were verified.
+            num_frames: frames taken of a video file, instead of the checkpoint's own setting.
+            fps: frames a second taken of a video file, likewise.
         """
         batch = _is_batch(prompt)
         questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
@@ -204,18 +209,13 @@ class VLM:
         """A conversation whose turns reuse the KV cache of the earlier ones."""
         return Chat(self, system)
 
-    def _request(
-        self, question: Question, images: Sequence[Any], videos: Sequence[Any], seed: int
-    ) -> Request:
-        if isinstance(question, Prompt):
-            return Request(question, self._draft_prompt(question, None, (), ()), seed)
-        images = [load_image(i) for i in images]
-        prompt = self.processor.prompt(question, images, videos)
-        return Request(prompt, self._draft_prompt(prompt, question, images, videos), seed)
+    def _request(self, asked: _Asked, seed: int) -> Request:
+        if isinstance(asked.question, Prompt):
+            return Request(asked.question, self._draft_prompt(asked.question, asked), seed)
+        prompt = asked.prompt(self.processor)
+        return Request(prompt, self._draft_prompt(prompt, asked), seed)
 
-    def _draft_prompt(
-        self, prompt: Prompt, question: str | Messages | None, images: Sequence[Any], videos: Sequence[Any]
-    ) -> Prompt | None:
+    def _draft_prompt(self, prompt: Prompt, asked: _Asked) -> Prompt | None:
         """The question as the draft model sees it; text only when it has no eyes."""
         if self.draft_model is None or self._draft_processor is None:
             return None
@@ -224,9 +224,25 @@ class VLM:
         sees = self.draft_model.config.model_type != self.draft_model.text_config.model_type
         if prompt.media and not sees:
             return self.processor.text_only(prompt)
-        if question is None or not prompt.media:
+        if not prompt.media or isinstance(asked.question, Prompt):
             return prompt
-        return self._draft_processor.prompt(question, images, videos)
+        return asked.prompt(self._draft_processor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One row as the user gave it, images loaded."""
+
+    question: Question
+    images: Sequence[Any]
+    videos: Sequence[Any]
+    sampling: Mapping[str, Any]
+
+    def prompt(self, processor: InputProcessor) -> Prompt:
+        """The question as one model takes it."""
+        if isinstance(self.question, Prompt):
+            return self.question
+        return processor.prompt(self.question, self.images, self.videos, **self.sampling)
 
 
 def _model_and_processor(given: Any, dtype: str | torch.dtype, device_map: Any) -> tuple[Any, InputProcessor]:

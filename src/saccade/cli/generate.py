@@ -30,6 +30,9 @@ def generate(
             help="Video to ask about (needs the video extra); may be repeated.",
         ),
     ] = None,
+    num_frames: Annotated[
+        int | None, typer.Option(help="Frames taken of a video; by default as the model says.")
+    ] = None,
     drafter: o.Drafter = None,
     method: o.MethodName = None,
     set_: o.Settings = None,
@@ -66,7 +69,7 @@ def generate(
     vlm = screen.load_models(
         target, drafter, method, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
     )
-    stream = vlm.stream(question, image or [], video or [], seed=seed, **decoding)
+    stream = vlm.stream(question, image or [], video or [], seed=seed, num_frames=num_frames, **decoding)
     if as_json:
         try:
             with screen.waiting("Generating"):

@@ -26,7 +26,9 @@ def methods(
 
     console = out()
     for name, method in METHODS.items():
-        console.print(f"[bold]{name}[/bold]  {'lossless' if method.lossless else 'LOSSY'}, needs {method.needs}")
+        console.print(
+            f"[bold]{name}[/bold]  {'lossless' if method.lossless else 'LOSSY'}, needs {method.needs}"
+        )
         console.print(f"    {method.summary}")
         if method.options:
             console.print("    options: " + " ".join(f"{k}={v}" for k, v in method.options.items()))

@@ -22,7 +22,7 @@ class Medium:
     """
 
     kind: Literal["image", "video"]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor] = field(compare=False, hash=False)
     n_tokens: int
     digest: str
 
