@@ -185,8 +185,9 @@ class VLM:
         if streamer is not None and len(questions) > 1:
             raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
         seeds = _seeds(seed, len(questions))
+        sampling = {"num_frames": num_frames, "fps": fps}
         requests = [
-            self._request(q, i, v, s)
+            self._request(_Asked(q, [load_image(x) for x in i], v, sampling), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
         ]
         decoding = plan(
