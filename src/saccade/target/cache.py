@@ -148,6 +148,7 @@ class SlotCache(Cache):
         if source:
             self._move(source, target)
 
+    @torch.inference_mode()  # what forwards wrote are inference tensors, which only it may change
     def _move(self, source: list[int], target: list[int]) -> None:
         for store in self._stores.values():
             device = store.keys.device
@@ -161,10 +162,10 @@ class SlotCache(Cache):
         self.lengths[row] = min(self.lengths[row], length)
 
     def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` entries per row, keeping what is committed."""
+        """Make room for ``capacity`` entries per row, keeping what is committed and pending."""
         if capacity <= self.capacity:
             return
-        filled = max(self.lengths)
+        filled = max(self.lengths) + self.pending
 
         def grown(old: Tensor) -> Tensor:
             layers, batch, _, heads, dim = old.shape
