@@ -1,0 +1,102 @@
+"""Every node's scores are what the processors give for that node's own prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import NaiveTree, draft_tree, trees
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from saccade.verify.processing import Processing
+
+VOCAB = 5
+PREFIXES = [[1, 2, 3, 1], [4], [0, 0, 3, 2, 2, 1, 4]]  # up to and including the root
+
+
+def allowed(_: int, ids: Tensor) -> list[int]:
+    """A constraint that looks at the whole prefix."""
+    total = int(ids.sum())
+    return [total % VOCAB, (total + len(ids)) % VOCAB]
+
+
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "temperature": lambda: hf.TemperatureLogitsWarper(0.6),
+    "top_p": lambda: hf.TopPLogitsWarper(0.7),
+    "top_k": lambda: hf.TopKLogitsWarper(3),
+    "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7),
+    "ngram": lambda: hf.NoRepeatNGramLogitsProcessor(2),
+    "min_length": lambda: hf.MinLengthLogitsProcessor(6, eos_token_id=0, device="cpu"),
+    "forced_end": lambda: hf.ForcedEOSTokenLogitsProcessor(7, eos_token_id=0, device="cpu"),
+    "constraint": lambda: hf.PrefixConstrainedLogitsProcessor(allowed, 1),
+    "bad_words": lambda: hf.NoBadWordsLogitsProcessor([[2], [1, 3]], eos_token_id=0),
+}
+
+
+def naive(tree: NaiveTree, node: int, prefix: list[int], logits: Tensor, processors: list[Any]) -> Tensor:
+    scores, ids = logits.clone()[None], torch.tensor([prefix + tree.below_root(node)])
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trees(rows=3, vocab=VOCAB),
+    st.lists(st.lists(st.sampled_from(sorted(PROCESSORS)), max_size=3), min_size=3, max_size=3),
+    st.integers(0, 99),
+)
+def test_scores_equal_those_of_each_prefix_on_its_own(
+    rows: list[NaiveTree], names: list[list[str]], seed: int
+) -> None:
+    """Rows have processors of their own, in their own order."""
+    processors = [[PROCESSORS[n]() for n in row] for row in names]
+    processing = Processing(processors)
+    if not processing.needs_prefix:  # then all rows share the first row's, as the engine has them
+        processors = [processors[0]] * 3
+        processing = Processing(processors)
+    tree = draft_tree(rows)
+    logits = torch.randn(3, tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
+    before = logits.clone()
+    scores = processing(tree, logits, PREFIXES)
+    assert torch.equal(logits, before)
+    for row, naive_tree in enumerate(rows):
+        for node in (n for n, valid in enumerate(naive_tree.valid) if valid):
+            expected = naive(naive_tree, node, PREFIXES[row], logits[row, node], processors[row])
+            torch.testing.assert_close(scores[row, node], expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("repetition", [3, 1]), ("ngram", [2, 3, 4, 0, 1]), ("constraint", [3, 1])]
+)
+def test_processors_that_look_at_the_prefix_tell_siblings_apart(name: str, prefix: list[int]) -> None:
+    """Otherwise the comparison above would not need trees."""
+    tree = draft_tree([NaiveTree((0, 0, 0), (1, 2, 4), (True,) * 3)])
+    scores = Processing([[PROCESSORS[name]()]])(tree, torch.ones(1, 3, VOCAB), [prefix])
+    assert not torch.equal(scores[0, 1], scores[0, 2])
+
+
+def test_without_processors_the_logits_pass_through_as_they_are() -> None:
+    logits = torch.randn(1, 1, VOCAB, dtype=torch.bfloat16)
+    tree = draft_tree([NaiveTree((0,), (1,), (True,))])
+    assert Processing([[]])(tree, logits, [[1]]) is logits
+
+
+def test_a_drafter_applies_the_prefix_free_processors_only() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
+    processing = Processing(
+        [[PROCESSORS["repetition"](), PROCESSORS["temperature"](), PROCESSORS["top_k"]()]]
+    )
+    expected = hf.TopKLogitsWarper(3)(None, logits.float() / 0.6)
+    torch.testing.assert_close(processing.warp(logits), expected, rtol=0.0, atol=0.0)
+    assert processing.needs_prefix
+    assert not Processing([[PROCESSORS["temperature"]()]]).needs_prefix
+
+
+def test_an_unknown_processor_is_taken_to_look_at_the_prefix() -> None:
+    assert Processing([[lambda ids, scores: scores + ids[:, -1:]]]).needs_prefix

@@ -1,0 +1,82 @@
+"""The greedy rule walks down the tree as plain Python does, and paths lead from the root to their node."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import NaiveTree, draft_tree, trees
+
+from saccade.verify.greedy import Greedy
+from saccade.verify.rule import path_to
+
+VOCAB = 3  # few tokens, so that guesses are often right
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(rows=3), st.data())
+def test_a_path_lists_the_nodes_from_the_root_down(rows: list[NaiveTree], data: st.DataObject) -> None:
+    tree = draft_tree(rows)
+    nodes = [data.draw(st.sampled_from([n for n, valid in enumerate(r.valid) if valid])) for r in rows]
+    paths = path_to(tree, torch.tensor(nodes)).tolist()
+    for row, node, path in zip(rows, nodes, paths, strict=True):
+        expected = row.path(node)
+        assert path == expected + [0] * (tree.max_depth + 1 - len(expected))
+
+
+def test_one_tree_s_paths_serve_all_rows() -> None:
+    tree = draft_tree([NaiveTree((0, 0, 1), (5, 6, 7), (True,) * 3)])
+    tree.tokens = tree.tokens.expand(2, -1)
+    assert path_to(tree, torch.tensor([2, 1])).tolist() == [[0, 1, 2], [0, 1, 0]]
+
+
+def naive_greedy(tree: NaiveTree, choice: list[int]) -> list[list[int]]:
+    """Token paths of all deepest nodes that plain decoding would pass through."""
+    standing = [0]
+    for node in range(1, len(tree.parents)):
+        above = tree.parents[node]
+        if tree.valid[node] and above in standing and tree.tokens[node] == choice[above]:
+            standing.append(node)
+    deepest = max(tree.depth(n) for n in standing)
+    return [tree.path(n) for n in standing if tree.depth(n) == deepest]
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(rows=3, vocab=VOCAB), st.integers(0, 999))
+def test_greedy_accepts_exactly_what_plain_decoding_would_emit(rows: list[NaiveTree], seed: int) -> None:
+    """Siblings may repeat a token, as mixed drafts make them; any of the repeated paths will do."""
+    tree = draft_tree(rows)
+    scores = torch.randn(3, tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
+    verdict = Greedy().judge(tree, scores, None)
+    for row, naive in enumerate(rows):
+        choice = scores[row].argmax(-1).tolist()
+        count = int(verdict.count[row])
+        path = verdict.path[row, : count + 1].tolist()
+        assert path in naive_greedy(naive, choice)
+        assert int(verdict.token[row]) == choice[path[-1]]
+        assert verdict.path[row, count + 1 :].tolist() == [0] * (verdict.path.shape[1] - count - 1)
+
+
+def test_greedy_takes_the_longest_of_two_paths_with_the_same_tokens() -> None:
+    row = NaiveTree((0, 0, 0, 2), (0, 1, 1, 2), (True,) * 4)
+    scores = torch.full((1, 4, VOCAB), -1.0)
+    for node, token in enumerate((1, 2, 2, 0)):
+        scores[0, node, token] = 1.0
+    verdict = Greedy().judge(draft_tree([row]), scores, None)
+    assert verdict.path.tolist() == [[0, 2, 3]]
+    assert verdict.token.tolist() == [0]
+
+
+def test_a_padding_node_is_never_accepted_even_when_its_token_is_right() -> None:
+    row = NaiveTree((0, 0), (0, 1), (True, False))
+    scores = torch.zeros(1, 2, VOCAB)
+    scores[..., 1] = 1.0
+    tree = draft_tree([row])
+    tree.max_depth = 1
+    assert Greedy().judge(tree, scores, None).count.tolist() == [0]
+
+
+def test_greedy_draws_no_random_numbers() -> None:
+    assert Greedy().uniforms(6, 10) == 0
+    assert Greedy.lossless
+    assert not Greedy.samples
