@@ -1,0 +1,109 @@
+"""`generate`'s prepared processors and criteria, made for a padded batch, as each row needs them alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from saccade.generation import RowPlan
+from saccade.verify.processing import PREFIX_FREE
+
+
+class Rows:
+    """How the rows of a padded batch are decoded, and when each ends.
+
+    Processors and criteria count the padding, as they do in `generate`: lengths that they were made for, or that a
+    user read off the padded prompt, stay right.
+
+    Args:
+        ids: ``[B, S]``, repeated for several returned sequences.
+        mask: ``[B, S]``, 0 on padding.
+        each: returned sequences per prompt.
+        processors: the prepared logits processors.
+        criteria: the prepared stopping criteria.
+
+    Attributes:
+        run_on: whether a stopped row runs on until all have stopped, as in `generate` when there is no
+            end-of-sequence token (it pads stopped rows only if there is one).
+    """
+
+    def __init__(
+        self, ids: Tensor, mask: Tensor, each: int, processors: Sequence[Any], criteria: Sequence[Any]
+    ) -> None:
+        self._padding = [row[kept == 0] for row, kept in zip(ids, mask, strict=True)]
+        self._each = each
+        self._processors = processors
+        longest = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
+        self._limit = max(longest - ids.shape[1], 1)
+        ends = [c for c in criteria if hasattr(c, "eos_token_id")]
+        self._eos = frozenset(int(t) for c in ends for t in torch.as_tensor(c.eos_token_id).flatten())
+        self._criteria = [c for c in criteria if c not in ends and not isinstance(c, MaxLengthCriteria)]
+        self.run_on = len(ids) > 1 and bool(self._criteria) and not ends
+        self._stopped: list[int | None] = [None] * len(ids)
+
+    @property
+    def plans(self) -> tuple[RowPlan, ...]:
+        """One per row."""
+        return tuple(
+            RowPlan(
+                max_new_tokens=self._limit,
+                eos=self._eos,
+                processors=tuple(self._processor(p, row) for p in self._processors),
+                criteria=(self._stop(row),) if self._criteria else (),
+            )
+            for row in range(len(self._padding))
+        )
+
+    def _processor(self, processor: Any, row: int) -> Any:
+        if type(processor) in PREFIX_FREE:
+            return processor
+        own = copy.copy(processor)
+        if type(own) is RepetitionPenaltyLogitsProcessor and isinstance(own.prompt_ignore_length, Tensor):
+            own.prompt_ignore_length = int(own.prompt_ignore_length[row])
+        elif type(own) is PrefixConstrainedLogitsProcessor:
+            allowed = own._prefix_allowed_tokens_fn
+            own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        elif type(own) is EncoderRepetitionPenaltyLogitsProcessor:
+            own.encoder_input_ids = own.encoder_input_ids[row // self._each][None]
+        elif type(own) is EncoderNoRepeatNGramLogitsProcessor:
+            own.generated_ngrams, own.batch_size = [own.generated_ngrams[row // self._each]], 1
+        return _Padded(own, self._padding[row]) if len(self._padding[row]) else own
+
+    def _stop(self, row: int) -> Callable[[Tensor, Any], bool]:
+        padding, stopped = self._padding[row], self._stopped
+
+        def stop(ids: Tensor, scores: Any) -> bool:
+            ids = torch.cat([padding[None], ids.to(padding.device)], 1)
+            asked = [c(ids, scores) for c in self._criteria]  # all of them: a criterion may count its calls
+            now = any(bool(torch.as_tensor(a).any()) for a in asked)
+            if not self.run_on:
+                return now
+            if now and stopped[row] is None:
+                stopped[row] = ids.shape[1]
+            return all(n is not None and n <= ids.shape[1] for n in stopped)
+
+        return stop
+
+
+class _Padded:
+    """A logits processor that sees each prefix with its row's padding in front."""
+
+    def __init__(self, processor: Any, padding: Tensor) -> None:
+        self._processor = processor
+        self._padding = padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        padding = self._padding.to(input_ids.device).expand(len(input_ids), -1)
+        processed: Tensor = self._processor(torch.cat([padding, input_ids], 1), scores)
+        return processed

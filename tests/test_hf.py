@@ -1,0 +1,426 @@
+"""`generate` gives the same with speculation as without, in everything but time."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    TextStreamer,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+import saccade.hf
+from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
+from saccade.draft.model import ModelDrafter
+from saccade.draft.policy import Chain
+from saccade.errors import MethodError
+from saccade.hf import Speculation, speculate
+from saccade.target.adapter import Target
+
+NAMES = ("llama", "llava", "qwen2_5_vl", "gemma3")
+NEW = 24
+
+
+@cache
+def model(name: str) -> Any:
+    return FAMILIES[name].model()
+
+
+@cache
+def speculation(name: str, method: str = "chain") -> Speculation:
+    options = {"dynamic-tree": {"top": 3, "max_depth": 4, "total": 12}, "chain": {"gamma": 4}}.get(method, {})
+    drafter = FAMILIES[name].draft_model() if method in ("chain", "static-tree", "dynamic-tree") else None
+    return speculate(drafter, method, **options)
+
+
+def inputs_of(name: str, rows: int, kind: str | None = None) -> Inputs:
+    return FAMILIES[name].inputs(kind or FAMILIES[name].kinds[0], rows)
+
+
+def common(name: str, row: int = 0) -> list[int]:
+    """Tokens of the unconstrained answer: options that forbid or reward these change something."""
+    return FAMILIES[name].reference(FAMILIES[name].kinds[0], rows=row + 1)[row]
+
+
+def both(name: str, inputs: Inputs, method: str = "chain", **options: Any) -> tuple[Any, Any]:
+    """What `generate` gives by itself, and what it gives with speculation."""
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    theirs = model(name).generate(**inputs, **options)
+    ours = model(name).generate(**inputs, **options, custom_generate=speculation(name, method))
+    return theirs, ours
+
+
+def assert_same(name: str, rows: int, method: str = "chain", **options: Any) -> torch.Tensor:
+    theirs, ours = both(name, inputs_of(name, rows), method, **options)
+    assert ours.dtype == theirs.dtype
+    assert ours.tolist() == theirs.tolist()
+    return ours
+
+
+# --------------------------------------------------------------------------- greedy decoding
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", ["plain", "chain", "static-tree", "dynamic-tree", "prompt-lookup"])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_sequences_equal_generate(name: str, method: str, rows: int) -> None:
+    assert_same(name, rows, method)
+    if method not in ("plain", "prompt-lookup"):
+        assert all(output.stats.accepted_tokens > 0 for output in speculation(name, method).outputs)
+
+
+OPTIONS: dict[str, Any] = {
+    "repetition_penalty": lambda a: {"repetition_penalty": 1.3},
+    "no_repeat_ngram_size": lambda a: {"no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": lambda a: {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat_ngram_size": lambda a: {"encoder_no_repeat_ngram_size": 1},
+    "bad_words": lambda a: {"bad_words_ids": [[a[3]], [a[5], a[6]]]},
+    "begin_suppress_tokens": lambda a: {"begin_suppress_tokens": [a[0]]},
+    "several_eos": lambda a: {"eos_token_id": [a[20], a[12], EOS]},
+    "min_new_tokens": lambda a: {"eos_token_id": a[6], "min_new_tokens": 15},
+    "min_length": lambda a: {"eos_token_id": a[6], "min_length": 30},
+    "forced_eos": lambda a: {"eos_token_id": EOS, "forced_eos_token_id": EOS},
+    "exponential_decay": lambda a: {"eos_token_id": EOS, "exponential_decay_length_penalty": (8, 1.4)},
+    "max_length": lambda a: {"max_new_tokens": None, "max_length": 50},
+    "prefix_allowed_tokens_fn": lambda a: {
+        "prefix_allowed_tokens_fn": lambda batch, ids: [
+            w for w in range(FIRST_WORD, LAST_WORD + 1) if (w + int(ids[-1]) + batch + len(ids)) % 3
+        ]
+    },
+    "generation_config": lambda a: {
+        "max_new_tokens": None,
+        "generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.4, do_sample=False),
+    },
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_options_act_as_in_generate_also_on_padded_batches(name: str, option: str, rows: int) -> None:
+    options = OPTIONS[option](common(name))
+    if "generation_config" in options:
+        inputs = inputs_of(name, rows)
+        theirs = model(name).generate(**inputs, generation_config=options["generation_config"])
+        ours = model(name).generate(
+            **inputs, generation_config=options["generation_config"], custom_generate=speculation(name)
+        )
+        assert ours.tolist() == theirs.tolist()
+    else:
+        assert_same(name, rows, "dynamic-tree", **options)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_max_new_tokens_cuts_a_block_anywhere(n: int) -> None:
+    assert (
+        assert_same("qwen2_5_vl", 3, max_new_tokens=n).shape[1]
+        == inputs_of("qwen2_5_vl", 3)["input_ids"].shape[1] + n
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_ended_are_padded_as_in_generate(name: str) -> None:
+    ends = [common(name, row)[4 + 6 * row] for row in range(3)]
+    sequences = assert_same(name, 3, eos_token_id=ends, pad_token_id=PAD)
+    new = sequences[:, inputs_of(name, 3)["input_ids"].shape[1] :]
+    assert (new == PAD).any()
+    assert (new != PAD).any()
+
+
+# --------------------------------------------------------------------------- stopping, and the caller's own code
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word per id, ``w17`` for id 17."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = {f"w{i}": i for i in range(VOCAB) if i != 3}
+    names["abcdef"] = 3  # StopStringCriteria finds out with this word how tokens are joined
+    words = Tokenizer(models.WordLevel(names, unk_token="abcdef"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token=f"w{BOS}", eos_token=f"w{EOS}")
+
+
+@pytest.mark.parametrize("eos", [EOS, None])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_strings_end_rows_where_generate_ends_them(name: str, rows: int, eos: int | None) -> None:
+    """Without an end-of-sequence token `generate` lets stopped rows run on until all have stopped."""
+    stop = [f"w{common(name, row)[5 + 4 * row]}" for row in range(rows)]
+    sequences = assert_same(name, rows, stop_strings=stop, tokenizer=tokenizer(), eos_token_id=eos)
+    assert sequences.shape[1] < inputs_of(name, rows)["input_ids"].shape[1] + NEW
+
+
+class ForbidAt(LogitsProcessor):
+    """Forbids a token at one place of the padded sequence."""
+
+    def __init__(self, length: int, token: int) -> None:
+        self.length, self.token = length, token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] != self.length:
+            return scores
+        return scores.index_fill(1, torch.tensor([self.token]), float("-inf"))
+
+
+class StopAt(StoppingCriteria):
+    """Stops every row at one length of the padded sequence."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_own_processors_and_criteria_count_the_padding(name: str, rows: int) -> None:
+    prompt = inputs_of(name, rows)["input_ids"].shape[1]
+    token = common(name, rows - 1)[6]
+    options = {"logits_processor": [ForbidAt(prompt + 6, token)], "stopping_criteria": [StopAt(prompt + 13)]}
+    sequences = assert_same(name, rows, **options)
+    assert sequences.shape[1] == prompt + 13
+    assert sequences[-1, prompt + 6] != token
+
+
+# --------------------------------------------------------------------------- what comes back
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_dictionary_with_scores_and_logits_when_asked(rows: int) -> None:
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    theirs, ours = both("gemma3", inputs_of("gemma3", rows), **options, repetition_penalty=1.2)
+    assert isinstance(ours, GenerateDecoderOnlyOutput)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    assert len(ours.scores) == len(ours.logits) == NEW
+    for name in ("scores", "logits"):  # fp32 forwards of one or of several tokens differ by about 1e-5
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
+
+
+def test_scores_behind_the_end_of_a_row_are_zero() -> None:
+    options = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": common("llama")[3]}
+    _, ours = both("llama", inputs_of("llama", 3), **options)
+    assert not any(step[0].any() for step in ours.scores[4:])
+    assert all(step[0].any() for step in ours.scores[:4])
+
+
+def test_a_dictionary_without_extras() -> None:
+    _, ours = both("llama", inputs_of("llama", 1), return_dict_in_generate=True)
+    assert isinstance(ours, GenerateDecoderOnlyOutput)
+    assert ours.scores is None
+    assert ours.logits is None
+
+
+class Listener(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("eos", [None, "first"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_hears_what_generate_would_tell_it(rows: int, eos: str | None) -> None:
+    listeners = Listener(), Listener()
+    options = {"max_new_tokens": NEW, "eos_token_id": common("llava")[7] if eos else None}
+    inputs = inputs_of("llava", rows)
+    model("llava").generate(**inputs, streamer=listeners[0], **options)
+    model("llava").generate(**inputs, streamer=listeners[1], **options, custom_generate=speculation("llava"))
+    assert listeners[1].heard == listeners[0].heard
+
+
+def test_a_text_streamer_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for more in ({}, {"custom_generate": speculation("llava")}):
+        streamer = TextStreamer(tokenizer(), skip_prompt=True)
+        model("llava").generate(**inputs_of("llava", 1), max_new_tokens=NEW, streamer=streamer, **more)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+def sample(name: str, seed: int, rows: int = 1, **options: Any) -> list[list[int]]:
+    torch.manual_seed(seed)
+    options = {"do_sample": True, "max_new_tokens": NEW, "custom_generate": speculation(name), **options}
+    inputs = inputs_of(name, rows)
+    sequences = model(name).generate(**inputs, **options)
+    return sequences[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_samples_follow_the_global_seed() -> None:
+    assert sample("qwen2_5_vl", 1) == sample("qwen2_5_vl", 1)
+    assert sample("qwen2_5_vl", 1) != sample("qwen2_5_vl", 2)
+
+
+def test_returned_sequences_of_one_prompt_differ() -> None:
+    rows = sample("qwen2_5_vl", 3, num_return_sequences=4)
+    assert len(rows) == 4
+    assert len({tuple(row) for row in rows}) == 4
+
+
+def test_greedy_decoding_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    both("llama", inputs_of("llama", 1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_every_returned_sequence_sees_its_own_pictures(name: str) -> None:
+    """Sampling among one token is greedy decoding; rows have two pictures each."""
+    inputs = inputs_of(name, 2, "images2")
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": NEW}
+    sequences = model(name).generate(**inputs, **options, custom_generate=speculation(name))
+    answers = FAMILIES[name].reference("images2", rows=2, n=NEW)
+    assert sequences[:, inputs["input_ids"].shape[1] :].tolist() == [a for a in answers for _ in range(2)]
+
+
+# --------------------------------------------------------------------------- drafters
+
+
+def test_a_drafter_without_eyes_reads_the_prompt_without_placeholders() -> None:
+    case = FAMILIES["qwen2_5_vl"]
+    blind = speculate(case.text_draft_model(), gamma=3)
+    inputs = inputs_of("qwen2_5_vl", 3)
+    sequences = model("qwen2_5_vl").generate(**inputs, max_new_tokens=NEW, custom_generate=blind)
+    assert sequences[:, inputs["input_ids"].shape[1] :].tolist() == case.reference("image", rows=3, n=NEW)
+
+
+def test_a_drafter_with_other_eyes_needs_inputs_of_its_own() -> None:
+    theirs = FAMILIES["llava_next"]
+    other = speculate(theirs.model(), gamma=3)
+    inputs = inputs_of("llava", 3)
+    with pytest.raises(ValueError, match="assistant_inputs"):
+        model("llava").generate(**inputs, max_new_tokens=NEW, custom_generate=other)
+    sequences = model("llava").generate(
+        **inputs, max_new_tokens=NEW, custom_generate=other, assistant_inputs=theirs.inputs("image", 3)
+    )
+    answers = FAMILIES["llava"].reference("image", rows=3, n=NEW)
+    assert sequences[:, inputs["input_ids"].shape[1] :].tolist() == answers
+
+
+def test_a_ready_made_drafter_is_taken_as_it_is() -> None:
+    drafter = ModelDrafter(Target(FAMILIES["llama"].draft_model()), Chain(2))
+    own = speculate(drafter)
+    inputs = inputs_of("llama", 1)
+    sequences = model("llama").generate(**inputs, max_new_tokens=NEW, custom_generate=own)
+    assert sequences[0, inputs["input_ids"].shape[1] :].tolist() == common("llama")[:NEW]
+    assert own.outputs[0].stats.drafted_tokens == 2 * own.outputs[0].stats.target_passes
+
+
+def test_models_are_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    adapt = saccade.hf.adapt
+    monkeypatch.setattr(saccade.hf, "adapt", lambda m: seen.append(m) or adapt(m))
+    drafter = FAMILIES["llama"].draft_model()
+    own = speculate(drafter)
+    for _ in range(3):
+        model("llama").generate(**inputs_of("llama", 1), max_new_tokens=2, custom_generate=own)
+    assert seen == [drafter, model("llama")]
+
+
+def test_the_vision_tower_runs_once() -> None:
+    calls: list[Any] = []
+    target = FAMILIES["llava"].model()
+    target.model.vision_tower.register_forward_hook(lambda *a: calls.append(a))
+    target.generate(**inputs_of("llava", 1), max_new_tokens=3, custom_generate=speculation("llava"))
+    assert len(calls) == 1
+
+
+def test_the_model_can_be_trained_afterwards() -> None:
+    target = FAMILIES["llama"].model()
+    target.generate(**inputs_of("llama", 1), max_new_tokens=3, custom_generate=speculate())
+    target(**inputs_of("llama", 1)).logits.sum().backward()
+    assert target.model.layers[0].self_attn.q_proj.weight.grad.any()
+
+
+def test_other_callables_are_called_as_before() -> None:
+    seen: dict[str, Any] = {}
+
+    def other(model: Any, input_ids: torch.Tensor, extra: int = 0, **arguments: Any) -> torch.Tensor:
+        seen.update(arguments, extra=extra)
+        return input_ids
+
+    model("llava").generate(**inputs_of("llava", 1), max_new_tokens=3, custom_generate=other, extra=7)
+    assert seen["extra"] == 7
+    assert "logits_processor" in seen
+    assert "visuals" not in seen
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def cache_with_content() -> Any:
+    return model("llama")(**inputs_of("llama", 1), use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2 is not supported"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5 is not supported"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not available"),
+        (
+            {"return_dict_in_generate": True, "output_hidden_states": True},
+            "output_hidden_states is not available",
+        ),
+        ({"inputs_embeds": torch.zeros(1, 5, 64)}, "Embeddings as inputs"),
+        ({"past_key_values": cache_with_content}, "past_key_values must be empty"),
+        ({"assistant_model": lambda: model("llama")}, "speculate"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    inputs = {**inputs_of("llama", 1), **options}
+    with pytest.raises(ValueError, match=message):
+        model("llama").generate(**inputs, max_new_tokens=4, custom_generate=speculation("llama"))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("qwen2_5_vl", "mm_token_type_ids"), ("gemma3", "token_type_ids")]
+)
+def test_pictures_without_token_types_are_refused(name: str, missing: str) -> None:
+    inputs = inputs_of(name, 1)
+    del inputs[missing]
+    with pytest.raises(ValueError, match=missing):
+        model(name).generate(**inputs, max_new_tokens=4, custom_generate=speculation(name))
+
+
+def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
+    with pytest.raises(ValueError, match="assistant_inputs"):
+        model("llama").generate(
+            **inputs_of("llama", 1), custom_generate=speculate(), assistant_inputs=inputs_of("llama", 1)
+        )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: speculate("path/to/model"),
+        lambda: speculate(model("llama"), "prompt-lookup"),
+        lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"),
+        lambda: speculate(None, "no such method"),
+    ],
+    ids=["path", "unneeded", "twice", "unknown"],
+)
+def test_drafters_that_do_not_go_with_the_method_are_refused(build: Any) -> None:
+    with pytest.raises(MethodError):
+        build()
