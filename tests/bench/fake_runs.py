@@ -18,38 +18,9 @@ from PIL import Image, ImageDraw
 from saccade.bench.record import Header, Record, Run, Writer
 from saccade.output import Stats, Times
 
-WORDS = [
-    *(
-        "a",
-        "the",
-        "of",
-        "on",
-        "and",
-        "red",
-        "blue",
-        "green",
-        "small",
-        "large",
-        "circle",
-        "square",
-        "triangle",
-    ),
-    *(
-        "left",
-        "right",
-        "above",
-        "below",
-        "chart",
-        "bar",
-        "axis",
-        "value",
-        "receipt",
-        "total",
-        "item",
-        "price",
-    ),
-    *("shows", "reads", "next", "to", "with", "behind", "three", "four", "seven", "picture"),
-]
+TEXT = """a the of on and red blue green small large circle square triangle left right above below chart bar axis
+value receipt total item price shows reads next to with behind three four seven picture"""
+WORDS = TEXT.split()
 HOSTILE = "</script><script>window.onerror('x')</script><img src=x onerror=alert(1)> | *pipes* & `ticks`"
 """Text that breaks a page or a Markdown table which does not escape it."""
 
