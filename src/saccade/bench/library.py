@@ -1,0 +1,90 @@
+"""Where suites come from: the built-in data files, or a file of the user's."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+from saccade.bench.suite import MethodEntry, Suite, TaskEntry, parse, with_baseline
+from saccade.errors import SaccadeError
+
+_FOLDER = resources.files("saccade.bench") / "suites"
+
+
+def names() -> list[str]:
+    """The built-in suites, in reading order."""
+    found = [entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")]
+    return sorted(found, key=_reading_order)
+
+
+def load(name: str) -> Suite:
+    """A built-in suite by name, or one from a TOML or YAML file.
+
+    Raises:
+        SaccadeError: there is no such suite or file, or its content is wrong.
+    """
+    path = Path(name)
+    if path.suffix in (".toml", ".yaml", ".yml"):
+        return parse(_read(path), path.stem, str(path))
+    if name not in names():
+        raise SaccadeError(
+            f"There is no suite {name!r}; expected one of {', '.join(names())}, or the path of a .toml or .yaml file."
+        )
+    text = (_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+    return parse(tomllib.loads(text), name, f"{name}.toml")
+
+
+def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
+    """The suite with these methods only: labels of its own, or names of `saccade methods` with their defaults."""
+    own = {m.label: m for m in suite.methods}
+    chosen = [own.get(name, MethodEntry(name, name)) for name in dict.fromkeys(wanted)]
+    if not chosen:
+        raise SaccadeError("No method was given; name at least one, such as --methods chain.")
+    return suite.with_(methods=with_baseline(chosen))
+
+
+def choose_tasks(suite: Suite, wanted: Iterable[str]) -> Suite:
+    """The suite with these tasks only: names of its own, or tasks of the pocket world."""
+    own = {t.name: t for t in suite.tasks}
+    chosen = tuple(own.get(name, TaskEntry(name=name, task=name)) for name in dict.fromkeys(wanted))
+    if not chosen:
+        raise SaccadeError("No task was given; name at least one, such as --tasks scene.")
+    return suite.with_(tasks=chosen)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
+        raise SaccadeError(f"Cannot read the suite {path}: {reason}.") from problem
+    try:
+        content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+    except SaccadeError:
+        raise
+    except ValueError as problem:
+        first = str(problem).strip().replace("\n", " ")
+        raise SaccadeError(f"{path} is not valid {path.suffix[1:].upper()}: {first}") from problem
+    if not isinstance(content, dict):
+        raise SaccadeError(f"{path} holds no table; expected keys such as tasks and methods.")
+    return content
+
+
+def _yaml(text: str) -> Any:
+    try:
+        yaml: Any = import_module("yaml")
+    except ImportError:
+        raise SaccadeError("Reading YAML needs the package pyyaml; install it or write TOML.") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise ValueError(problem) from problem
+
+
+def _reading_order(name: str) -> tuple[Any, ...]:
+    """``quick`` first, then by paper and by the table's number."""
+    parts = name.split("-")
+    return name != "quick", parts[0], [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts[1:]]
