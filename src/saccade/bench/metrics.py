@@ -1,0 +1,236 @@
+"""What the records of a run say about its methods: pure functions from records to numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from saccade.bench.record import Record
+from saccade.bench.statistics import Estimate, ratio_of_sums
+from saccade.bench.statistics import median as median_with_interval
+from saccade.bench.suite import BASELINE
+
+_NOT_STAGES = ("total", "decode", "inputs")
+"""Entries of ``stats["seconds"]`` that are no part of the total: sums of others, and what comes before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodResult:
+    """One method over a set of prompts. Seconds are wall time; rates are tokens per second.
+
+    Attributes:
+        method: label.
+        lossless: whether it claims plain decoding's output.
+        prompts: distinct ones.
+        answers: records; prompts times repeats in a complete run.
+        tokens: emitted in all answers.
+        speedup: end-to-end, median over prompts of the throughput ratio to plain decoding of the same prompt and
+            repeat. Where token counts are equal this is the ratio of wall times. None without the baseline.
+        decode_speedup: the same over the tokens after the first and the seconds after prefill.
+        rate: end-to-end throughput, median over prompts.
+        decode_rate: tokens after the first per second after prefill.
+        block_efficiency: tokens per verification pass, bonus token included (TABED's, HiViS's, DREAM's tau);
+            averaged per block. None without passes.
+        accepted_length: accepted draft tokens per pass (LVSpec's, SAGE's tau), averaged per block.
+        block_efficiency_per_sample, accepted_length_per_sample: the same averaged per answer, as the papers do.
+        acceptance_by_depth: entry d - 1: of the passes that accepted depth d - 1, the share that accepted d too.
+        verified_per_token: positions that the target computed, per token that they gave; 1 for plain decoding.
+        shares: of the total seconds, by stage.
+        input_seconds: tokenizing and preparing images, median; not part of the total.
+        peak_bytes: largest; None when not measured.
+        compared, equal: answers compared with plain decoding's, and those whose tokens are all equal.
+        scores: ground truth by fact, mean over answers.
+        score: mean over facts and answers; None without ground truth.
+        retention: score over plain decoding's on the same prompts.
+    """
+
+    method: str
+    lossless: bool
+    prompts: int
+    answers: int
+    tokens: int
+    speedup: Estimate | None
+    decode_speedup: Estimate | None
+    rate: Estimate | None
+    decode_rate: Estimate | None
+    block_efficiency: Estimate | None
+    accepted_length: Estimate | None
+    block_efficiency_per_sample: float | None
+    accepted_length_per_sample: float | None
+    acceptance_by_depth: list[float]
+    verified_per_token: float | None
+    shares: dict[str, float]
+    input_seconds: float | None
+    peak_bytes: int | None
+    compared: int
+    equal: int
+    scores: dict[str, float]
+    score: float | None
+    retention: Estimate | None
+
+
+def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:
+    """Every method over all given records, in the order of appearance."""
+    groups: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.method].append(record)
+    baseline = groups.get(BASELINE, [])
+    first = [BASELINE] if baseline else []
+    return {m: _result(m, groups[m], baseline) for m in dict.fromkeys([*first, *groups])}
+
+
+def by_task(records: Iterable[Record]) -> dict[str, dict[str, MethodResult]]:
+    """`by_method` for every task on its own."""
+    groups: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.task].append(record)
+    return {task: by_method(group) for task, group in groups.items()}
+
+
+def rate(record: Record) -> float | None:
+    """Tokens per second end-to-end (prefill, pruning and the drafter's prefill included)."""
+    seconds = record.stats["seconds"]["total"]
+    return record.stats["new_tokens"] / seconds if seconds > 0 else None
+
+
+def decode_rate(record: Record) -> float | None:
+    """Tokens after the first per second after prefill; None for an answer of one token."""
+    seconds, tokens = record.stats["seconds"]["decode"], record.stats["new_tokens"] - 1
+    return tokens / seconds if seconds > 0 and tokens > 0 else None
+
+
+def passes(record: Record) -> int:
+    """Verification passes."""
+    return sum(record.stats["accepted_histogram"])
+
+
+def accepted(record: Record) -> int:
+    """Draft tokens accepted in them, before the cut at the end of the output."""
+    return sum(a * n for a, n in enumerate(record.stats["accepted_histogram"]))
+
+
+def paired_ratios(
+    ours: Sequence[Record], theirs: Sequence[Record], measure: Callable[[Record], float | None]
+) -> list[float]:
+    """Per prompt the median over repeats of ``measure`` on ours over theirs, same prompt and same repeat."""
+    other = {(r.prompt_id, r.repeat): measure(r) for r in theirs}
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for record in ours:
+        above, below = measure(record), other.get((record.prompt_id, record.repeat))
+        if above is not None and below:
+            ratios[record.prompt_id].append(above / below)
+    return [median(group) for group in ratios.values()]
+
+
+def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) -> MethodResult:
+    compared = [r for r in records if r.equal is not None]
+    histogram = _histogram(records)
+    peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
+    inputs = [r.stats["seconds"]["inputs"] for r in records if "inputs" in r.stats["seconds"]]
+    some_passes = [r for r in records if passes(r)]
+    return MethodResult(
+        method=method,
+        lossless=all(r.lossless for r in records),
+        prompts=len({r.prompt_id for r in records}),
+        answers=len(records),
+        tokens=sum(r.stats["new_tokens"] for r in records),
+        speedup=median_with_interval(paired_ratios(records, baseline, rate)),
+        decode_speedup=median_with_interval(paired_ratios(records, baseline, decode_rate)),
+        rate=median_with_interval(_per_prompt(records, rate)),
+        decode_rate=median_with_interval(_per_prompt(records, decode_rate)),
+        block_efficiency=_per_block(records, lambda r: accepted(r) + passes(r), passes),
+        accepted_length=_per_block(records, accepted, passes),
+        block_efficiency_per_sample=_mean(r.stats["block_efficiency"] for r in some_passes),
+        accepted_length_per_sample=_mean(r.stats["accepted_length"] for r in some_passes),
+        acceptance_by_depth=_acceptance_by_depth(histogram),
+        verified_per_token=_verified_per_token(records),
+        shares=_shares(records),
+        input_seconds=median(inputs) if inputs else None,
+        peak_bytes=max(peaks, default=None),
+        compared=len(compared),
+        equal=sum(bool(r.equal) for r in compared),
+        scores=_scores(records),
+        score=_mean(s for r in records if (s := mean_score(r)) is not None),
+        retention=_retention(records, baseline),
+    )
+
+
+def _per_prompt(records: Sequence[Record], measure: Callable[[Record], float | None]) -> list[float]:
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        value = measure(record)
+        if value is not None:
+            found[record.prompt_id].append(value)
+    return [median(group) for group in found.values()]
+
+
+def _per_block(
+    records: Sequence[Record], above: Callable[[Record], int], below: Callable[[Record], int]
+) -> Estimate | None:
+    """Sum over all blocks, prompts resampled with all their repeats."""
+    over: defaultdict[str, int] = defaultdict(int)
+    under: defaultdict[str, int] = defaultdict(int)
+    for record in records:
+        over[record.prompt_id] += above(record)
+        under[record.prompt_id] += below(record)
+    return ratio_of_sums(list(over.values()), list(under.values()))
+
+
+def _histogram(records: Sequence[Record]) -> list[int]:
+    counts: list[int] = []
+    for record in records:
+        for depth, count in enumerate(record.stats["accepted_histogram"]):
+            counts.extend([0] * (depth + 1 - len(counts)))
+            counts[depth] += count
+    return counts
+
+
+def _acceptance_by_depth(histogram: Sequence[int]) -> list[float]:
+    reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
+    return [reached[d] / reached[d - 1] for d in range(1, len(reached)) if reached[d - 1]]
+
+
+def _verified_per_token(records: Sequence[Record]) -> float | None:
+    verified = sum(r.stats["drafted_tokens"] + r.stats["target_passes"] for r in records)
+    given = sum(r.stats["new_tokens"] - 1 for r in records)
+    return verified / given if given > 0 else None
+
+
+def _shares(records: Sequence[Record]) -> dict[str, float]:
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for record in records:
+        for stage, spent in record.stats["seconds"].items():
+            seconds[stage] += spent
+    total = seconds["total"]
+    return {s: spent / total for s, spent in seconds.items() if s not in _NOT_STAGES and total > 0}
+
+
+def mean_score(record: Record) -> float | None:
+    """Mean over the facts of one answer; None without ground truth."""
+    return fmean(record.scores.values()) if record.scores else None
+
+
+def _scores(records: Sequence[Record]) -> dict[str, float]:
+    facts: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for fact, value in record.scores.items():
+            facts[fact].append(value)
+    return {fact: fmean(values) for fact, values in facts.items()}
+
+
+def _retention(records: Sequence[Record], baseline: Sequence[Record]) -> Estimate | None:
+    """Score over plain decoding's, both averaged over the same prompts."""
+    theirs = {r.prompt_id: s for r in baseline if (s := mean_score(r)) is not None}
+    ours: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        score = mean_score(record)
+        if score is not None and record.prompt_id in theirs:
+            ours[record.prompt_id].append(score)
+    return ratio_of_sums([fmean(values) for values in ours.values()], [theirs[prompt] for prompt in ours])
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return fmean(found) if found else None

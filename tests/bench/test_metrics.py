@@ -1,0 +1,175 @@
+"""From records to numbers: hand-made records with answers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.bench import metrics
+from saccade.bench.record import Record
+from saccade.bench.statistics import bootstrap, median, ratio_of_sums
+
+
+def record(
+    prompt: str,
+    method: str,
+    seconds: float,
+    tokens: int = 11,
+    histogram: tuple[int, ...] = (10,),
+    repeat: int = 0,
+    **fields: Any,
+) -> Record:
+    passes = sum(histogram)
+    accepted = sum(a * n for a, n in enumerate(histogram))
+    stats = {
+        "new_tokens": tokens,
+        "target_passes": passes,
+        "drafted_tokens": fields.pop("drafted", accepted),
+        "accepted_histogram": list(histogram),
+        "accepted_length": accepted / passes if passes else 0.0,
+        "block_efficiency": accepted / passes + 1 if passes else 0.0,
+        "seconds": {"total": seconds, "decode": seconds / 2, "verify": seconds / 4, "prefill": seconds / 2},
+    }
+    return Record(
+        prompt_id=prompt,
+        task=fields.pop("task", "scene"),
+        method=method,
+        repeat=repeat,
+        question="",
+        media=[],
+        text="",
+        tokens=[1] * tokens,
+        marks=["target"] * tokens,
+        pieces=["a"] * tokens,
+        finish_reason="length",
+        lossless=fields.pop("lossless", True),
+        stats=stats,
+        **fields,
+    )
+
+
+def test_speedup_pairs_the_same_prompt_and_repeat() -> None:
+    records = [record("a", "plain", 2.0), record("b", "plain", 8.0)]
+    records += [record("a", "fast", 1.0), record("b", "fast", 2.0)]
+    speedup = metrics.by_method(records)["fast"].speedup
+    assert speedup is not None
+    assert speedup.value == 3.0  # median of 2 and 4
+    assert (speedup.low, speedup.high) == (2.0, 4.0)
+
+
+def test_repeats_of_a_prompt_count_as_one_prompt() -> None:
+    records = [record("a", "plain", 2.0, repeat=r) for r in range(3)]
+    records += [record("a", "fast", s, repeat=r) for r, s in enumerate((1.0, 1.0, 4.0))]
+    result = metrics.by_method(records)["fast"]
+    assert result.speedup is not None
+    assert result.speedup.value == 2.0
+    assert result.speedup.low is None  # one prompt says nothing about others
+    assert (result.prompts, result.answers) == (1, 3)
+
+
+def test_shorter_answers_are_not_taken_for_speed() -> None:
+    records = [record("a", "plain", 2.0, tokens=20), record("a", "lossy", 1.0, tokens=10)]
+    speedup = metrics.by_method(records)["lossy"].speedup
+    assert speedup is not None
+    assert speedup.value == 1.0
+
+
+def test_taus_are_averaged_per_block_and_per_sample() -> None:
+    # One pass that accepts 4, and nine that accept none: per block 4 / 10, per sample (4 + 0) / 2.
+    records = [
+        record("a", "m", 1.0, histogram=(0, 0, 0, 0, 1)),
+        record("b", "m", 1.0, histogram=(9,)),
+    ]
+    result = metrics.by_method(records)["m"]
+    assert result.accepted_length is not None
+    assert result.accepted_length.value == pytest.approx(0.4)
+    assert result.block_efficiency is not None
+    assert result.block_efficiency.value == pytest.approx(1.4)
+    assert result.accepted_length_per_sample == 2.0
+    assert result.block_efficiency_per_sample == 3.0
+
+
+def test_acceptance_by_depth_comes_from_all_passes_together() -> None:
+    records = [record("a", "m", 1.0, histogram=(2, 1)), record("b", "m", 1.0, histogram=(0, 0, 1))]
+    assert metrics.by_method(records)["m"].acceptance_by_depth == [0.5, 0.5]
+
+
+def test_plain_decoding_verifies_one_position_per_token() -> None:
+    result = metrics.by_method([record("a", "plain", 1.0, tokens=11, histogram=(10,))])["plain"]
+    assert result.verified_per_token == 1.0
+    assert result.block_efficiency is not None
+    assert result.block_efficiency.value == 1.0
+
+
+def test_stage_shares_are_of_the_total_without_its_sums() -> None:
+    result = metrics.by_method([record("a", "plain", 1.0), record("b", "plain", 3.0)])["plain"]
+    assert result.shares == {"verify": 0.25, "prefill": 0.5}
+
+
+def test_retention_compares_scores_on_the_same_prompts() -> None:
+    records = [
+        record("a", "plain", 1.0, scores={"x": 1.0}),
+        record("b", "plain", 1.0, scores={"x": 0.0}),
+        record("a", "lossy", 1.0, scores={"x": 0.5}, lossless=False),
+        record("b", "lossy", 1.0, scores={"x": 0.25}, lossless=False),
+    ]
+    result = metrics.by_method(records)["lossy"]
+    assert result.retention is not None
+    assert result.retention.value == 0.75
+    assert not result.lossless
+    assert result.scores == {"x": 0.375}
+
+
+def test_equal_answers_are_counted_among_those_compared() -> None:
+    records = [record("a", "m", 1.0, equal=True), record("b", "m", 1.0, equal=False), record("c", "m", 1.0)]
+    result = metrics.by_method(records)["m"]
+    assert (result.equal, result.compared) == (1, 2)
+
+
+def test_without_plain_decoding_there_is_no_speedup() -> None:
+    assert metrics.by_method([record("a", "m", 1.0)])["m"].speedup is None
+
+
+def test_an_answer_of_one_token_has_no_decoding_rate() -> None:
+    result = metrics.by_method([record("a", "plain", 1.0, tokens=1, histogram=())])["plain"]
+    assert result.decode_rate is None
+    assert result.block_efficiency is None
+    assert result.verified_per_token is None
+
+
+def test_tasks_are_reported_apart() -> None:
+    records = [record("a", "plain", 1.0), record("b", "plain", 1.0, task="chart")]
+    assert {task: set(found) for task, found in metrics.by_task(records).items()} == {
+        "scene": {"plain"},
+        "chart": {"plain"},
+    }
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    # 200 samples of 30: binomial deviation of 95 % is 1.5 %, the percentile interval of a median errs by a few more.
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(200):
+        found = median(list(rng.normal(0, 1, 30)))
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 0 <= found.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_equal_input_gives_equal_intervals() -> None:
+    values = list(np.random.default_rng(0).random(20))
+    assert median(values) == median(values)
+    assert bootstrap(lambda taken: taken.mean(-1), 5) == bootstrap(lambda taken: taken.mean(-1), 5)
+
+
+def test_prompts_that_count_for_nothing_do_not_divide_by_zero() -> None:
+    found = ratio_of_sums([1.0, 2.0, 0.0], [0.0, 4.0, 0.0])
+    assert found is not None
+    assert found.value == 0.75
+    assert found.low is not None
+    assert found.low >= 0.5
+    assert ratio_of_sums([1.0], [0.0]) is None
