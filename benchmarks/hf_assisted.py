@@ -1,0 +1,52 @@
+"""Hugging Face's own assisted generation, as it is and with a drafter that sees the picture."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pocket_pair import Inputs
+
+
+@contextmanager
+def assistant(draft: Any, inputs: Inputs, *, constant: int | None, sees: bool) -> Iterator[dict[str, Any]]:
+    """Arguments of `generate` that make ``draft`` the assistant for one prompt.
+
+    Args:
+        constant: guesses per step; None for transformers' own schedule (it starts at 20 and adapts, and stops a
+            guess below a confidence of 0.4).
+        sees: give the assistant its own picture features. By itself transformers 5.23 treats the assistant's first
+            call as a later one and gives it no picture at all.
+    """
+    config = draft.generation_config
+    before = copy.deepcopy(config)
+    if constant is not None:
+        config.num_assistant_tokens = constant
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0
+    if sees:
+        draft.generate = _Seeing(draft, inputs)
+    try:
+        yield {"assistant_model": draft}
+    finally:
+        draft.generation_config = before
+        draft.__dict__.pop("generate", None)
+
+
+class _Seeing:
+    """An assistant's `generate` whose first call of a prompt gets the assistant's own picture features."""
+
+    def __init__(self, draft: Any, inputs: Inputs) -> None:
+        self._draft = draft
+        self._generate = type(draft).generate
+        self._pixels = inputs["pixel_values"]
+
+    def __call__(self, **arguments: Any) -> Any:
+        arguments.pop("mm_encoder_outputs", None)  # the target's features, of the target's width
+        if arguments.get("past_key_values") is None:
+            arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
+            arguments["generation_config"].is_assistant = False  # else the picture is dropped
+            arguments["pixel_values"] = self._pixels.to(self._draft.dtype)
+        return self._generate(self._draft, **arguments)
