@@ -280,3 +280,25 @@ def test_the_rule_takes_no_more_numbers_than_it_announces() -> None:
     numbers = Counting(1)
     Sampling().judge(tree, torch.zeros(1, 7, VOCAB), numbers)  # type: ignore[arg-type]
     assert numbers.taken == Sampling().uniforms(tree.max_depth, tree.max_children)
+
+
+def test_a_row_s_verdict_does_not_depend_on_how_deep_its_neighbours_trees_are() -> None:
+    """Chains of prompt lookup are padded to the longest of the batch."""
+    scores = torch.randn(1, 3, VOCAB)
+    for seed in range(20):
+        verdicts = []
+        for guesses in ([[1]], [[1], [2, 3]]):
+
+            class Numbers:
+                values = torch.rand(1, 9, generator=torch.Generator().manual_seed(seed))
+                batch, used = len(guesses), 0
+
+                def take(self, count: int) -> Tensor:
+                    self.used += count
+                    return self.values[:, self.used - count : self.used].expand(self.batch, -1)
+
+            tree = chains([0] * len(guesses), guesses, torch.device("cpu"))
+            batch = scores[:, : tree.size].expand(len(guesses), -1, -1)
+            verdict = Sampling().judge(tree, batch, Numbers())  # type: ignore[arg-type]
+            verdicts.append((int(verdict.count[0]), int(verdict.token[0])))
+        assert verdicts[0] == verdicts[1]

@@ -29,6 +29,7 @@ class Sampling:
 
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
         assert uniforms is not None
+        last = uniforms.take(1)[:, 0]  # first, because how many more are taken depends on the neighbours' trees
         probabilities = scores.softmax(-1)  # p: [B, N, V]
         batch = tree.tokens.shape[0]
         rows = torch.arange(batch, device=scores.device)
@@ -55,7 +56,7 @@ class Sampling:
                 below = torch.where(accept, child, below)
             node = below
             p = torch.where(moving[:, None], probabilities[rows, node], p)
-        token = draw(p, uniforms.take(1)[:, 0])
+        token = draw(p, last)
         count = tree.depth.expand(batch, -1).gather(1, node[:, None])[:, 0]
         return Verdict(path_to(tree, node), count, token)
 
