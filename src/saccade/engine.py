@@ -114,10 +114,16 @@ class Engine:
             trace: let every step carry the trees that were verified (for reports; costs a few transfers a step).
 
         Raises:
-            InputError: no request, or one that does not fit the model's context.
+            InputError: no request, one that does not fit the model's context, or another number of them than the
+                session has rows.
         """
         if not requests:
             raise InputError("There is nothing to generate; give at least one request.")
+        if session is not None and session.context.cache.batch != len(requests):
+            raise InputError(
+                f"The session has {session.context.cache.batch} rows but {len(requests)} requests were given; open "
+                "a session of as many rows as there are requests."
+            )
         for request, row in zip(requests, decoding.rows, strict=True):
             self.target.check_length(len(request.prompt) + row.max_new_tokens)
         session = session or self.open(len(requests))
@@ -228,7 +234,7 @@ class _Loop:
         marks: list[tuple[Mark, ...]] = []
         kept: list[list[int]] = []
         kept_ids: list[list[int]] = []
-        for row, (count, token, unsound, *rest) in zip(self._rows, host, strict=True):
+        for row, (count, token, drafted, unsound, *rest) in zip(self._rows, host, strict=True):
             if row.done:
                 tokens.append(())
                 marks.append(())
@@ -243,7 +249,7 @@ class _Loop:
             half = len(rest) // 2
             path, path_tokens = rest[: count + 1], rest[half : half + count + 1]
             if not from_prefill:
-                row.count_pass(count, tree.size - 1)
+                row.count_pass(count, drafted)
             emitted = row.emit([*path_tokens[1:], token], count)
             tokens.append(tuple(emitted))
             marks.append(tuple(row.marks[len(row.marks) - len(emitted) :]))
@@ -258,10 +264,12 @@ class _Loop:
 
 
 def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:
-    """``[B, 3 + 2 * (D + 1)]`` integers: count, token, whether logits are unsound, path nodes, path tokens."""
+    """``[B, 4 + 2 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
+    path nodes, path tokens."""
     unsound = ~torch.isfinite(logits.amax((1, 2)))
     path_tokens = tree.tokens.gather(1, verdict.path)
-    head = torch.stack([verdict.count, verdict.token, unsound.long()], 1)
+    drafted = (tree.valid.sum(1) - 1).expand(tree.tokens.shape[0])
+    head = torch.stack([verdict.count, verdict.token, drafted, unsound.long()], 1)
     return torch.cat([head, verdict.path, path_tokens], 1)
 
 

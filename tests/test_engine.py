@@ -1,0 +1,323 @@
+"""The loop: where outputs end, what rows owe each other, what is counted, and what it does when a model fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import FAMILIES
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.model import ModelDrafter
+from saccade.draft.policy import Chain, StaticTree
+from saccade.engine import Engine, Request
+from saccade.errors import InputError, ModelError
+from saccade.generation import plan
+from saccade.inputs.batch import split
+from saccade.inputs.prompt import Prompt
+from saccade.output import Output
+from saccade.target.adapter import Target
+
+CASE = FAMILIES["llama"]
+NEW = 40
+POLICIES: dict[str, Any] = {
+    "chain": Chain(4),
+    "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "dynamic": DynamicTree(top=3, max_depth=3, total=8),
+}
+METHODS = ("plain", "lookup", *POLICIES)
+DRAFTING = pytest.mark.parametrize("method", METHODS)
+
+
+def build(method: str) -> Engine:
+    target = Target(CASE.model())
+    if method == "plain":
+        return Engine(target)
+    if method == "lookup":
+        return Engine(target, PromptLookup(gamma=4))
+    return Engine(target, ModelDrafter(Target(CASE.draft_model()), POLICIES[method]))
+
+
+@cache
+def engine(method: str) -> Engine:
+    return build(method)
+
+
+@cache
+def prompts() -> tuple[Prompt, ...]:
+    """Three of different lengths."""
+    return tuple(split(engine("plain").target.config, CASE.inputs("text", rows=3)))
+
+
+def requests(seed: int = 0) -> list[Request]:
+    return [Request(prompt, seed=seed + row) for row, prompt in enumerate(prompts())]
+
+
+def reference(row: int) -> list[int]:
+    return CASE.reference("text", rows=3, n=NEW)[row]
+
+
+def run(method: str, asked: Sequence[Request] | None = None, n: int = NEW, **options: Any) -> list[Output]:
+    return engine(method).generate(asked or requests(), max_new_tokens=n, **options)
+
+
+# --------------------------------------------------------------------------- where outputs end
+
+
+@DRAFTING
+@settings(max_examples=5, deadline=None)
+@given(row=st.integers(0, 2), place=st.integers(0, NEW - 1))
+def test_an_end_of_sequence_anywhere_ends_its_row_and_no_other(method: str, row: int, place: int) -> None:
+    """The end is a token that occurs at a random place of one row, and maybe in others."""
+    end = reference(row)[place]
+    for index, output in enumerate(run(method, eos_token_id=end)):
+        expected = reference(index)
+        cut = expected.index(end) + 1 if end in expected else NEW
+        assert output.tokens == expected[:cut]
+        assert output.finish_reason == ("eos" if end in expected else "length")
+
+
+@DRAFTING
+@settings(max_examples=5, deadline=None)
+@given(row=st.integers(0, 2), place=st.integers(1, NEW - 1))
+def test_a_stopping_criterion_anywhere_ends_its_row_and_no_other(method: str, row: int, place: int) -> None:
+    pair = reference(row)[place - 1 : place + 1]
+
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.tensor([ids[0, -2:].tolist() == pair])
+
+    for index, output in enumerate(run(method, stopping_criteria=[criterion])):
+        text = [prompts()[index].ids[-1], *reference(index)]
+        ends = [i for i in range(1, len(text)) if text[i - 1 : i + 1] == pair]
+        cut = ends[0] if ends else NEW
+        assert output.tokens == reference(index)[:cut]
+        assert output.finish_reason == ("stop" if ends else "length")
+
+
+@DRAFTING
+@settings(max_examples=5, deadline=None)
+@given(n=st.integers(1, NEW))
+def test_max_new_tokens_cuts_anywhere_in_a_block(method: str, n: int) -> None:
+    for row, output in enumerate(run(method, n=n)):
+        assert output.tokens == reference(row)[:n]
+        assert len(output.marks) == n
+
+
+@DRAFTING
+def test_finished_rows_stay_finished_and_silent(method: str) -> None:
+    end = reference(0)[5]
+    decoding = plan(engine(method).target, prompts(), max_new_tokens=NEW, eos_token_id=end)
+    going = engine(method).start(requests(), decoding)
+    finished, text = [False] * 3, [list[int]() for _ in range(3)]
+    for step in going.steps:
+        for row in range(3):
+            if finished[row]:
+                assert step.finished[row]
+                assert step.tokens[row] == step.marks[row] == ()
+            else:
+                assert len(step.tokens[row]) == len(step.marks[row]) > 0
+            text[row] += step.tokens[row]
+        finished = list(step.finished)
+    assert all(finished)
+    assert text == [output.tokens for output in going.outputs]
+    lengths = [len(t) for t in text]
+    assert len(set(lengths)) > 1  # otherwise no row would have waited for another
+
+
+def test_an_interrupted_run_gives_what_there_is() -> None:
+    going = engine("chain").start(requests(), plan(engine("chain").target, prompts(), max_new_tokens=NEW))
+    for _ in range(3):
+        next(going.steps)
+    for row, output in enumerate(going.outputs):
+        assert output.finish_reason == "interrupted"
+        assert 3 <= len(output.tokens) < NEW
+        assert output.tokens == reference(row)[: len(output.tokens)]
+
+
+# --------------------------------------------------------------------------- rows and their neighbours
+
+
+def counted(output: Output) -> dict[str, Any]:
+    return {**output.as_dict(), "stats": {**output.stats.as_dict(), "seconds": None}}
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@DRAFTING
+def test_neither_tokens_nor_counts_depend_on_the_neighbours(method: str, do_sample: bool) -> None:
+    options = {"do_sample": True, "temperature": 0.8} if do_sample else {}
+    together = [counted(o) for o in run(method, requests(seed=5), **options)]
+    alone = [counted(run(method, [request], **options)[0]) for request in requests(seed=5)]
+    assert together == alone
+    turned = [counted(o) for o in run(method, requests(seed=5)[::-1], **options)]
+    assert turned == together[::-1]
+
+
+@DRAFTING
+def test_equal_seeds_repeat_and_other_seeds_do_not(method: str) -> None:
+    def tokens(seed: int) -> list[list[int]]:
+        return [o.tokens for o in run(method, requests(seed), do_sample=True)]
+
+    assert tokens(1) == tokens(1)
+    assert all(a != b for a, b in zip(tokens(1), tokens(9), strict=True))
+
+
+# --------------------------------------------------------------------------- what is counted
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@DRAFTING
+def test_counts_fit_together(method: str, do_sample: bool) -> None:
+    end = reference(1)[20]
+    drafter = engine(method).drafter
+    for request, output in zip(requests(), run(method, do_sample=do_sample, eos_token_id=end), strict=True):
+        stats = output.stats
+        assert stats.prompt_tokens == len(request.prompt)
+        assert stats.reused_tokens == 0
+        assert stats.new_tokens == len(output.tokens) == len(output.marks)
+        assert stats.new_tokens == stats.accepted_tokens + output.marks.count("target")
+        assert sum(stats.accepted_histogram) == stats.target_passes
+        judged = sum(a * n for a, n in enumerate(stats.accepted_histogram))
+        cut = judged + stats.target_passes + 1 - stats.new_tokens  # what the last pass gave beyond the end
+        assert 0 <= cut <= (drafter.max_depth if drafter else 0)
+        assert stats.accepted_tokens <= judged <= stats.drafted_tokens
+        assert output.marks[0] == "target"  # prefill gives the first token
+        if drafter is None:
+            assert stats.drafted_tokens == 0
+            assert stats.target_passes == stats.new_tokens - 1
+        elif method != "lookup":
+            assert stats.accepted_tokens > 0
+            assert stats.drafted_tokens <= stats.target_passes * (drafter.max_nodes - 1)
+        seconds = stats.times
+        assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill
+        assert seconds.decode >= seconds.draft + seconds.verify
+        assert seconds.rest >= 0
+
+
+def test_one_new_token_needs_no_pass() -> None:
+    (output,) = run("chain", requests()[:1], n=1)
+    assert output.stats.target_passes == 0
+    assert output.stats.block_efficiency == 0.0
+    assert output.marks == ["target"]
+
+
+# --------------------------------------------------------------------------- caches and turns
+
+
+@DRAFTING
+def test_the_kv_cache_is_as_large_as_the_request(method: str) -> None:
+    """Not as the model's context (1024 positions)."""
+    under_test = engine(method)
+    session = under_test.open(3)
+    under_test.generate(requests(), max_new_tokens=NEW, session=session)
+    nodes = under_test.drafter.max_nodes if under_test.drafter else 1
+    cache = session.context.cache
+    assert cache.capacity == max(map(len, prompts())) + NEW + nodes
+    per_entry = 2 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head width, bytes of a float
+    assert cache.nbytes == 3 * cache.capacity * per_entry
+
+
+@DRAFTING
+def test_a_second_turn_gives_the_tokens_of_one_shot_and_prefills_only_what_is_new(method: str) -> None:
+    under_test = engine(method)
+    session = under_test.open(3)
+    first = under_test.generate(requests(), max_new_tokens=9, session=session)
+    again = [
+        Request(Prompt((*prompt.ids, *output.tokens, 30 + row, 40, 50)))
+        for row, (prompt, output) in enumerate(zip(prompts(), first, strict=True))
+    ]
+    lengths = []
+    handle = under_test.target.model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with under_test.target.stock():
+        second = under_test.generate(again, max_new_tokens=12, session=session)
+    handle.remove()
+    assert lengths[:3] == [
+        4,
+        4,
+        4,
+    ]  # the last answer's last token, which no forward has seen, and three new ones
+    one_shot = under_test.generate(again, max_new_tokens=12)
+    for row in range(3):
+        assert second[row].tokens == one_shot[row].tokens
+        assert second[row].stats.reused_tokens == len(again[row].prompt) - 4
+        assert one_shot[row].stats.reused_tokens == 0
+
+
+@DRAFTING
+def test_a_row_that_starts_over_disturbs_no_row_that_goes_on(method: str) -> None:
+    under_test = engine(method)
+    session = under_test.open(2)
+    (first, _) = under_test.generate(requests()[:2], max_new_tokens=9, session=session)
+    goes_on = Request(Prompt((*prompts()[0].ids, *first.tokens, 44, 55)))
+    starts_over = Request(prompts()[2])
+    second = under_test.generate([goes_on, starts_over], max_new_tokens=20, session=session)
+    assert second[1].tokens == reference(2)[:20]
+    assert second[0].tokens == under_test.generate([goes_on], max_new_tokens=20)[0].tokens
+
+
+def test_a_session_survives_an_abandoned_run() -> None:
+    under_test = engine("static")
+    session = under_test.open(3)
+    going = under_test.start(requests(), plan(under_test.target, prompts(), max_new_tokens=NEW), session)
+    for _ in range(3):
+        next(going.steps)
+    outputs = under_test.generate(requests(), max_new_tokens=NEW, session=session)
+    assert [o.tokens for o in outputs] == [reference(row) for row in range(3)]
+
+
+# --------------------------------------------------------------------------- when a model fails
+
+
+@DRAFTING
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_logits_that_are_not_finite_stop_the_run_and_name_the_step(method: str, steps: int) -> None:
+    under_test = build(method)
+    going = under_test.start(requests(), plan(under_test.target, prompts(), max_new_tokens=NEW))
+    for _ in range(steps):
+        next(going.steps)
+    with torch.no_grad():
+        under_test.target.model.get_output_embeddings().weight[50] = float("nan")
+    with pytest.raises(ModelError, match=f"logits are not finite at step {steps} "):
+        next(going.steps)
+
+
+def test_a_drafter_that_gives_nan_changes_no_token() -> None:
+    under_test = build("chain")
+    drafter = under_test.drafter
+    assert isinstance(drafter, ModelDrafter)
+    with torch.no_grad():
+        drafter.model.model.get_output_embeddings().weight.fill_(float("nan"))
+    outputs = under_test.generate(requests(), max_new_tokens=NEW)
+    assert [o.tokens for o in outputs] == [reference(row) for row in range(3)]
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def test_nothing_to_generate_is_refused() -> None:
+    with pytest.raises(InputError, match="give at least one request"):
+        engine("plain").generate([], max_new_tokens=3)
+
+
+def test_a_request_beyond_the_context_is_refused_before_anything_is_computed() -> None:
+    with pytest.raises(InputError, match=r"needs \d+ tokens but this model's context is 1024"):
+        run("plain", n=1024)
+
+
+@pytest.mark.parametrize("method", ["plain", "chain"])
+def test_a_session_of_another_number_of_rows_is_refused(method: str) -> None:
+    with pytest.raises(InputError, match="session"):
+        engine(method).generate(requests(), max_new_tokens=3, session=engine(method).open(2))
+
+
+@pytest.mark.parametrize("method", ["plain", "chain"])
+def test_an_empty_prompt_is_refused(method: str) -> None:
+    with pytest.raises(InputError, match="at least one token"):
+        engine(method).generate([Request(Prompt(()))], max_new_tokens=3)

@@ -1,0 +1,134 @@
+"""A row ends where plain decoding would, wherever in a block that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade.generation import RowPlan
+from saccade.row import Row
+
+PROMPT = [3, 1]
+
+
+class EndsWith:
+    """A stopping criterion, called as `generate` calls it: ids of the whole row, prompt included."""
+
+    def __init__(self, sequence: Sequence[int]) -> None:
+        self.sequence = list(sequence)
+
+    def __call__(self, ids: torch.Tensor, scores: None) -> torch.Tensor:
+        return torch.tensor([ids[0, -len(self.sequence) :].tolist() == self.sequence])
+
+
+def row(limit: int = 100, eos: Sequence[int] = (), criteria: Sequence[Callable[..., object]] = ()) -> Row:
+    return Row(list(PROMPT), RowPlan(limit, frozenset(eos), (), tuple(criteria)))
+
+
+def naive(text: list[int], limit: int, eos: set[int], stop: list[int]) -> tuple[list[int], str]:
+    """Plain decoding: one token at a time, then the checks."""
+    for count, token in enumerate(text, 1):
+        if token in eos:
+            return text[:count], "eos"
+        if stop and (PROMPT + text[:count])[-len(stop) :] == stop:
+            return text[:count], "stop"
+        if count == limit:
+            return text[:count], "length"
+    return text, "interrupted"
+
+
+TOKENS = st.integers(0, 4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    blocks=st.lists(
+        st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.integers(0, 4)), min_size=1, max_size=6
+    ),
+    limit=st.integers(1, 12),
+    eos=st.sets(TOKENS, max_size=1),
+    stop=st.lists(TOKENS, max_size=3),
+)
+def test_the_output_is_cut_exactly_where_plain_decoding_ends(
+    blocks: list[tuple[list[int], int]], limit: int, eos: set[int], stop: list[int]
+) -> None:
+    """Blocks end with the target's own token; the ones before it were drafted."""
+    under_test = row(limit, eos, [EndsWith(stop)] if stop else [])
+    text = [token for block, _ in blocks for token in block]
+    emitted: list[int] = []
+    marks: list[str] = []
+    for block, _ in blocks:
+        if under_test.done:
+            break
+        emitted += under_test.emit(block, len(block) - 1)
+        marks += ["draft"] * (len(block) - 1) + ["target"]
+    output = under_test.finish({}, 0.0)
+    expected, reason = naive(text, limit, eos, stop)
+    assert (output.tokens, output.finish_reason) == (expected, reason)
+    assert emitted == expected
+    assert output.marks == marks[: len(expected)]
+    assert under_test.ids == PROMPT + expected
+    assert output.stats.new_tokens == len(expected)
+    assert output.stats.accepted_tokens == output.marks.count("draft")
+
+
+@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=5))
+def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
+    under_test, taken = row(), list[int]()
+    for block in blocks:
+        under_test.emit(block, 0)
+        taken += under_test.take_new()
+    assert taken == under_test.output
+    assert under_test.take_new() == []
+
+
+def test_a_finished_row_has_nothing_new_for_the_drafter() -> None:
+    under_test = row(eos=[4])
+    under_test.emit([1, 4, 2], 2)
+    assert under_test.done
+    assert under_test.take_new() == []
+
+
+def test_an_end_of_sequence_in_the_prompt_ends_nothing() -> None:
+    under_test = row(eos=[PROMPT[-1]])
+    under_test.emit([2], 0)
+    assert not under_test.done
+
+
+def test_a_stop_sequence_may_begin_in_the_prompt() -> None:
+    under_test = row(criteria=[EndsWith([PROMPT[-1], 2])])
+    assert under_test.emit([2, 4], 1) == [2]
+    assert under_test.finish({}, 0.0).finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("eos", "stop", "reason"), [([2], [2], "eos"), ([], [2], "stop"), ([2], [], "eos"), ([], [], "length")]
+)
+def test_the_strongest_reason_is_named_when_several_hold(
+    eos: list[int], stop: list[int], reason: str
+) -> None:
+    under_test = row(1, eos, [EndsWith(stop)] if stop else [])
+    under_test.emit([2], 0)
+    assert under_test.finish({}, 0.0).finish_reason == reason
+
+
+def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
+    under_test = row()
+    for accepted in (0, 3, 1, 3):
+        under_test.count_pass(accepted, 5)
+    stats = under_test.stats
+    assert stats.accepted_histogram == [1, 1, 0, 2]
+    assert stats.target_passes == 4
+    assert stats.drafted_tokens == 20
+    assert stats.accepted_length == pytest.approx(7 / 4)
+    assert stats.block_efficiency == pytest.approx(7 / 4 + 1)
+    assert stats.acceptance_by_depth == pytest.approx([3 / 4, 2 / 3, 1.0])
+
+
+def test_a_row_without_passes_has_no_efficiency() -> None:
+    stats = row().stats
+    assert (stats.accepted_length, stats.block_efficiency, stats.acceptance_by_depth) == (0.0, 0.0, [])
