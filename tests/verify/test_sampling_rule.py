@@ -302,3 +302,12 @@ def test_a_row_s_verdict_does_not_depend_on_how_deep_its_neighbours_trees_are() 
             verdict = Sampling().judge(tree, batch, Numbers())  # type: ignore[arg-type]
             verdicts.append((int(verdict.count[0]), int(verdict.token[0])))
         assert verdicts[0] == verdicts[1]
+
+
+def test_low_precision_logits_are_summed_in_fp32() -> None:
+    """A running sum in bf16 moves in steps of 1/256 towards its end: of a thousand tokens only every fourth is hit."""
+    tree = draft_tree([NaiveTree((0,), (0,), (True,))])
+    tree.tokens = torch.zeros(ROWS, 1, dtype=torch.long)
+    scores = torch.zeros(ROWS, 1, 1000, dtype=torch.bfloat16)
+    tokens = Sampling().judge(tree, scores, ManyUniforms(ROWS)).token  # type: ignore[arg-type]
+    assert p_value(torch.bincount(tokens, minlength=1000), torch.full((1000,), 1e-3)) > LIKELY
