@@ -29,9 +29,8 @@ class Sampling:
 
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
         assert uniforms is not None
-        last = uniforms.take(1)[
-            :, 0
-        ]  # first, because how many more are taken depends on the neighbours' trees
+        # The last token's number comes first: how many others are taken depends on the neighbours' trees.
+        last = uniforms.take(1)[:, 0]
         probabilities = scores.float().softmax(-1)  # p: [B, N, V]; bf16 cannot add up a vocabulary
         batch = tree.tokens.shape[0]
         rows = torch.arange(batch, device=scores.device)
