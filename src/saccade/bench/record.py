@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Header:
         environment: versions, device, threads, git revision, host-independent facts only.
         started: UTC time, ISO 8601.
         schema: version of this format.
+        costs: step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured.
     """
 
     suite: str
@@ -35,6 +37,7 @@ class Header:
     environment: dict[str, Any]
     started: str
     schema: int = SCHEMA
+    costs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,13 @@ class Record:
         pieces: text of every token, so that a report needs no tokenizer.
         finish_reason: as in `saccade.output.Output`.
         lossless: whether the method claims it.
-        stats: `Stats.as_dict()`.
+        stats: `Stats.as_dict()`, and in ``seconds`` also ``inputs``: tokenizing and preparing images, which comes
+            before the total begins.
         scores: ground-truth scores by fact, 0 to 1; empty where there is no ground truth.
         equal: whether the tokens are plain decoding's; None for plain decoding itself or when not compared.
-        difference: at the first differing position: ``position``, ``ours``, ``plain`` (ids) and their target
-            logits; None when equal or not compared.
+        difference: at the first differing position: ``position``, ``ours``, ``plain`` (ids, None behind the end of
+            the shorter answer) and ``logits``, the target's for both by the same names; None when equal or not
+            compared.
         peak_bytes: peak memory of the process or device during the answer; None when not measured.
         trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``); only where the run was
             asked to trace.
@@ -132,7 +137,9 @@ class Writer:
         self._line({"kind": "record", **asdict(record)})
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file; what could not be written has been reported already."""
+        with suppress(OSError):
+            self._file.close()
 
     def _line(self, content: dict[str, Any]) -> None:
         try:

@@ -1,0 +1,149 @@
+"""One method answers one question: the timed answer, then its record."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from saccade.bench.memory import PeakMemory
+from saccade.bench.questions import Question, Turn
+from saccade.bench.record import Record
+from saccade.output import Output, TreeTrace
+from saccade.text import Detokenizer
+from saccade.vlm import VLM
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A record and the conversation that led to it, up to and with the question.
+
+    Attributes:
+        record: not yet compared with plain decoding.
+        messages: the conversation so far, media inside.
+        seconds: spent by the model, tokenizing included.
+        traced_seconds: spent on the extra answer whose trees are kept.
+    """
+
+    record: Record
+    messages: list[Mapping[str, Any]]
+    seconds: float
+    traced_seconds: float
+
+
+def ask(
+    vlm: VLM,
+    label: str,
+    question: Question,
+    repeat: int,
+    *,
+    options: Mapping[str, Any],
+    seed: int,
+    media: Sequence[Sequence[str]] = (),
+    trace: bool = False,
+) -> list[Answer]:
+    """Ask every turn of a question.
+
+    Args:
+        label: of the method, for the record.
+        options: of generation.
+        seed: of the suite; the draws of an answer depend on it, the turn and the repeat, not on the method.
+        media: per turn the names of its saved pictures.
+        trace: answer once more, untimed, and keep the draft trees.
+    """
+    talk = _Talk(vlm, len(question.turns) > 1, options)
+    again = _Talk(vlm, len(question.turns) > 1, {**options, "trace": True})
+    answers = []
+    for index, turn in enumerate(question.turns):
+        seed_of_turn = zlib.crc32(f"{seed}/{question.turn_id(index)}/{repeat}".encode())
+        said = talk.say(turn, seed_of_turn)
+        traced = again.say(turn, seed_of_turn) if trace else None
+        record = Record(
+            prompt_id=question.turn_id(index),
+            task=question.turn_task(index),
+            method=label,
+            repeat=repeat,
+            question=turn.text,
+            media=list(media[index]) if media else [],
+            text=said.output.text,
+            tokens=list(said.output.tokens),
+            marks=list(said.output.marks),
+            pieces=_pieces(vlm, said.output.tokens),
+            finish_reason=said.output.finish_reason,
+            lossless=vlm.lossless,
+            stats=_stats(said.output, said.inputs),
+            scores=turn.score(said.output.text) if turn.score else {},
+            peak_bytes=said.peak,
+            trees=[_tree(vlm, tree) for tree in traced.trees] if traced else [],
+        )
+        answers.append(Answer(record, said.asked, said.seconds, traced.seconds if traced else 0.0))
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    output: Output
+    asked: list[Mapping[str, Any]]
+    inputs: float
+    seconds: float
+    peak: int | None
+    trees: list[TreeTrace]
+
+
+class _Talk:
+    """A conversation with one method; later turns reuse the KV cache of earlier ones."""
+
+    def __init__(self, vlm: VLM, has_turns: bool, options: Mapping[str, Any]) -> None:
+        self._vlm = vlm
+        self._session = vlm.engine.open(1) if has_turns else None
+        self._options = options
+        self._messages: list[Mapping[str, Any]] = []
+        self._memory = PeakMemory(vlm.target.device)
+
+    def say(self, turn: Turn, seed: int) -> _Said:
+        self._messages = [*self._messages, *turn.messages]
+        asked = self._messages
+        trees: list[TreeTrace] = []
+        self._memory.start()
+        started = time.perf_counter()
+        stream = self._vlm.stream(asked, seed=seed, session=self._session, **self._options)
+        inputs = time.perf_counter() - started
+        for chunk in stream:
+            trees += [tree for tree in chunk.trees if tree is not None]
+        output = stream.output  # reads the clock, which waits for the device
+        seconds = time.perf_counter() - started
+        answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
+        self._messages = [*asked, answer]
+        return _Said(output, asked, inputs, seconds, self._memory.read(), trees)
+
+
+def _stats(output: Output, inputs: float) -> dict[str, Any]:
+    stats = output.stats.as_dict()
+    stats["seconds"]["inputs"] = round(inputs, 6)
+    return stats
+
+
+def _pieces(vlm: VLM, tokens: Sequence[int]) -> list[str]:
+    """The text that every token completed; all pieces together are the text."""
+    detokenizer = Detokenizer(vlm.processor.tokenizer)
+    pieces = [detokenizer.add([token]) for token in tokens]
+    if pieces:
+        pieces[-1] += detokenizer.finish()
+    return pieces
+
+
+def _tree(vlm: VLM, tree: TreeTrace) -> dict[str, Any]:
+    return {
+        "tokens": list(tree.tokens),
+        "parents": list(tree.parents),
+        "path": list(tree.path),
+        "pieces": [_piece(vlm.processor.tokenizer, token) for token in tree.tokens],
+    }
+
+
+@cache
+def _piece(tokenizer: Any, token: int) -> str:
+    return str(tokenizer.decode([token]))

@@ -1,0 +1,67 @@
+"""Whether a lossless method gave plain decoding's tokens, and where it first did not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from saccade.bench.record import Record
+from saccade.errors import SaccadeError
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+
+class Mismatch(SaccadeError):
+    """A lossless method gave other tokens than plain decoding although nothing was rounded."""
+
+
+def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
+    """Position of the first token that differs, the end of the shorter answer included; None when equal."""
+    shared = min(len(ours), len(plain))
+    found = next((i for i in range(shared) if ours[i] != plain[i]), None)
+    return found if found is not None or len(ours) == len(plain) else shared
+
+
+def compared(record: Record, plain: Sequence[int], target: Target, prompt: Prompt) -> Record:
+    """The record with its verdict against plain decoding's tokens.
+
+    Args:
+        plain: the baseline's tokens for the same prompt and repeat.
+        target: says the logits at the first difference.
+        prompt: as the target was asked.
+    """
+    position = first_difference(record.tokens, plain)
+    if position is None:
+        return replace(record, equal=True)
+    ours = record.tokens[position] if position < len(record.tokens) else None
+    theirs = plain[position] if position < len(plain) else None
+    logits = _logits(target, Prompt((*prompt.ids, *plain[:position]), prompt.media))
+    difference: dict[str, Any] = {
+        "position": position,
+        "ours": ours,
+        "plain": theirs,
+        "logits": {
+            name: None if token is None else float(logits[token])
+            for name, token in (("ours", ours), ("plain", theirs))
+        },
+    }
+    return replace(record, equal=False, difference=difference)
+
+
+def require_equal(record: Record) -> None:
+    """Raise `Mismatch` when the record differs from plain decoding."""
+    if record.equal is False:
+        found = record.difference or {}
+        raise Mismatch(
+            f"Method {record.method} is lossless but differs from plain decoding on {record.prompt_id} (repeat "
+            f"{record.repeat}) at token {found.get('position')}: {found.get('ours')} instead of {found.get('plain')}, "
+            f"logits {found.get('logits')}; in float32 that is a bug in the method or its drafter's cache."
+        )
+
+
+def _logits(target: Target, prompt: Prompt) -> torch.Tensor:
+    """The target's logits ``[V]`` behind a prompt, by one prefill of its own."""
+    return target.prefill(target.new_cache(1, len(prompt)), 0, prompt).logits.float().cpu()

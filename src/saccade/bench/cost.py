@@ -1,0 +1,130 @@
+"""What a step costs here: T_p(n), the target's pass over n tokens, and T_q, the drafter's step over one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens per pass that are always measured."""
+_ROUNDS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Median seconds per pass at a fixed KV length, timed alone and synchronised.
+
+    Attributes:
+        kv: entries in the target's cache while measuring.
+        target: seconds by number of tokens in the pass.
+        draft: the draft model's seconds by number of tokens; empty without one.
+    """
+
+    kv: int
+    target: dict[int, float]
+    draft: dict[int, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON takes it (keys become strings)."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, stored: dict[str, Any]) -> Costs | None:
+        """From a run's header; None when nothing was measured."""
+        if not stored:
+            return None
+        target, draft = ({int(k): v for k, v in stored[name].items()} for name in ("target", "draft"))
+        return cls(stored["kv"], target, draft)
+
+    def target_seconds(self, tokens: float) -> float:
+        """T_p(tokens), interpolated between the sizes that were measured."""
+        return _between(self.target, tokens)
+
+    def draft_seconds(self, tokens: float) -> float:
+        """T_q(tokens), interpolated; 0 without a draft model."""
+        return _between(self.draft, tokens) if self.draft else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """T_q / T_p: a draft step over a plain target step, one token each."""
+        return self.draft_seconds(1) / self.target_seconds(1)
+
+
+def measure(
+    target: Target, prompt: Prompt, draft: Target | None, text: Prompt, sizes: Iterable[int] = ()
+) -> Costs:
+    """Time passes behind a real prompt, all sizes in turn so that drift hits them alike.
+
+    Args:
+        prompt: for the target.
+        text: its words alone. Repeated to the prompt's length they stand in for the drafter's prompt: only the
+            number of KV entries counts.
+        sizes: numbers of tokens besides `SIZES`, such as the trees of the methods that will run.
+    """
+    wanted = sorted({*SIZES, *sizes})
+    kv, seconds = _passes(target, prompt, wanted)
+    drafts: dict[int, float] = {}
+    if draft is not None:
+        repeated = islice(cycle(text.ids), len(prompt))
+        _, drafts = _passes(draft, Prompt(tuple(repeated)), [s for s in wanted if s <= SIZES[3]])
+    return Costs(kv, seconds, drafts)
+
+
+@torch.inference_mode()
+def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[int, float]]:
+    limit = model.family.context
+    room = sizes[-1] if limit is None else limit - len(prompt)
+    sizes = [s for s in sizes if s <= room]
+    context = Context(model, 1, len(prompt) + max(sizes))
+    context.load(0, prompt)
+    calls = {size: _call(context, prompt.ids[-1], size) for size in sizes}
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(_ROUNDS + 2):
+        for size, call in calls.items():
+            spent = _timed(call, model.device)
+            if turn >= 2:  # the first two find caches and kernels cold
+                found[size].append(spent)
+    return len(prompt), {size: median(times) for size, times in found.items()}
+
+
+def _call(context: Context, token: int, size: int) -> Callable[[], None]:
+    """A pass over a chain of ``size`` tokens that leaves the cache as it was."""
+    device = context.target.device
+    tokens = torch.full((1, size), token, device=device)
+    allow = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
+    depth = torch.arange(size, device=device)[None]
+
+    def call() -> None:
+        context.forward(tokens, allow, depth)
+        context.cache.drop_pending()
+
+    return call
+
+
+def _timed(call: Callable[[], None], device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    call()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _between(measured: dict[int, float], tokens: float) -> float:
+    sizes = sorted(measured)
+    return float(np.interp(tokens, sizes, [measured[s] for s in sizes]))

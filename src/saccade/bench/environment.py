@@ -1,0 +1,78 @@
+"""On what a run was measured: versions, device, threads and revision, and nothing that names a person or a host."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("saccade", "torch", "transformers", "numpy")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the records of a run share.
+
+    Args:
+        device: of the target.
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        **{name: metadata.version(name) for name in PACKAGES},
+        "revision": revision(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Such as ``cpu (AVX512)`` or ``cuda (NVIDIA H200)``."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({torch.backends.cpu.get_cpu_capability()})"
+    return device.type
+
+
+def revision() -> str | None:
+    """The git revision of Saccade's own checkout, ``+`` behind it where files were changed; None elsewhere."""
+    folder = Path(__file__).parent
+    found = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if not found or _git(folder, "ls-files", "--error-unmatch", "environment.py") is None:
+        return None  # installed without git, or below someone else's repository
+    return found + ("+" if _git(folder.parent, "status", "--porcelain", "--untracked-files=no", ".") else "")
+
+
+def model_facts(model: Any, name: str) -> dict[str, Any]:
+    """A model's kind and size.
+
+    Args:
+        model: a loaded Hugging Face model.
+        name: as the user called it; of a folder only the last part is kept.
+    """
+    text = model.config.get_text_config(decoder=True)
+    path = Path(name)
+    return {
+        "name": path.resolve().name if path.is_dir() else name,
+        "type": model.config.model_type,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": text.num_hidden_layers,
+        "width": text.hidden_size,
+        "vocabulary": text.vocab_size,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command; None when it fails or there is no git."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

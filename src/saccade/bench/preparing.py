@@ -1,0 +1,141 @@
+"""What a suite comes down to with the models at hand: methods that exist, prompts, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from saccade import methods
+from saccade.bench import questions
+from saccade.bench.environment import environment, model_facts
+from saccade.bench.questions import Question
+from saccade.bench.suite import MethodEntry, Suite
+from saccade.errors import MethodError, SaccadeError
+from saccade.vlm import VLM
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A suite ready to run.
+
+    Attributes:
+        suite: as it was asked for.
+        vlm: holds the loaded models.
+        methods: by label, the baseline first; all share the loaded models.
+        questions: by task.
+        missing: one sentence for everything that was left out.
+        names: how the user called target and drafter.
+    """
+
+    suite: Suite
+    vlm: VLM
+    methods: Mapping[str, VLM]
+    questions: Mapping[str, list[Question]]
+    missing: tuple[str, ...]
+    names: tuple[str, str | None]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Generation options of every answer."""
+        sampling = self.suite.sampling
+        return {"max_new_tokens": self.suite.max_new_tokens, "do_sample": bool(sampling), **sampling}
+
+    @property
+    def compares_tokens(self) -> bool:
+        """Whether lossless methods must give plain decoding's tokens; when sampling they need not."""
+        return not self.suite.sampling
+
+    @property
+    def answers(self) -> int:
+        """Records of a complete run."""
+        turns = sum(len(q.turns) for group in self.questions.values() for q in group)
+        return turns * len(self.methods) * self.suite.repeats
+
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was resolved, as JSON gives it back."""
+        resolved = {
+            **self.suite.as_dict(),
+            "tasks": [t for t in self.suite.as_dict()["tasks"] if t["name"] in self.questions],
+            "methods": [
+                _resolved(m, self.methods[m.label]) for m in self.suite.methods if m.label in self.methods
+            ],
+            "prompts": {
+                task: {"count": len(group), "digest": questions.digest(group)}
+                for task, group in self.questions.items()
+            },
+            "missing": list(self.missing),
+        }
+        for task in resolved["tasks"]:
+            task.pop("media")  # where files lie says nothing about the run
+        return as_json(resolved)
+
+    def models(self) -> dict[str, Any]:
+        """Facts about target and drafter."""
+        target, drafter = self.names
+        found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
+        if self.vlm.draft_model is not None:
+            found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
+        return as_json(found)
+
+    def environment(self) -> dict[str, Any]:
+        """Where it runs."""
+        return as_json(environment(self.vlm.target.device))
+
+
+def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) -> Prepared:
+    """Find out what of a suite can run with the loaded models.
+
+    Raises:
+        SaccadeError: something that is not optional does not exist, or a prompt cannot be read.
+    """
+    found: dict[str, VLM] = {}
+    missing: list[str] = []
+    for entry in suite.methods:
+        reason = lacking(entry)
+        if reason and not entry.optional:
+            raise MethodError(reason)
+        if reason:
+            missing.append(f"Method {entry.label}: {reason}")
+        else:
+            found[entry.label] = vlm.using(entry.name, **entry.options)
+    if len(found) == 1 and len(suite.methods) > 1:
+        missing.append("No method but plain decoding is left.")
+    asked, absent = questions.gather(suite)
+    missing += [f"Task {task}: {reason}" for task, reason in absent.items()]
+    ids = [q.id for group in asked.values() for q in group]
+    if len(set(ids)) < len(ids):
+        raise SaccadeError(f"Suite {suite.name} asks {next(i for i in ids if ids.count(i) > 1)} twice.")
+    return Prepared(suite, vlm, found, asked, tuple(missing), names)
+
+
+def lacking(entry: MethodEntry) -> str:
+    """Why this version of Saccade does not have a method with these options; empty when it does."""
+    if entry.name not in methods.METHODS:
+        return f"there is no method {entry.name!r}; there are {', '.join(methods.METHODS)}."
+    unknown = sorted(set(entry.options) - set(methods.get(entry.name).options))
+    if unknown:
+        known = ", ".join(methods.get(entry.name).options) or "none"
+        return f"method {entry.name} has no option {', '.join(unknown)}; its options are: {known}."
+    return ""
+
+
+def as_json(content: dict[str, Any]) -> dict[str, Any]:
+    """What JSON makes of it: tuples as lists, keys as strings."""
+    found: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    return found
+
+
+def _resolved(entry: MethodEntry, vlm: VLM) -> dict[str, Any]:
+    """A method with its defaults filled in, and the bounds of its trees (root included in nodes)."""
+    method, drafter = methods.get(entry.name), vlm.engine.drafter
+    return {
+        "name": entry.name,
+        "label": entry.label,
+        "options": {**method.options, **entry.options},
+        "lossless": method.lossless,
+        "needs": method.needs,
+        "max_nodes": drafter.max_nodes if drafter else 1,
+        "max_depth": drafter.max_depth if drafter else 0,
+    }

@@ -1,0 +1,227 @@
+"""The run itself: methods in turn for every prompt, each answer on disk before the next, and going on after a stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from saccade.bench import cost, pictures
+from saccade.bench.answering import Answer, ask
+from saccade.bench.check import compared, require_equal
+from saccade.bench.preparing import Prepared
+from saccade.bench.questions import Question
+from saccade.bench.record import Header, Record, Run, Writer, read
+from saccade.bench.resuming import begun
+from saccade.bench.suite import BASELINE
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        done: answers on disk, those of an earlier attempt included.
+        total: answers of the complete run.
+        doing: what is under way.
+    """
+
+    done: int
+    total: int
+    doing: str
+
+
+@dataclass(slots=True)
+class Spent:
+    """Where the wall time of a run went, in seconds.
+
+    Attributes:
+        warmup: first answers and step costs, before anything counts.
+        answers: the timed answers.
+        traced: extra answers whose trees are kept.
+        total: from the first timed answer to the end.
+    """
+
+    warmup: float = 0.0
+    answers: float = 0.0
+    traced: float = 0.0
+    total: float = 0.0
+
+    @property
+    def harness(self) -> float:
+        """Share of the run that is neither: scoring, comparing, writing, progress."""
+        rest = self.total - self.answers - self.traced
+        return rest / self.total if self.total > 0 else 0.0
+
+
+def balanced(labels: Sequence[str], row: int) -> list[str]:
+    """Row of a balanced order: over all rows every method stands in every place, and behind every other one,
+    equally often (Williams 1949)."""
+    count = len(labels)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
+    order = [labels[(step + row) % count] for step in zigzag]
+    return order[::-1] if count % 2 and row // count % 2 else order
+
+
+class Runner:
+    """Runs a prepared suite into a folder, or goes on where an earlier attempt stopped.
+
+    Args:
+        prepared: what to run.
+        folder: where the records go.
+        progress: called between answers, never during one.
+
+    Attributes:
+        spent: where the time went.
+    """
+
+    def __init__(
+        self, prepared: Prepared, folder: Path, progress: Callable[[Progress], None] = lambda _: None
+    ) -> None:
+        self.spent = Spent()
+        self._prepared = prepared
+        self._folder = folder
+        self._progress = progress
+        self._done: dict[tuple[str, str, int], Record] = {}
+        self._exact = prepared.compares_tokens and prepared.vlm.target.dtype == torch.float32
+        self._traced = {q.id for group in prepared.questions.values() for q in group[: prepared.suite.trace]}
+
+    def run(self) -> Run:
+        """Ask everything that has no record yet.
+
+        Raises:
+            Mismatch: a lossless method differs from plain decoding in float32; its record is on disk.
+            SaccadeError: the folder holds another run, or the disk is full; records so far are intact.
+        """
+        earlier = begun(self._folder, self._prepared)
+        self._done = {r.key: r for r in earlier.records} if earlier else {}
+        for record in self._done.values():
+            self._require(record)
+        left = [group for group in self._groups() if self._open(*group[:2])]
+        if earlier is not None and not left:
+            return earlier
+        self._report("warming up")
+        started = time.perf_counter()
+        self._warm_up()
+        header = None if earlier else self._header()
+        self.spent.warmup = time.perf_counter() - started
+        writer = Writer(self._folder, header)
+        started = time.perf_counter()
+        try:
+            for question, repeat, order in left:
+                self._group(writer, question, repeat, order)
+        finally:
+            self.spent.total = time.perf_counter() - started
+            writer.close()
+        return read(self._folder)
+
+    def _groups(self) -> Iterator[tuple[Question, int, list[str]]]:
+        """(prompt, repeat, methods in their order); tasks take turns."""
+        labels, tasks = list(self._prepared.methods), list(self._prepared.questions.values())
+        longest = max(map(len, tasks))
+        for repeat in range(self._prepared.suite.repeats):
+            for index in range(longest):
+                for number, group in enumerate(tasks):
+                    if index < len(group):
+                        yield group[index], repeat, balanced(labels, index + number + repeat)
+
+    def _open(self, question: Question, repeat: int) -> list[str]:
+        """Methods that have not answered every turn."""
+        ids = [question.turn_id(i) for i in range(len(question.turns))]
+        return [
+            label
+            for label in self._prepared.methods
+            if any((i, label, repeat) not in self._done for i in ids)
+        ]
+
+    def _warm_up(self) -> None:
+        question = next(iter(self._prepared.questions.values()))[0]
+        for label, vlm in self._prepared.methods.items():
+            for _ in range(self._prepared.suite.warmup):
+                ask(vlm, label, question, 0, options=self._prepared.options, seed=0)
+
+    def _header(self) -> Header:
+        prepared = self._prepared
+        return Header(
+            suite=prepared.suite.name,
+            config=prepared.config(),
+            models=prepared.models(),
+            environment=prepared.environment(),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            costs=self._costs().as_dict(),
+        )
+
+    def _costs(self) -> cost.Costs:
+        """Step times behind the first prompt."""
+        prepared = self._prepared
+        prompt = prepared.vlm.processor.prompt(next(iter(prepared.questions.values()))[0].turns[0].messages)
+        trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
+        text = prepared.vlm.processor.text_only(prompt)
+        return cost.measure(prepared.vlm.target, prompt, prepared.vlm.draft_model, text, trees)
+
+    def _group(self, writer: Writer, question: Question, repeat: int, order: Sequence[str]) -> None:
+        """All methods on one prompt; answers that came before plain decoding's wait for it to be compared."""
+        still_open = self._open(question, repeat)
+        media = pictures.save(question, self._folder)
+        plain = self._earlier(question, repeat)
+        waiting: list[list[Answer]] = []
+        for label in (name for name in order if name in still_open):
+            self._report(f"{question.id}, {label}")
+            answers = ask(
+                self._prepared.methods[label],
+                label,
+                question,
+                repeat,
+                options=self._prepared.options,
+                seed=self._prepared.suite.seed,
+                media=media,
+                trace=repeat == 0 and question.id in self._traced,
+            )
+            self.spent.answers += sum(a.seconds for a in answers)
+            self.spent.traced += sum(a.traced_seconds for a in answers)
+            if label == BASELINE:
+                plain = [a.record.tokens for a in answers]
+                self._write(writer, [a.record for a in answers])
+                for early in waiting:
+                    self._write(writer, self._judge(early, plain))
+            elif plain is None:
+                waiting.append(answers)
+            else:
+                self._write(writer, self._judge(answers, plain))
+
+    def _earlier(self, question: Question, repeat: int) -> list[list[int]] | None:
+        """Plain decoding's tokens per turn from an earlier attempt."""
+        keys = [(question.turn_id(i), BASELINE, repeat) for i in range(len(question.turns))]
+        return [self._done[k].tokens for k in keys] if all(k in self._done for k in keys) else None
+
+    def _judge(self, answers: Sequence[Answer], plain: Sequence[Sequence[int]]) -> list[Record]:
+        """The records with their verdicts; a turn after a different one has another history, so it has none."""
+        if not (self._prepared.compares_tokens and answers[0].record.lossless):
+            return [a.record for a in answers]
+        judged: list[Record] = []
+        for answer, tokens in zip(answers, plain, strict=True):
+            record = answer.record
+            if all(r.equal for r in judged):
+                prompt = self._prepared.vlm.processor.prompt(answer.messages)
+                record = compared(record, tokens, self._prepared.vlm.target, prompt)
+            judged.append(record)
+        return judged
+
+    def _write(self, writer: Writer, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.key not in self._done:
+                writer.add(record)
+                self._done[record.key] = record
+        for record in records:
+            self._require(record)
+
+    def _require(self, record: Record) -> None:
+        if self._exact and record.lossless:
+            require_equal(record)
+
+    def _report(self, doing: str) -> None:
+        self._progress(Progress(len(self._done), self._prepared.answers, doing))
