@@ -88,11 +88,11 @@ def make_run(
     """
     clock = Clock(Random(f"clock/{seed}"), noise, drift)
     records = []
-    for number in range(first_prompt, first_prompt + prompts):
-        trace = number < first_prompt + traced
-        task = ("scene", "chart")[number % 2]
-        prompt = Prompt(f"{task}-{number}", task, hostile and number == first_prompt)
-        for repeat in range(repeats):
+    for repeat in range(repeats):
+        for number in range(first_prompt, first_prompt + prompts):
+            trace = number < first_prompt + traced
+            task = ("scene", "chart")[number % 2]
+            prompt = Prompt(f"{task}-{number}", task, hostile and number == first_prompt)
             for method in methods:
                 factor = (slower or {}).get(method, 1.0)
                 records.append(answer(prompt, method, repeat, clock, factor, trace))

@@ -1,0 +1,57 @@
+"""Benchmark runs as a page to look at and as Markdown to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from saccade.bench.record import Run, read
+from saccade.bench.report import markdown, page
+from saccade.bench.report.checking import usable
+from saccade.bench.report.content import Content, groups, names
+from saccade.errors import SaccadeError
+
+__all__ = ["contents", "html", "load", "markdown_tables"]
+
+
+def load(folders: Sequence[Path]) -> list[Content]:
+    """Read runs and sort out what cannot be reported.
+
+    Raises:
+        SaccadeError: a folder holds no run, or none of its records is usable.
+    """
+    return contents([read(folder) for folder in folders])
+
+
+def contents(runs: Sequence[Run]) -> list[Content]:
+    """Runs ready to be shown.
+
+    Raises:
+        SaccadeError: none of a run's records is usable.
+    """
+    checked = [usable(run) for run in runs]
+    for run in checked:
+        if not run.records:
+            why = f" The first problem: {run.problems[0]}" if run.problems else ""
+            raise SaccadeError(
+                f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}"
+            )
+    return [
+        Content(name, run, groups(run.records), run.problems)
+        for name, run in zip(names(checked), checked, strict=True)
+    ]
+
+
+def html(content: Sequence[Content], prompts: int = 4) -> str:
+    """One self-contained page.
+
+    Args:
+        content: the runs.
+        prompts: most prompts per run in the token view.
+    """
+    return page.render(content, prompts)
+
+
+def markdown_tables(content: Sequence[Content]) -> str:
+    """The tables of the page, to be pasted into documents."""
+    return markdown.document(content)

@@ -1,0 +1,119 @@
+"""The report as one HTML file that needs nothing else: no network, no fonts, no files beside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from markupsafe import Markup
+
+from saccade.bench.report import figures, tables, traces
+from saccade.bench.report.content import Content
+from saccade.bench.suite import BASELINE
+from saccade.errors import SaccadeError
+
+
+def render(contents: Sequence[Content], prompts: int) -> str:
+    """The page.
+
+    Args:
+        contents: the runs.
+        prompts: most prompts per run in the token view.
+
+    Raises:
+        SaccadeError: Jinja is missing.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as problem:
+        raise SaccadeError(
+            "Reports need Jinja, which is not installed: pip install 'saccade[report]'."
+        ) from problem
+    assets = files("saccade.bench.report") / "assets"
+    # Between the tags stands exactly what was hashed: nothing else on the page may run.
+    scripts = {name: Markup((assets / f"{name}.js").read_text("utf-8")) for name in ("watch", "view")}
+    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(
+        (assets / "page.html.j2").read_text("utf-8")
+    )
+    sections = [_section(content, index, prompts) for index, content in enumerate(contents)]
+    names = [content.name for content in contents]
+    text: str = page.render(
+        title="Benchmark: " + (names[0] if len(names) == 1 else f"{len(names)} runs"),
+        subtitle=", ".join(sorted({content.run.header.started[:10] for content in contents})),
+        css=Markup((assets / "page.css").read_text("utf-8")),
+        script_hashes=" ".join(_hash(script) for script in scripts.values()),
+        marks=traces.MEANINGS,
+        overview=tables.overview(contents) if len(contents) > 1 else None,
+        sections=sections,
+        **scripts,
+    )
+    return text
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
+    """What the page shows of one run."""
+    header, everything = content.run.header, content.groups[0]
+    shown = traces.prompts(content.run, prompts)
+    results = everything.results
+    picked = next((m for m in results if m != BASELINE), BASELINE)
+    data = [tables.depths(everything), tables.stages(everything)]
+    return {
+        "id": f"run-{index}",
+        "name": content.name,
+        "notes": _notes(content),
+        "lossy": [m for m, r in results.items() if not r.lossless],
+        "problems": content.problems,
+        "tables": [tables.comparison(group) for group in content.groups],
+        "scores": tables.scores(everything),
+        "plots": figures.draw(everything, f"run{index}"),
+        "data": [table for table in data if table is not None],
+        "prompts": shown,
+        "marks": {mark for prompt in shown for answer in prompt.answers for mark in answer.marks},
+        "methods": [{"name": m, "lossy": not r.lossless, "chosen": m == picked} for m, r in results.items()],
+        "commands": commands(content),
+        "environment": _facts(header.environment),
+        "models": _facts(header.models),
+        "config": json.dumps(header.config, indent=2, ensure_ascii=False),
+    }
+
+
+def _notes(content: Content) -> list[str]:
+    config = content.run.header.config
+    texts = [config.get("title"), config.get("note")]
+    if config.get("mirrors"):
+        texts.append(f"Asks the question of {config['mirrors']}.")
+    missing = config.get("missing")
+    if isinstance(missing, list) and missing:
+        texts.append("Left out: " + " ".join(map(str, missing)))
+    return [str(text) for text in texts if text]
+
+
+def commands(content: Content) -> str:
+    """What to type to run the same again and to see it."""
+    header = content.run.header
+    command = ["saccade", "bench", header.suite]
+    for role in ("target", "drafter"):
+        model = header.models.get(role)
+        if isinstance(model, dict) and model.get("name"):
+            command += [f"--{role}", str(model["name"])]
+    return f"{' '.join(command)} --out RUN\nsaccade report RUN"
+
+
+def _facts(content: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
+    """Nested settings as flat pairs; what is not known is left out."""
+    found: list[tuple[str, str]] = []
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            found += _facts(value, f"{above}{name} ")
+        elif value is not None:
+            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+            found.append((f"{above}{name}", shown))
+    return found

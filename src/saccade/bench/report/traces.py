@@ -1,0 +1,155 @@
+"""The token view: answers token by token, and per step the tree that was verified with the path that was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.bench.record import Record, Run
+from saccade.bench.report import media
+
+KNOWN_MARKS = {
+    "target": "the target's own",
+    "draft": "drafted and accepted",
+    "loose": "loosened: drafted, accepted although the target would have said something else",
+    "shifted": "shifted: drafted, accepted because the target's token occurs nearby in the draft",
+}
+"""What the marks of `saccade.bench.record.Record` mean."""
+MEANINGS = {**KNOWN_MARKS, "other": "another mark (point at the token to read it)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer.
+
+    Attributes:
+        text: as it is shown; a line break is made visible.
+        mark: as recorded.
+        kind: the mark where the page knows it, else ``other``.
+        step: number of the step that emitted it; 0 is prefill.
+    """
+
+    text: str
+    mark: str
+    kind: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A method's answer to a prompt.
+
+    Attributes:
+        record: where it comes from.
+        tokens: its tokens.
+        marks: kinds that occur, in the order of `KNOWN_MARKS`.
+        steps: for the script: per step the tree and what was accepted.
+        summary: how long it is and what it took.
+        difference: where it leaves plain decoding's answer; empty where it does not.
+    """
+
+    record: Record
+    tokens: list[Token]
+    marks: list[str]
+    steps: list[dict[str, Any]]
+    summary: str
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question with its media as data URIs and the methods' answers."""
+
+    prompt_id: str
+    task: str
+    question: str
+    media: list[media.Medium]
+    answers: list[Answer]
+
+
+def prompts(run: Run, count: int) -> list[Prompt]:
+    """The first ``count`` prompts that were traced; the first ones of all when none was."""
+    ids = list(dict.fromkeys(r.prompt_id for r in run.records if r.trees))
+    ids = ids or list(dict.fromkeys(r.prompt_id for r in run.records))
+    return [_prompt(run, [r for r in run.records if r.prompt_id == one]) for one in ids[:count]]
+
+
+def _prompt(run: Run, records: Sequence[Record]) -> Prompt:
+    chosen: dict[str, Record] = {}
+    for record in records:
+        if record.method not in chosen or (record.trees and not chosen[record.method].trees):
+            chosen[record.method] = record
+    first = records[0]
+    plain = next((r for r in chosen.values() if r.method == "plain"), None)
+    return Prompt(
+        first.prompt_id,
+        first.task,
+        first.question,
+        [media.embed(run.folder, name) for name in first.media],
+        [_answer(r, plain) for r in chosen.values()],
+    )
+
+
+def _answer(record: Record, plain: Record | None) -> Answer:
+    steps: list[dict[str, Any]] = []
+    starts, start = [0], 1
+    for tree in record.trees:
+        end = min(start + len(tree["path"]), len(record.tokens))
+        starts += [len(steps) + 1] * (end - start)
+        steps.append(_step(tree, record, start, end))
+        start = end
+    starts += [0] * (len(record.tokens) - len(starts))
+    tokens = [
+        Token(_visible(piece), mark, mark if mark in KNOWN_MARKS else "other", step)
+        for piece, mark, step in zip(record.pieces, record.marks, starts, strict=True)
+    ]
+    seen = {token.kind for token in tokens}
+    marks = [mark for mark in MEANINGS if mark in seen]
+    return Answer(record, tokens, marks, steps, _summary(record), _difference(record, plain))
+
+
+def _summary(record: Record) -> str:
+    passes, seconds = record.stats["target_passes"], record.stats["seconds"]["total"]
+    per_pass = f", {record.stats['block_efficiency']:.2f} per target pass" if passes else ""
+    return f"{len(record.tokens)} tokens in {seconds:.3g} s{per_pass}; ended by {record.finish_reason}"
+
+
+def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[str, Any]:
+    """What the script draws: node texts, parents, accepted path, marks of the path and the token after it."""
+    path, last = list(tree["path"]), end - 1
+    kinds = [m if m in KNOWN_MARKS else "other" for m in record.marks[start:end]]
+    bonus = _visible(record.pieces[last]) if end > start else None
+    if kinds and record.marks[last] != "target":
+        # The answer ended on a drafted token: the last one is a node of the tree, nothing of the target's follows.
+        node = _child(tree, path[-1], record.tokens[last])
+        path, bonus = (path if node is None else [*path, node]), (bonus if node is None else None)
+    return {
+        "start": start,
+        "nodes": [_visible(piece) for piece in tree["pieces"]],
+        "parents": tree["parents"],
+        "path": path,
+        "kinds": kinds,
+        "bonus": bonus,
+    }
+
+
+def _child(tree: dict[str, Any], parent: int, token: int) -> int | None:
+    pairs = enumerate(zip(tree["tokens"], tree["parents"], strict=True))
+    return next((node for node, (t, p) in pairs if node and p == parent and t == token), None)
+
+
+def _difference(record: Record, plain: Record | None) -> str:
+    if plain is None or record.tokens == plain.tokens:
+        return ""
+    pairs = enumerate(zip(record.tokens, plain.tokens, strict=False))
+    shorter = min(len(record.tokens), len(plain.tokens))
+    first = next((place for place, (ours, theirs) in pairs if ours != theirs), shorter)
+    told = f"Leaves plain decoding's answer at token {first + 1}"
+    if first == shorter:
+        return f"{told}, where one of them ends."
+    return f"{told}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
+
+
+def _visible(piece: str) -> str:
+    return piece.replace("\n", "↵\n")
