@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -15,8 +15,10 @@ from saccade.bench.suite import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 5.4, 3.6
+WIDTH, HEIGHT = 4.8, 3.4
+"""Inches at which the letters are still legible when the page is a phone's."""
 ENOUGH = 10
 """Passes below which a share is chance more than anything else."""
 _MARKERS = "osD^vPX<>hp"
@@ -190,7 +192,7 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
             )
         axes.set(xlabel="depth in the draft tree", ylabel="share accepted", ylim=(-0.03, 1.03))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        drawing.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=3)
+        _legend(drawing, [looks[m].name for m in known], handlelength=3)
         said = "; ".join(
             f"{looks[method].name}: " + ", ".join(f"{share:.2f}" for share in shares)
             for method, shares in known.items()
@@ -233,7 +235,7 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set(xlabel="milliseconds per answer")
-        drawing.legend(loc="outside lower center", ncols=3, fontsize=9)
+        _legend(drawing, [stage_name(stage) for stage in spent])
         said = "; ".join(
             f"{looks[m].name}: " + ", ".join(f"{stage_name(s)} {by[m]:.0f}" for s, by in spent.items())
             for m in methods
@@ -243,6 +245,13 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
             svg.inline(drawing, name, f"Milliseconds per answer by stage. {said}."),
             "Mean over the answers. Verification includes the acceptance rule; rest is what no stage explains.",
         )
+
+
+def _legend(drawing: Figure, names: Sequence[str], **options: Any) -> None:
+    """Below the axes, in as many columns as the names leave room for."""
+    longest = 0.6 * labels.SIZE * max(map(len, names)) + 5 * labels.SIZE
+    columns = max(1, min(3, int(WIDTH * 72 / longest)))
+    drawing.legend(loc="outside lower center", ncols=columns, fontsize=labels.SIZE, **options)
 
 
 def milliseconds(group: Group, stage: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -70,7 +71,7 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
         "name": content.name,
         "notes": _notes(content),
         "lossy": [m for m, r in results.items() if not r.lossless],
-        "problems": content.problems,
+        "problems": [problem.replace(f"{content.run.folder}/", "") for problem in content.problems],
         "tables": [tables.comparison(group) for group in content.groups],
         "scores": tables.scores(everything),
         "plots": figures.draw(everything, f"run{index}"),
@@ -99,12 +100,21 @@ def _notes(content: Content) -> list[str]:
 def commands(content: Content) -> str:
     """What to type to run the same again and to see it."""
     header = content.run.header
-    command = ["saccade", "bench", header.suite]
-    for role in ("target", "drafter"):
-        model = header.models.get(role)
-        if isinstance(model, dict) and model.get("name"):
-            command += [f"--{role}", str(model["name"])]
-    return f"{' '.join(command)} --out RUN\nsaccade report RUN"
+    config = header.config
+    command = ["saccade", "bench", "--suite", header.suite, "--methods", ",".join(content.groups[0].results)]
+    for option in ("per_task", "repeats", "turns", "max_new_tokens", "seed"):
+        if option in config:
+            command += [f"--{option.replace('_', '-')}", str(config[option])]
+    if "threads" in header.environment:
+        command += ["--threads", str(header.environment["threads"])]
+    models = [
+        m.get("name") if isinstance(m, dict) else None for m in map(header.models.get, ("target", "drafter"))
+    ]
+    if models[0]:
+        command += ["--target", str(models[0])]
+    if models[1] and models[1] != models[0]:
+        command += ["--drafter", str(models[1])]
+    return f"{shlex.join(command)} --out RUN\nsaccade report RUN"
 
 
 def _facts(content: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

@@ -68,12 +68,12 @@
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label", said);
     const middle = (node) => node.row * ROW + ROW / 2;
-    for (const node of nodes) {
-      for (const child of node.children) {
-        const from = lefts[node.depth] + widths[node.depth], to = lefts[child.depth], bend = from + GAP / 2;
-        const path = "M" + from + " " + middle(node) + "H" + bend + "V" + middle(child) + "H" + to;
-        element("path", { d: path, class: "edge " + child.kind }, svg);
-      }
+    const pairs = nodes.flatMap((node) => node.children.map((child) => [node, child]));
+    pairs.sort((a, b) => (b[1].kind === "rejected") - (a[1].kind === "rejected")); // the path on top of the rest
+    for (const [node, child] of pairs) {
+      const from = lefts[node.depth] + widths[node.depth], to = lefts[child.depth], bend = from + GAP / 2;
+      const path = "M" + from + " " + middle(node) + "H" + bend + "V" + middle(child) + "H" + to;
+      element("path", { d: path, class: "edge " + child.kind }, svg);
     }
     for (const node of nodes) {
       const group = element("g", { class: "node " + node.kind + (node.own ? " own" : "") }, svg);
