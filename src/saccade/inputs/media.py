@@ -90,10 +90,16 @@ def read_source(source: Any, what: str) -> tuple[str, bytes]:
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hash tensors by name, dtype, shape and bytes (BLAKE2b, 32 hex digits)."""
+    """Hash tensors by name, dtype, shape and bytes (BLAKE2b, 32 hex digits).
+
+    ``batch_num_images`` counts as one or several: LLaVA-OneVision tiles an image only when it is alone, how many
+    others there are makes no difference, and a conversation that gains an image keeps its earlier ones.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
+        if name == "batch_num_images":
+            tensor = tensor.clamp(max=2)
         hasher.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()

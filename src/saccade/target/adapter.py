@@ -17,7 +17,7 @@ from saccade.errors import InputError, ModelError
 from saccade.inputs.batch import join, media_spans, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
-from saccade.target.families import Family
+from saccade.target.families import Family, ordinary_ids
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
 
 
@@ -169,8 +169,7 @@ class Target:
         lean = lean_decoder(self.model, self.decoder)
         if lean is None:
             return
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.vocab_size, (11,), generator=generator).tolist()
+        ids = ordinary_ids(self.config, self.vocab_size, 11)
         cache = self.new_cache(1, len(ids))
         self.prefill(cache, 0, Prompt(tuple(ids[:7])))
         tokens = torch.tensor([ids[7:]], device=self.device)

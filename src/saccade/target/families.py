@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from saccade.target.masks import MaskPlan
 
 TESTED = {
@@ -65,3 +67,15 @@ class Family:
             bidirectional_images=config.model_type in BIDIRECTIONAL_IMAGES,
             context=getattr(text, "max_position_embeddings", None),
         )
+
+
+def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
+    """Fixed ids that the configuration gives no meaning (no image placeholder, no end of sequence), for probing."""
+    special: set[int] = set()
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in part.to_dict().items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                special.update(value if isinstance(value, list) else [value])
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(vocab_size, generator=generator)[: count + len(special)]
+    return [i for i in shuffled.tolist() if i not in special][:count]

@@ -14,6 +14,7 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.target.families import ordinary_ids
 
 PROMPT_LENGTH = 6
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
@@ -38,7 +39,7 @@ def self_check(target: Target) -> None:
     if unlike:
         raise _refusal(target, f"it has layers of type {', '.join(sorted(unlike))}")
     with _undisturbed(target):
-        ids = _ordinary_ids(target, PROMPT_LENGTH + len(SHAPE.paths) + 2)
+        ids = ordinary_ids(target.config, target.vocab_size, PROMPT_LENGTH + len(SHAPE.paths) + 2)
         prompt, nodes, after = ids[:PROMPT_LENGTH], ids[PROMPT_LENGTH:-1], ids[-1]
         try:
             ours = _on_a_tree(target, prompt, nodes, after)
@@ -90,18 +91,6 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
     start = len(prompt)
     found = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
     return torch.stack([*found, *logits[:, start + 2], logits[-1, start + 3]])
-
-
-def _ordinary_ids(target: Target, count: int) -> list[int]:
-    """Fixed ids that the configuration gives no meaning (no image placeholder, no end of sequence)."""
-    special: set[int] = set()
-    for config in (target.config, target.text_config):
-        for name, value in config.to_dict().items():
-            if name.endswith(("token_id", "token_index", "token_ids")):
-                special.update(value if isinstance(value, list) else [value])
-    generator = torch.Generator().manual_seed(0)
-    shuffled = torch.randperm(target.vocab_size, generator=generator)[: count + len(special)]
-    return [i for i in shuffled.tolist() if i not in special][:count]
 
 
 @contextmanager
