@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,7 @@ DEFAULT_NEW_TOKENS = 256
 UNSUPPORTED = {
     "num_beams": 1,
     "num_beam_groups": 1,
+    "num_return_sequences": 1,
     "penalty_alpha": None,
     "dola_layers": None,
     "guidance_scale": None,
@@ -30,6 +34,24 @@ UNSUPPORTED = {
     "force_words_ids": None,
 }
 """Options of GenerationConfig that do not fit greedy decoding or sampling, with their neutral values."""
+
+
+_WHOLE = "a whole number greater than 0"
+RANGES: dict[str, tuple[type, float, float, str]] = {
+    "max_new_tokens": (int, 1, math.inf, _WHOLE),
+    "max_length": (int, 1, math.inf, _WHOLE),
+    "top_k": (int, 0, math.inf, "a whole number, 0 for no limit"),
+    "top_p": (float, 0, 1, "a number from 0 to 1"),
+    "min_p": (float, 0, 1, "a number from 0 to 1"),
+    "temperature": (
+        float,
+        -math.inf,
+        math.inf,
+        "a number above 0",
+    ),  # compared where it counts: when sampling
+    "repetition_penalty": (float, sys.float_info.min, math.inf, "a number above 0"),
+}
+"""Options with their type, least and greatest value, and words for these; `generate` takes some out of range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +107,8 @@ def plan(
         InputError: an unknown or unsupported option, or a value out of range.
     """
     model = target.model
-    config, unknown = model._prepare_generation_config(generation_config, **options)
+    with _refusing():
+        config, unknown = model._prepare_generation_config(generation_config, **_checked(options))
     if unknown:
         raise InputError(
             f"Unknown generation option{'s' if len(unknown) > 1 else ''} {', '.join(sorted(unknown))}; "
@@ -100,8 +123,8 @@ def plan(
         config.max_length = len(prompt) + limits[index]
         if config.min_new_tokens is not None:
             config.min_length = len(prompt) + config.min_new_tokens
-        rows.append(
-            row_plan(
+        with _refusing():
+            row = row_plan(
                 target,
                 config,
                 prompt,
@@ -109,9 +132,35 @@ def plan(
                 stopping_criteria,
                 tokenizer,
             )
-        )
+        rows.append(row)
         config.max_length = asked_max_length
     return Plan(do_sample=bool(config.do_sample), rows=tuple(rows))
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What transformers says of values that it does not take, as this library's error."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, TypeError) as problem:
+        reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
+        raise InputError(
+            f"The generation options cannot be used together or as they are: {reason}."
+        ) from problem
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, each of its type and in its range."""
+    for name, (kind, least, most, words) in RANGES.items():
+        value = options.get(name)
+        if value is None:
+            continue
+        number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not number or not least <= value <= most:
+            raise InputError(f"{name} must be {words}, not {value!r}.")
+    return options
 
 
 def check_options(config: Any) -> None:
@@ -190,5 +239,5 @@ def _new_tokens(config: Any, prompt_length: int) -> int:
                 "raise it or use max_new_tokens."
             )
     if not isinstance(limit, int) or limit < 1:
-        raise InputError(f"max_new_tokens must be a whole number of at least 1, not {limit!r}.")
+        raise InputError(f"max_new_tokens must be {_WHOLE}, not {limit!r}.")
     return limit
