@@ -99,6 +99,21 @@ def default(has_draft_model: bool) -> str:
     return "chain" if has_draft_model else "prompt-lookup"
 
 
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise `MethodError` for an option that the method does not have, or for a value of the wrong type."""
+    method = get(name)
+    unknown = set(options) - set(method.options)
+    if unknown:
+        known = ", ".join(method.options) or "none"
+        raise MethodError(
+            f"Method {name} has no option {', '.join(sorted(unknown))}; its options are: {known}."
+        )
+    for option, value in options.items():
+        whole = isinstance(method.options[option], int)
+        if whole and (not isinstance(value, int) or isinstance(value, bool)):
+            raise MethodError(f"Option {option} of method {name} must be a whole number, not {value!r}.")
+
+
 def build(
     name: str, target: Target, draft_model: Target | None, vocab_size: int | None = None, **options: Any
 ) -> Drafter | None:
@@ -112,12 +127,7 @@ def build(
         MethodError: unknown method or option, a value out of range, or no draft model where one is needed.
     """
     method = get(name)
-    unknown = set(options) - set(method.options)
-    if unknown:
-        known = ", ".join(method.options) or "none"
-        raise MethodError(
-            f"Method {name} has no option {', '.join(sorted(unknown))}; its options are: {known}."
-        )
+    check_options(name, options)
     settings = {**method.options, **options}
     if method.needs == "draft model" and draft_model is None:
         raise MethodError(
