@@ -15,6 +15,9 @@ Message = Mapping[str, Any]
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _VIDEO_TYPES = ("video", "video_url", "input_video")
 _TEXT_TYPES = ("text", "input_text", "output_text")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that every template may be given; others must stand in the template itself."""
+
 _SOURCES = ("url", "path", "base64", "data")
 
 
@@ -88,8 +91,13 @@ def render(
     earlier answers are for the template to drop.)
 
     Raises:
-        InputError: the template refuses the messages.
+        InputError: the template refuses the messages, or a role is neither usual nor in the template.
     """
+    for role in (m["role"] for m in messages):
+        if role not in ROLES and role not in template:
+            raise InputError(
+                f"The chat template knows no role {role!r}; give system, user or assistant messages."
+            )
     said = [m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)]
 
     def attempt(messages: Sequence[Message]) -> str:
