@@ -95,11 +95,12 @@ def read_eos(parts: Parts) -> tuple[int, ...]:
 
 def _loaded(auto: Any, path: str, what: str, **options: Any) -> Any:
     try:
-        return auto.from_pretrained(path, **options)
+        return auto.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        reason = str(error).strip().rstrip(".").splitlines()[:1]
+        first_line = "".join(str(error).strip().splitlines()[:1])
+        reason = first_line.split(". ")[0].rstrip(".: ")[:300]
         raise ModelError(
-            f"The {what} of {path} cannot be loaded ({''.join(reason)[:300]}); give a complete checkpoint directory "
+            f"The {what} of {path} cannot be loaded ({reason}); give a complete checkpoint directory "
             "or a model id that can be reached."
         ) from error
 
