@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from saccade.asking import one_or_more
 from saccade.inputs.media import load_image
 from saccade.output import Output
 from saccade.stream import Chunk, Stream
@@ -17,7 +18,7 @@ class Chat:
     """A conversation with one model.
 
     Attributes:
-        messages: what was said so far, in content-list form.
+        messages: what was said so far, in content-list form; may be cut or edited between turns.
     """
 
     def __init__(self, vlm: VLM, system: str | None = None) -> None:
@@ -39,15 +40,23 @@ class Chat:
     def stream(
         self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
     ) -> Turn:
-        """Say something and read the answer as it comes; the turn counts once its iteration has begun."""
+        """Say something and read the answer as it comes; arguments as in `VLM.stream`.
+
+        The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, or
+        is stopped before its first token, leaves the conversation as it was.
+        """
         content: list[dict[str, Any]] = [
-            *({"type": "image", "image": load_image(i)} for i in images),
-            *({"type": "video", "video": v} for v in videos),
+            *({"type": "image", "image": load_image(i)} for i in one_or_more(images)),
+            *({"type": "video", "video": v} for v in one_or_more(videos)),
             {"type": "text", "text": text},
         ]
         asked = [*self.messages, {"role": "user", "content": content}]
         stream = self._vlm.stream(asked, session=self._session, **options)
         return Turn(self, asked, stream)
+
+    def _forget_caches(self) -> None:
+        """Start from empty caches, as after an interruption in the middle of a step."""
+        self._session = self._vlm.engine.open(1)
 
 
 class Turn:
@@ -58,12 +67,22 @@ class Turn:
         self._asked = asked
         self._stream = stream
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Generator[Chunk, None, None]:
+        failed = False
         try:
             yield from self._stream
+        except KeyboardInterrupt:
+            self._chat._forget_caches()
+            raise
+        except Exception:
+            failed = True
+            self._chat._forget_caches()
+            raise
         finally:
-            answer = {"role": "assistant", "content": [{"type": "text", "text": self.output.text}]}
-            self._chat.messages = [*self._asked, answer]
+            output = self.output
+            if output.tokens and not failed:
+                answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
+                self._chat.messages = [*self._asked, answer]
 
     @property
     def output(self) -> Output:

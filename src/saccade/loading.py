@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +19,166 @@ from saccade.target.adapter import Target
 SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Values of device_map that let accelerate choose places."""
 
-def load_model(
-    path: str | Path, *, dtype: str | torch.dtype = "auto", device_map: Any = None, **options: Any
-) -> Any:
+
+def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_map: Any = None) -> Any:
     """Load a causal language model or an image-text-to-text model, with every weight that it needs.
+
+    Code that a checkpoint brings along is never run.
 
     Args:
         path: a checkpoint folder, or a hub id.
-        dtype: ``auto`` (as stored), a name such as ``bfloat16``, or a torch dtype.
-        device_map: as in `from_pretrained`: ``auto`` (needs accelerate), a device, or a dictionary.
-        options: further arguments of `from_pretrained`.
+        dtype: ``auto`` (as stored), one of ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
+        device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate).
 
     Raises:
-        ModelError: there is no such checkpoint, it is incomplete or corrupt, or its kind is not supported.
+        ModelError: there is no such checkpoint, it is incomplete or corrupt, its kind is not supported, or the
+            dtype or the device cannot be used.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    path = str(path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        sees = type(config) in AutoModelForImageTextToText._model_mapping
-        auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        if not sees and type(config) not in AutoModelForCausalLM._model_mapping:
-            raise ModelError(
-                f"{path} holds a {config.model_type} model, which does not generate text from text and images; "
-                "give a language model or a vision-language model."
-            )
+    config = check_checkpoint(path)
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    dtype, device_map = check_dtype(dtype), check_device(device_map)
+    moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
+    with _refusing(path), _unreported():
         model, info = auto.from_pretrained(
-            path,
+            str(path),
             config=config,
-            dtype=_dtype(dtype),
-            device_map=device_map,
+            dtype=dtype,
+            device_map=None if moved else device_map,
             output_loading_info=True,
-            **options,
+            ignore_mismatched_sizes=True,  # told apart below, where they are named
+            trust_remote_code=False,
         )
-    except ModelError:
-        raise
-    except Exception as problem:  # transformers, safetensors and hub raise many kinds
-        raise ModelError(f"Cannot load {path}: {_first_sentence(problem)}") from problem
-    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info.get("mismatched_keys", ()))
-    if missing:
-        raise ModelError(
-            f"The checkpoint {path} is incomplete: {len(missing)} weights are missing, among them {missing[0]}; "
-            "download it again."
-        )
+        if moved:
+            model = model.to(moved)
+    odd = sorted(str(name) for name, *_ in info.get("mismatched_keys", ()))
+    missing = sorted(set(info["missing_keys"]) - set(odd))
+    for names, what in ((missing, "lacks"), (odd, "has the wrong shape for")):
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(
+                f"The checkpoint {path} {what} the weight {names[0]}{others}; download it again, or check that its "
+                "config.json belongs to it."
+            )
     return model
 
 
-def load_target(path: str | Path, **options: Any) -> Target:
-    """A checkpoint behind the adapter; an architecture outside the conformance suite is checked first."""
-    return adapt(load_model(path, **options))
+def check_checkpoint(path: str | Path) -> Any:
+    """The configuration of a checkpoint that can be loaded, as far as can be told without reading weights.
+
+    Raises:
+        ModelError: there is no such checkpoint, files of it are missing or cut short, it needs code of its own,
+            or it is no model that generates text.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    folder = Path(path)
+    if not str(path):
+        raise ModelError("The name of the checkpoint is empty; give a checkpoint folder or a hub id.")
+    if folder.is_dir():
+        _check_files(folder)
+    elif folder.exists():
+        raise ModelError(f"{path} is a file; give the folder that holds the checkpoint's config.json.")
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
+        raise ModelError(f"There is no folder {str(path)!r}; give a checkpoint folder or a hub id.")
+    with _refusing(path):
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    kinds = (AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping)
+    if not any(type(config) in kind for kind in kinds):
+        raise ModelError(
+            f"{path} holds a {config.model_type} model, which does not generate text from text and images; "
+            "give a language model or a vision-language model."
+        )
+    return config
+
+
+def _check_files(folder: Path) -> None:
+    """Raise unless a folder has a configuration and whole weight files."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(
+            f"The folder {folder} has no config.json, so it holds no checkpoint; give the folder that has one."
+        )
+    again = "download the checkpoint again"
+    try:
+        names = {"config.json": json.loads(config.read_text(encoding="utf-8"))}
+        indices = sorted(folder.glob("*.safetensors.index.json"))
+        for index in indices:
+            names |= json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ModelError(f"A JSON file of {folder} is damaged ({problem}); {again}.") from None
+    shards = sorted({str(v) for k, v in names.items() if k != "config.json"})
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ModelError(f"The checkpoint {folder} lacks {shard}, one of its weight files; {again}.")
+    files = [folder / s for s in shards] or sorted(folder.glob("model*.safetensors"))
+    if not files and not any(folder.glob("pytorch_model*")):
+        raise ModelError(f"The checkpoint {folder} has no weights (model.safetensors); {again}.")
+    for file in files:
+        if file.suffix == ".safetensors" and not _is_whole(file):
+            raise ModelError(f"The weight file {file} is damaged or only partly downloaded; {again}.")
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            return False
+        try:
+            header = json.loads(stream.read(length))
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+    return file.stat().st_size == 8 + length + max(ends, default=0)
+
+
+def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """A dtype by name or as it is; ``auto`` stays.
+
+    Raises:
+        ModelError: models do not run in it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        return name
+    if name not in DTYPES:
+        raise ModelError(f"The dtype {name!r} is not one of auto, {', '.join(DTYPES)}; choose one of these.")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def check_device(device_map: Any) -> Any:
+    """A `device_map` as it is, a single device as a torch device.
+
+    Raises:
+        ModelError: there is no such device here, or accelerate is needed and not installed.
+    """
+    if device_map is None:
+        return None
+    if isinstance(device_map, dict) or device_map in SPREADING:
+        if not find_spec("accelerate"):
+            raise ModelError(
+                f"The device map {device_map!r} needs accelerate, which is not installed; run `pip install accelerate`."
+            )
+        return device_map
+    try:
+        if isinstance(device_map, str) and not re.match(r"(cpu|cuda|mps|xpu|hpu|npu)\b", device_map):
+            raise ValueError("no model runs on a device of that name")
+        device = torch.device(device_map)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as problem:
+        raise ModelError(
+            f"The device {device_map!r} cannot be used here ({_first_sentence(problem)}); choose cpu, one that "
+            "`saccade doctor` lists, or auto."
+        ) from None
+    return device
 
 
 def adapt(model: Any) -> Target:
@@ -85,7 +200,10 @@ def draft_dtype(model: Any) -> torch.dtype:
 
 
 def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
-    """Number of leading ids that mean the same to both tokenizers.
+    """Number of leading ids that drafts may consist of: those that both tokenizers have.
+
+    Ids that both give to tokens of their own that were added to the vocabulary (placeholders, control tokens) may
+    differ: such a draft would only be rejected.
 
     Args:
         target, drafter: tokenizers.
@@ -97,24 +215,50 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     """
     ours, theirs = target.get_vocab(), drafter.get_vocab()
     shared = min(len(ours), len(theirs))
-    differ = next((t for t, i in theirs.items() if i < shared and ours.get(t) != i), None)
+    added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())
+    wrong = ((i, t) for t, i in theirs.items() if i < shared and i not in added and ours.get(t) != i)
+    differ, token = min(wrong, default=(None, ""))
     if differ is not None:
+        here = f"id {ours[token]}" if token in ours else "no id"
         raise ModelError(
-            f"The drafter {names[1]} has another tokenizer than the target {names[0]} (token {differ!r} has "
-            f"id {theirs[differ]} there and {ours.get(differ)} here); give a drafter of the same family."
+            f"The drafter {names[1]} has another tokenizer than the target {names[0]} (token {token!r} has "
+            f"id {differ} there and {here} here); give a drafter of the same family."
         )
     return shared
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if isinstance(dtype, str) and dtype != "auto":
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ModelError(f"Unknown dtype {dtype!r}; expected auto, float32, bfloat16 or float16.")
-        return found
-    return dtype
+@contextmanager
+def _refusing(path: str | Path) -> Iterator[None]:
+    """Whatever goes wrong while a checkpoint is read, as one sentence."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as problem:  # transformers, safetensors and hub raise many kinds
+        if "trust_remote_code" in str(problem):
+            raise ModelError(
+                f"The checkpoint {path} needs code of its own, which is never run; give a model whose architecture "
+                "transformers has built in."
+            ) from None
+        raise ModelError(
+            f"The checkpoint {path} cannot be loaded ({_first_sentence(problem)}); give a complete checkpoint that "
+            "this version of transformers knows."
+        ) from problem
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Without transformers' report on missing weights, which are an error here, and on superfluous ones."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _first_sentence(problem: Exception) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0].rstrip(".") + "." if lines else f"{type(problem).__name__}."
+    """The first sentence of a foreign error message, without its full stop."""
+    lines = str(problem).strip().splitlines() or [type(problem).__name__]
+    return re.split(r"\.\s+(?=[A-Z])", lines[0])[0].rstrip(".!:")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from saccade.engine import Request, Run
 from saccade.output import Mark, Output, TreeTrace
-from saccade.text import Detokenizer
+from saccade.text import Detokenizer, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +49,27 @@ class Stream:
         self._streamer = streamer
         self._requests = requests
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Generator[Chunk, None, None]:
         text = Detokenizer(self._tokenizer)
         if self._streamer is not None:
             self._streamer.put(torch.tensor([self._requests[0].prompt.ids]))
-        for step in self._run.steps:
-            piece = text.add(step.tokens[0]) + (text.finish() if step.finished[0] else "")
+        try:
+            for step in self._run.steps:
+                piece = text.add(step.tokens[0]) + (text.finish() if step.finished[0] else "")
+                if self._streamer is not None:
+                    for token in step.tokens[0]:
+                        self._streamer.put(torch.tensor([token]))
+                yield Chunk(piece, step.tokens, step.marks, step.trees)
+        finally:
             if self._streamer is not None:
-                for token in step.tokens[0]:
-                    self._streamer.put(torch.tensor([token]))
-            yield Chunk(piece, step.tokens, step.marks, step.trees)
-        if self._streamer is not None:
-            self._streamer.end()
+                self._streamer.end()  # whoever reads it in another thread must not wait for ever
 
     @property
     def outputs(self) -> list[Output]:
         """One output per row, complete up to the last step taken."""
         outputs = self._run.outputs
         for output in outputs:
-            output.text = self._tokenizer.decode(output.tokens, skip_special_tokens=True)
+            output.text = decode(self._tokenizer, output.tokens)
             output.lossless = self._lossless
         return outputs
 

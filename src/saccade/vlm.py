@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from saccade import methods
+from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
 from saccade.engine import Engine, Request, Session
 from saccade.errors import InputError, MethodError
 from saccade.generation import plan
+from saccade.inputs.families import visual_ids
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.loading import adapt, load_model, shared_vocabulary
+from saccade.loading import adapt, check_checkpoint, check_device, check_dtype, load_model, shared_vocabulary
 from saccade.loading import draft_dtype as best_draft_dtype
 from saccade.stream import Stream
 from saccade.target.adapter import Target
-
-Messages = Sequence[Mapping[str, Any]]
-"""One conversation in Hugging Face's or OpenAI's content-list form."""
-
-Question = str | Messages | Prompt
-"""What one row is asked."""
 
 
 def load(
@@ -63,13 +58,20 @@ def load(
         raise MethodError(
             f"Method {name} needs a drafter; give one with drafter=... (--drafter on the command line)."
         )
-    model, processor = _model_and_processor(target, dtype, device_map)
-    draft_model = draft_processor = None
+    # All that can be wrong is found before gigabytes of weights are read.
+    methods.check_options(name, options)
+    check_device(device_map)
+    for kind in (dtype, draft_dtype or "auto"):
+        check_dtype(kind)
+    processor = _processor(target)
+    draft_processor = None if drafter is None else _processor(drafter)
+    if draft_processor is not None:
+        shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (_name(target), _name(drafter)))
+    model = _model(target, dtype, device_map)
+    draft_model = None
     if drafter is not None:
         place = model.get_input_embeddings().weight.device
-        draft_model, draft_processor = _model_and_processor(
-            drafter, "auto" if draft_dtype is None else draft_dtype, None if place.type == "cpu" else place
-        )
+        draft_model = _model(drafter, draft_dtype or "auto", None if place.type == "cpu" else place)
         if draft_dtype is None:
             draft_model = draft_model.to(best_draft_dtype(draft_model))
     return VLM(
@@ -177,17 +179,17 @@ class VLM:
             num_frames: frames taken of a video file, instead of the checkpoint's own setting.
             fps: frames a second taken of a video file, likewise.
         """
-        batch = _is_batch(prompt)
+        batch = is_batch(prompt)
         questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
         images_of, videos_of = (
-            _per_row(m, len(questions), batch, n) for m, n in ((images, "images"), (videos, "videos"))
+            per_row(m, len(questions), batch, n) for m, n in ((images, "images"), (videos, "videos"))
         )
         if streamer is not None and len(questions) > 1:
             raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
-        seeds = _seeds(seed, len(questions))
+        seeds = seeds_of(seed, len(questions))
         sampling = {"num_frames": num_frames, "fps": fps}
         requests = [
-            self._request(_Asked(q, [load_image(x) for x in i], v, sampling), s)
+            self._request(Asked(q, [load_image(x) for x in i], v, sampling), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
         ]
         decoding = plan(
@@ -210,78 +212,54 @@ class VLM:
         """A conversation whose turns reuse the KV cache of the earlier ones."""
         return Chat(self, system)
 
-    def _request(self, asked: _Asked, seed: int) -> Request:
-        if isinstance(asked.question, Prompt):
-            return Request(asked.question, self._draft_prompt(asked.question, asked), seed)
+    def _request(self, asked: Asked, seed: int) -> Request:
         prompt = asked.prompt(self.processor)
         return Request(prompt, self._draft_prompt(prompt, asked), seed)
 
-    def _draft_prompt(self, prompt: Prompt, asked: _Asked) -> Prompt | None:
-        """The question as the draft model sees it; text only when it has no eyes."""
+    def _draft_prompt(self, prompt: Prompt, asked: Asked) -> Prompt | None:
+        """The question as the draft model sees it; text only when it has no eyes, or others for a ready prompt."""
         if self.draft_model is None or self._draft_processor is None:
             return None
         if methods.get(self.method).needs != "draft model":
             return None
-        sees = self.draft_model.config.model_type != self.draft_model.text_config.model_type
-        if prompt.media and not sees:
-            return self.processor.text_only(prompt)
-        if not prompt.media or isinstance(asked.question, Prompt):
+        if not prompt.media:
             return prompt
+        if isinstance(asked.question, Prompt):
+            alike = _eyes(self.target) == _eyes(self.draft_model)
+            return prompt if alike else self.processor.text_only(prompt)
+        if _eyes(self.draft_model) is None:
+            return self.processor.text_only(prompt)
         return asked.prompt(self._draft_processor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One row as the user gave it, images loaded."""
-
-    question: Question
-    images: Sequence[Any]
-    videos: Sequence[Any]
-    sampling: Mapping[str, Any]
-
-    def prompt(self, processor: InputProcessor) -> Prompt:
-        """The question as one model takes it."""
-        if isinstance(self.question, Prompt):
-            return self.question
-        return processor.prompt(self.question, self.images, self.videos, **self.sampling)
+def _eyes(model: Target) -> Any:
+    """What decides how a model takes a prepared image; None for a language model."""
+    config = model.config
+    if config.model_type == model.text_config.model_type:
+        return None
+    vision = getattr(config, "vision_config", config)
+    sizes = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size")
+    return config.model_type, visual_ids(config), [getattr(vision, name, None) for name in sizes]
 
 
-def _model_and_processor(given: Any, dtype: str | torch.dtype, device_map: Any) -> tuple[Any, InputProcessor]:
+def _processor(given: Any) -> InputProcessor:
     if not isinstance(given, (str, Path)):
-        return given, InputProcessor.load(given.config._name_or_path)
-    model = load_model(given, dtype=dtype, device_map=device_map)
-    return model, InputProcessor.load(str(given))
+        return InputProcessor.load(given.config._name_or_path)
+    check_checkpoint(_path(given))
+    return InputProcessor.load(_path(given))
 
 
-def _name(model: Any) -> str:
-    return str(model.config._name_or_path or type(model).__name__)
+def _model(given: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
+    if not isinstance(given, (str, Path)):
+        return given
+    return load_model(_path(given), dtype=dtype, device_map=device_map)
 
 
-def _is_batch(prompt: Any) -> bool:
-    if isinstance(prompt, (str, Prompt)):
-        return False
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise InputError("The prompt must be a string, a list of messages, or a non-empty list of these.")
-    return not isinstance(prompt[0], Mapping)
+def _path(given: str | Path) -> str:
+    return str(Path(given).expanduser()) if str(given).startswith("~") else str(given)
 
 
-def _per_row(media: Sequence[Any], rows: int, batch: bool, name: str) -> list[Sequence[Any]]:
-    if not batch:
-        return [list(media) if isinstance(media, (list, tuple)) else [media]]
-    if not len(media):
-        return [()] * rows
-    if len(media) != rows or not all(isinstance(m, (list, tuple)) for m in media):
-        raise InputError(
-            f"For a batch of {rows} prompts, {name} must be a list of {rows} lists, one per prompt."
-        )
-    return list(media)
-
-
-def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    if seed is None:
-        seed = int(torch.randint(2**31, ()).item())
-    if isinstance(seed, int):
-        return [seed + b for b in range(rows)]
-    if len(seed) != rows:
-        raise InputError(f"There are {rows} prompts but {len(seed)} seeds; give one seed, or one per prompt.")
-    return list(seed)
+def _name(given: Any) -> str:
+    if isinstance(given, (str, Path)):
+        return str(given)
+    return str(given.config._name_or_path or type(given).__name__)
