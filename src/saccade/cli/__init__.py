@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -13,7 +16,6 @@ app = typer.Typer(
     name="saccade",
     help="Speculative decoding for vision-language models: several times faster, with the same answers.",
     epilog="Start with `saccade demo`; it needs no download. `saccade COMMAND --help` explains each command.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -39,15 +41,39 @@ def _root(
         print(context.get_help())
 
 
-def main() -> None:
-    """Run the command line; what the user got wrong is one sentence on stderr and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, and exit.
+
+    Exit codes: 0; 2 and one sentence on stderr for what the user got wrong; 130 after Ctrl-C; 141 when the
+    reader of a pipe has gone.
+
+    Args:
+        arguments: those of the process when None.
+    """
     try:
-        app()
+        code = app(args=arguments, prog_name="saccade", standalone_mode=False)
+        sys.stdout.flush()
     except SaccadeError as problem:
-        print(f"saccade: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _fail(str(problem))
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
         sys.exit(141)
+    except Exception as problem:
+        if not hasattr(problem, "format_message"):  # typer's own: unknown command, missing option, bad number
+            raise
+        _fail(_usage(problem))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str) -> None:
+    print(f"saccade: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _usage(problem: Any) -> str:
+    """Typer's words on wrong arguments, and where to read the right ones."""
+    words = " ".join(problem.format_message().split()).rstrip(".?")
+    command = problem.ctx.command_path if getattr(problem, "ctx", None) else "saccade"
+    return f"{words}; see `{command} --help`."

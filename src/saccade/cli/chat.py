@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from saccade.cli import options as o
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
+
+if TYPE_CHECKING:
+    from saccade.output import Output
+    from saccade.vlm import VLM
 
 HELP = """\
   /image FILE   show a picture with your next message (may be repeated)
@@ -40,7 +46,7 @@ def chat(
     repetition_penalty: o.RepetitionPenalty = None,
     stop: o.Stop = None,
     seed: o.Seed = None,
-    marks: Annotated[bool, typer.Option("--marks", help="Mark the tokens that the drafter guessed.")] = False,
+    marks: o.Marks = False,
 ) -> None:
     """Talk with a model about images, turn by turn.
 
@@ -48,52 +54,93 @@ def chat(
     """
     decoding = o.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = o.settings(set_)
+    screen.check_media(image or [], [])
     vlm = screen.load_models(
-        target, drafter, method, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
+        target or "pocket",
+        drafter,
+        method,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device_map=device,
+        **settings,
     )
-    talk = vlm.chat(system)
-    media: dict[str, list[str]] = {"image": list(image or []), "video": []}
-    screen.note.print(f"{target} with method {vlm.method}. /help lists commands, /quit leaves.", style="dim")
+    talk = _Talk(vlm, system, image or [], {"seed": seed, **decoding}, marks)
+    screen.note(f"{target} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then has history and cursor keys)
+    while (line := _line()) is not None:
+        try:
+            if line in ("/quit", "/exit"):
+                return
+            talk.take(line)
+        except SaccadeError as problem:
+            screen.note(str(problem), "red")
+
+
+def _line() -> str | None:
+    """What the user types next; None at the end of input."""
     while True:
         try:
-            line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            screen.note("\nCtrl-D leaves.")
+
+
+class _Talk:
+    """The conversation, and the files that go with its next message."""
+
+    def __init__(
+        self, vlm: VLM, system: str | None, images: list[str], options: dict[str, Any], marks: bool
+    ) -> None:
+        self._vlm = vlm
+        self._system = system
+        self._options = options
+        self._marks = marks
+        self._chat = vlm.chat(system)
+        self._images, self._videos = images, list[str]()
+
+    def take(self, line: str) -> None:
+        """Carry out a command, or say the line to the model and show its answer.
+
+        Raises:
+            SaccadeError: there is no such command, a file cannot be used, or the message does not fit; the
+                conversation is as it was before.
+        """
+        name, _, argument = line.partition(" ")
         if not line:
-            continue
-        try:
-            if line.startswith("/"):
-                if line in ("/quit", "/exit"):
-                    return
-                if line == "/reset":
-                    talk, media = vlm.chat(system), {"image": [], "video": []}
-                _command(line, media)
-                continue
-            turn = talk.stream(line, media["image"], media["video"], seed=seed, **decoding)
-            media = {"image": [], "video": []}
-            output = screen.answer(turn, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
-        except SaccadeError as problem:
-            screen.note.print(str(problem), style="red", markup=False)
-            media = {"image": [], "video": []}
-            continue
-        screen.note.print(screen.summary(output, vlm.method), style="dim")
+            return
+        if not line.startswith("/"):
+            screen.note(screen.summary(self._say(line), self._vlm.method))
+        elif name in ("/image", "/video"):
+            self._attach(name, argument.strip().strip("'\""))
+        elif line == "/reset":
+            self._chat = self._vlm.chat(self._system)
+            self._images, self._videos = [], []
+            screen.note("A new conversation.")
+        elif line == "/help":
+            screen.note(HELP)
+        else:
+            raise InputError(f"There is no command {line}; /help lists those that exist.")
 
+    def _say(self, text: str) -> Output:
+        images, videos = self._images, self._videos
+        self._images, self._videos = [], []  # also when they turn out not to fit: or every message would fail
+        turn = self._chat.stream(text, images, videos, **self._options)
+        return screen.answer(turn, screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks))
 
-def _command(line: str, media: dict[str, list[str]]) -> None:
-    """Carry out a slash command."""
-    name, _, argument = line[1:].partition(" ")
-    argument = argument.strip().strip("'\"")
-    if name in media:
-        if not argument:
-            raise InputError(f"/{name} needs a file, such as /{name} photo.jpg.")
-        if name == "image":
-            from saccade.inputs.media import load_image
-
-            load_image(argument)  # say now what is wrong with it, not with the next message
-        media[name].append(argument)
-        screen.note.print(f"{argument} goes with your next message.", style="dim", markup=False)
-    elif name == "help":
-        screen.note.print(HELP)
-    elif name != "reset":
-        raise InputError(f"There is no command /{name}; /help lists those that exist.")
+    def _attach(self, name: str, file: str) -> None:
+        if not file:
+            raise InputError(
+                f"{name} needs a file, such as {name} holiday.{'jpg' if name == '/image' else 'mp4'}."
+            )
+        images, videos = ([file], []) if name == "/image" else ([], [file])
+        screen.check_media(images, videos)  # say now what is wrong with it, not with the next message
+        self._images, self._videos = [*self._images, *images], [*self._videos, *videos]
+        screen.note(f"{file} goes with your next message.")

@@ -30,17 +30,17 @@ def doctor(
     from saccade.cli.screen import out
 
     console = out()
-    console.print(f"python {report['python']} on {report['platform']}")
+    console.print(f"python {report['python']} on {report['platform']}", markup=False, soft_wrap=True)
     for name, version in report["packages"].items():
         why = f"  (optional: {OPTIONAL[name]})" if name in OPTIONAL else ""
-        console.print(f"  {name:<13} {version or 'not installed'}{why}", markup=False)
+        console.print(f"  {name:<13} {version or 'not installed'}{why}", markup=False, soft_wrap=True)
     console.print("devices")
     for device in report["devices"]:
-        console.print(f"  {device}", markup=False)
+        console.print(f"  {device}", markup=False, soft_wrap=True)
     console.print("families (any other decoder of transformers is tried, and checked at load)")
     for name, family in report["families"].items():
         state = "works" if family["works"] else "needs a newer transformers"
-        console.print(f"  {name:<16} {family['name']:<28} {state}", markup=False)
+        console.print(f"  {name:<16} {family['name']:<28} {state}", markup=False, soft_wrap=True)
 
 
 def examine() -> dict[str, Any]:

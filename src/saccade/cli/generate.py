@@ -10,26 +10,14 @@ import typer
 
 from saccade.cli import options as o
 from saccade.cli import screen
+from saccade.errors import InputError
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The question; `-` reads it from standard input.")],
-    target: o.Target,
-    image: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--image", "-i", metavar="FILE", help="Picture to ask about (file or data URI); may be repeated."
-        ),
-    ] = None,
-    video: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--video",
-            "-v",
-            metavar="FILE",
-            help="Video to ask about (needs the video extra); may be repeated.",
-        ),
-    ] = None,
+    target: o.Target = None,
+    image: o.Images = None,
+    video: o.Videos = None,
     num_frames: Annotated[
         int | None, typer.Option(help="Frames taken of a video; by default as the model says.")
     ] = None,
@@ -51,7 +39,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens, marks and statistics.")
     ] = False,
-    marks: Annotated[bool, typer.Option("--marks", help="Mark the tokens that the drafter guessed.")] = False,
+    marks: o.Marks = False,
 ) -> None:
     """Answer one question about images, videos or text.
 
@@ -63,24 +51,29 @@ def generate(
 
     `saccade generate -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -i photo.jpg "Describe it."`
     """
-    question = sys.stdin.read() if prompt == "-" else prompt
+    if target is None:
+        raise InputError(
+            "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
+            "built-in pair."
+        )
+    question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+    if not question.strip():
+        raise InputError(
+            "The question is empty; give it as an argument, or - and write it to standard input."
+        )
     decoding = o.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = o.settings(set_)
+    images, videos = image or [], video or []
+    screen.check_media(images, videos)
     vlm = screen.load_models(
         target, drafter, method, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
     )
-    stream = vlm.stream(question, image or [], video or [], seed=seed, num_frames=num_frames, **decoding)
+    stream = vlm.stream(question, images, videos, seed=seed, num_frames=num_frames, **decoding)
     if as_json:
-        try:
-            with screen.waiting("Generating"):
-                for _ in stream:
-                    pass
-        except KeyboardInterrupt:
-            pass
-        output = stream.output
+        output = screen.finish(stream, lambda _: None)
         print(json.dumps({"target": target, "drafter": drafter, "method": vlm.method, **output.as_dict()}))
     else:
         output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
-        screen.note.print(screen.summary(output, vlm.method), style="dim")
+        screen.note(screen.summary(output, vlm.method))
     if output.finish_reason == "interrupted":
         raise typer.Exit(130)

@@ -22,15 +22,18 @@ def methods(
         }
         print(json.dumps(listed))
         return
+    from rich.markup import escape
+
     from saccade.cli.screen import out
 
     console = out()
     for name, method in METHODS.items():
-        console.print(
-            f"[bold]{name}[/bold]  {'lossless' if method.lossless else 'LOSSY'}, needs {method.needs}"
-        )
-        console.print(f"    {method.summary}")
+        kind = "lossless" if method.lossless else "LOSSY"
+        console.print(f"[bold]{escape(name)}[/bold]  {kind}, needs {method.needs}", soft_wrap=True)
+        lines = [method.summary]
         if method.options:
-            console.print("    options: " + " ".join(f"{k}={v}" for k, v in method.options.items()))
+            lines.append("options: " + " ".join(f"{k}={v}" for k, v in method.options.items()))
         if method.source:
-            console.print(f"    source:  {method.source}")
+            lines.append(f"source:  {method.source}")
+        for line in lines:
+            console.print(f"    {line}", markup=False, soft_wrap=True)

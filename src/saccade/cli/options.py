@@ -9,7 +9,7 @@ import typer
 from saccade.errors import InputError
 
 Target = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--target",
         "-t",
@@ -63,7 +63,8 @@ DeviceMap = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Where the target goes: cpu, cuda, cuda:1, or auto to spread it (needs accelerate).",
+        help="Where the target goes: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
+        "by default a CUDA GPU if there is one.",
         rich_help_panel="Models",
     ),
 ]
@@ -73,13 +74,45 @@ MaxNewTokens = Annotated[
 Sample = Annotated[
     bool, typer.Option("--sample", help="Sample instead of greedy decoding.", rich_help_panel="Decoding")
 ]
-Temperature = Annotated[float | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
-TopP = Annotated[float | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
-TopK = Annotated[int | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
-MinP = Annotated[float | None, typer.Option(help="Implies --sample.", rich_help_panel="Decoding")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Below 1 sharpens, above 1 flattens; implies --sample.", rich_help_panel="Decoding"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep the likeliest tokens up to this mass; implies --sample.", rich_help_panel="Decoding"
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        help="Keep this many of the likeliest tokens; implies --sample.", rich_help_panel="Decoding"
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep tokens at least this likely, relative to the likeliest; implies --sample.",
+        rich_help_panel="Decoding",
+    ),
+]
+Images = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--image", "-i", metavar="FILE", help="Picture to ask about (file or data URI); may be repeated."
+    ),
+]
+Videos = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--video", "-v", metavar="FILE", help="Video to ask about (needs the video extra); may be repeated."
+    ),
+]
+Marks = Annotated[bool, typer.Option("--marks", help="Mark the tokens that the drafter guessed.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Decoding")]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(rich_help_panel="Decoding", help="Above 1 discourages.")
+    float | None, typer.Option(help="Above 1 discourages repetition.", rich_help_panel="Decoding")
 ]
 Stop = Annotated[
     list[str] | None,

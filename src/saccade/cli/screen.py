@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from saccade.chat import Turn
     from saccade.output import Mark, Output
-    from saccade.stream import Chunk
+    from saccade.stream import Chunk, Stream
     from saccade.vlm import VLM
+_notes = Console(stderr=True, highlight=False)
 
-note = Console(stderr=True, highlight=False)
-"""Everything that is not the answer itself goes here."""
+
+def out() -> Console:
+    """The answer's own console."""
+    return Console(file=sys.stdout, highlight=False)
+
+
+def note(words: str, style: str = "dim") -> None:
+    """Say something that is not the answer itself, on stderr."""
+    _notes.print(words, style=style, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A spinner on stderr while something takes long; nothing when stderr is no terminal."""
-    if note.is_terminal:
-        with note.status(what):
+    if _notes.is_terminal:
+        with _notes.status(what):
             yield
     else:
         yield
 
 
+def check_media(images: list[str], videos: list[str]) -> None:
+    """Say what is wrong with files before models are loaded for them.
+
+    Raises:
+        InputError: a file cannot be used.
+    """
+    from saccade.inputs.media import load_image, read_source
+
+    for image in images:
+        load_image(image)
+    for video in videos:
+        read_source(video, "video")
+
+
 def load_models(target: str, drafter: str | None, method: str | None, **options: Any) -> VLM:
-    """`saccade.load` with a waiting sign; `pocket` stands for the built-in pair."""
+    """`saccade.load` with a waiting sign; `pocket` stands for the built-in pair.
+
+    Other models go to the CUDA GPU where there is one, unless ``device_map`` says where.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # of libraries, about what the user of a command cannot change
     with waiting(f"Loading {target}"):
         from transformers.utils import logging
 
@@ -38,12 +70,16 @@ def load_models(target: str, drafter: str | None, method: str | None, **options:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        if target == "pocket":
+        if target == "pocket" and not Path(target).is_dir():
             from saccade import methods, pocket
 
             target = str(pocket.target_path())
             if drafter is None and (method is None or methods.get(method).needs == "draft model"):
                 drafter = str(pocket.draft_path())
+        elif options.get("device_map") is None:
+            import torch
+
+            options["device_map"] = "cuda" if torch.cuda.is_available() else None
         return load(target, drafter, method, **options)
 
 
@@ -59,6 +95,7 @@ class Painter:
         self._text = Detokenizer(tokenizer)
         self._console = console
         self._marked = marked
+        self._colours = bool(console.color_system) and not console.no_color
         self._open = False
 
     def show(self, chunk: Chunk) -> None:
@@ -73,11 +110,11 @@ class Painter:
         """Print what was held back, and end the line."""
         if self._marked:
             self._piece(self._text.finish(), "target")
-        self._put("\n")
+        self._put("›\n" if self._open else "\n")
 
     def _piece(self, text: str, mark: Mark) -> None:
         drafted = mark == "draft"
-        if self._console.color_system:
+        if self._colours:
             self._console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
             return
         if text and drafted != self._open:
@@ -90,38 +127,68 @@ class Painter:
         self._console.file.flush()
 
 
-def answer(stream: Any, painter: Painter) -> Output:
+def answer(stream: Stream | Turn, painter: Painter) -> Output:
     """Print a stream; Ctrl-C ends it with what there is."""
-    chunks = iter(stream)
+    output = finish(stream, painter.show)
+    painter.finish()
+    return output
+
+
+def finish(stream: Stream | Turn, show: Callable[[Chunk], None]) -> Output:
+    """Generate to the end and show every chunk; Ctrl-C ends it with what there is."""
     try:
-        with waiting("Reading the prompt"):
-            first = next(chunks)
-        painter.show(first)
-        for chunk in chunks:
-            painter.show(chunk)
+        with closing(iter(stream)) as chunks:
+            with waiting("Reading the prompt"):
+                first = next(chunks)
+            with _stop_between_steps() as stopped:
+                show(first)
+                for chunk in chunks:
+                    show(chunk)
+                    if stopped():
+                        break
     except KeyboardInterrupt:
         pass
-    painter.finish()
-    output: Output = stream.output
-    return output
+    return stream.output
+
+
+@contextmanager
+def _stop_between_steps() -> Iterator[Callable[[], bool]]:
+    """Lets the first Ctrl-C wait for the step to end, so that caches stay usable; the second one does not wait."""
+    asked = False
+
+    def ask(*_: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def summary(output: Output, method: str) -> str:
     """One line of statistics."""
     stats, times = output.stats, output.stats.times
-    rate = (stats.new_tokens - 1) / times.decode if times.decode > 0 else 0.0
-    parts = [
-        f"{stats.new_tokens} tokens in {times.total:.2f} s",
-        f"{rate:.0f} tokens/s after prefill",
-        f"block efficiency {stats.block_efficiency:.2f}",
-        f"method {method}" + ("" if output.lossless else " (lossy)"),
-        f"ended by {output.finish_reason}",
-    ]
+    parts = [f"{stats.new_tokens} token{'' if stats.new_tokens == 1 else 's'} in {times.total:.2f} s"]
     if stats.reused_tokens:
-        parts.insert(1, f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused")
+        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused")
+    if stats.target_passes and times.decode > 0:
+        parts.append(f"{(stats.new_tokens - 1) / times.decode:.0f} tokens/s after prefill")
+        parts.append(f"block efficiency {stats.block_efficiency:.2f}")
+    parts.append(f"method {method}" + ("" if output.lossless else " (lossy)"))
+    parts.append(_ENDS[output.finish_reason])
     return " · ".join(parts)
 
 
-def out() -> Console:
-    """The answer's own console."""
-    return Console(file=sys.stdout, highlight=False)
+_ENDS = {
+    "eos": "complete",
+    "stop": "ended by a stop string",
+    "length": "cut at --max-new-tokens",
+    "interrupted": "interrupted",
+}
