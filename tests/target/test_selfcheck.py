@@ -14,6 +14,7 @@ from families import FAMILIES, _text
 from saccade.errors import ModelError
 from saccade.target import adapter, cache, masks, selfcheck
 from saccade.target.adapter import Target
+from saccade.target.families import ordinary_ids
 from saccade.target.selfcheck import self_check, tolerance
 
 LATENT = {
@@ -209,7 +210,7 @@ def test_the_check_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ids_with_a_meaning_are_not_used() -> None:
     own = Target(FAMILIES["qwen2_5_vl"].model())
-    ids = selfcheck._ordinary_ids(own, 150)
+    ids = ordinary_ids(own.config, own.vocab_size, 150)
     config = own.config
     special = {config.image_token_id, config.video_token_id, config.vision_start_token_id, 0, 1}
     assert len(set(ids)) == 150
