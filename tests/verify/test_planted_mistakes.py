@@ -1,0 +1,79 @@
+"""Mistakes that make sampling lossy by accident are noticed by the histogram that the right rule passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ManyUniforms, Table, Trial
+from many_rows import LENGTH, LIKELY, ROWS, UNLIKELY, VOCAB, p_of, target, warped_p
+from torch import Tensor
+
+from saccade.draft.policy import Chain, StaticTree
+from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.draft.tree import DraftTree
+from saccade.verify import sampling
+from saccade.verify.rule import Verdict
+from saccade.verify.sampling import Sampling
+
+
+class BonusWithoutTemperature(Sampling):
+    """Draws the token after the path from a distribution of another temperature."""
+
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Any) -> Verdict:
+        verdict = super().judge(tree, scores, uniforms)
+        last = verdict.path.gather(1, verdict.count[:, None])
+        raw = (scores * 0.6).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
+        bonus = sampling.draw(raw.softmax(-1), uniforms.take(1)[:, 0])
+        is_bonus = verdict.count == tree.max_depth
+        return Verdict(verdict.path, verdict.count, torch.where(is_bonus, bonus, verdict.token))
+
+
+def _without_renormalising_q(right: Any) -> Any:
+    def attempt(token: Tensor, u: Tensor, p: Tensor, q: Tensor, open_: Tensor) -> Any:
+        accept, new_p, _ = right(token, u, p, q, open_)
+        rejected = (open_ & ~accept)[:, None]
+        return accept, new_p, torch.where(rejected, q.scatter(1, token[:, None], 0.0), q)
+
+    return attempt
+
+
+def _with_p_unchanged(right: Any) -> Any:
+    def attempt(token: Tensor, u: Tensor, p: Tensor, q: Tensor, open_: Tensor) -> Any:
+        accept, _, new_q = right(token, u, p, q, open_)
+        return accept, p, new_q
+
+    return attempt
+
+
+class GreedyAsDrawn(TopProposer):
+    def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+        return super().children(logits, width)[0], logits.softmax(-1)
+
+
+def planted_p(proposer: Any = None) -> float:
+    uniforms = ManyUniforms(ROWS)
+    proposer = proposer or DrawProposer(lambda x: x, uniforms)  # type: ignore[arg-type]
+    policy = StaticTree([(0,), (1,), (2,), (0, 0), (0, 1)])
+    return p_of(Trial(target(), Table(VOCAB, LENGTH, seed=2), policy, proposer, Sampling(), uniforms))
+
+
+def test_the_setup_of_the_planted_mistakes_is_sound() -> None:
+    assert planted_p() > LIKELY
+
+
+def test_greedy_drafts_verified_as_draws_are_noticed() -> None:
+    assert planted_p(GreedyAsDrawn()) < UNLIKELY
+
+
+@pytest.mark.parametrize("mistake", [_without_renormalising_q, _with_p_unchanged])
+def test_a_wrong_state_after_a_rejected_sibling_is_noticed(
+    mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_try", mistake(sampling._try))
+    assert planted_p() < UNLIKELY
+
+
+def test_a_bonus_token_without_temperature_is_noticed() -> None:
+    assert warped_p("temperature", Chain(2), True, BonusWithoutTemperature()) < UNLIKELY
