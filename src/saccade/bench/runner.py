@@ -114,6 +114,7 @@ class Runner:
         try:
             for question, repeat, order in left:
                 self._group(writer, question, repeat, order)
+            self._report("done")
         finally:
             self.spent.total = time.perf_counter() - started
             writer.close()

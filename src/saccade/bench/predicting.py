@@ -1,0 +1,92 @@
+"""What the papers' formulas say about a run from its own acceptance and step times, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from saccade import theory
+from saccade.bench import metrics
+from saccade.bench.cost import Costs
+from saccade.bench.record import Record, Run
+from saccade.bench.suite import BASELINE
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Speed-ups of decoding alone, over plain decoding.
+
+    Attributes:
+        method: label.
+        draft_cost: T_q / T_p, one drafter step; 0 for methods without a draft model.
+        verify_cost: T_p(n) / T_p(1) for the mean number of tokens n in a verification pass.
+        nodes: mean draft tokens per pass.
+        tabed: TABED Eq. 1 with the measured verification cost.
+        tabed_free: the same as the paper has it, verification costing as much as one token.
+        sage: SAGE Eq. 6, one drafter step per node.
+        lvspec: LVSpec Eq. 3, without the bonus token.
+        measured: median over prompts; None without the baseline.
+    """
+
+    method: str
+    draft_cost: float
+    verify_cost: float
+    nodes: float
+    tabed: float
+    tabed_free: float
+    sage: float
+    lvspec: float
+    measured: float | None
+
+
+def predictions(run: Run) -> list[Predicted]:
+    """One entry per method that drafts; none where step times were not measured."""
+    costs = Costs.of(run.header.costs)
+    if costs is None:
+        return []
+    results = metrics.by_method(run.records)
+    found = []
+    for method in run.header.config["methods"]:
+        label = method["label"]
+        records = [r for r in run.records if r.method == label]
+        if label == BASELINE or not sum(map(metrics.passes, records)):
+            continue
+        drafts = method["needs"] == "draft model"
+        measured = results[label].decode_speedup
+        found.append(
+            _predicted(
+                label,
+                records,
+                steps=method["max_depth"] if drafts else 0,
+                draft_cost=costs.ratio if drafts else 0.0,
+                costs=costs,
+                measured=measured.value if measured else None,
+            )
+        )
+    return found
+
+
+def _predicted(
+    label: str,
+    records: Sequence[Record],
+    *,
+    steps: int,
+    draft_cost: float,
+    costs: Costs,
+    measured: float | None,
+) -> Predicted:
+    passes = sum(map(metrics.passes, records))
+    length = sum(map(metrics.accepted, records)) / passes
+    nodes = sum(r.stats["drafted_tokens"] for r in records) / passes
+    verify_cost = costs.target_seconds(nodes + 1) / costs.target_seconds(1)
+    return Predicted(
+        method=label,
+        draft_cost=draft_cost,
+        verify_cost=verify_cost,
+        nodes=nodes,
+        tabed=theory.speedup(length + 1, steps, draft_cost, verify_cost=verify_cost),
+        tabed_free=theory.speedup(length + 1, steps, draft_cost),
+        sage=theory.speedup_per_node(length, round(nodes), draft_cost),
+        lvspec=theory.speedup_without_bonus(length, steps, draft_cost, verify_cost=verify_cost),
+        measured=measured,
+    )

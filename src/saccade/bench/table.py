@@ -1,0 +1,118 @@
+"""What a run comes to, on one screen; the report has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from saccade.bench import metrics
+from saccade.bench.cost import Costs
+from saccade.bench.metrics import MethodResult
+from saccade.bench.predicting import Predicted, predictions
+from saccade.bench.record import Run
+from saccade.bench.statistics import Estimate
+from saccade.bench.suite import BASELINE
+
+
+def results(run: Run) -> Table:
+    """One line per method over all tasks."""
+    found = metrics.by_method(run.records)
+    scored = any(r.score is not None for r in found.values())
+    table = _table("", "speed-up", "decode only", "tokens/s", "block efficiency", "accepted length", "equal")
+    if scored:
+        table.add_column("score", justify="right")
+        table.add_column("retention", justify="right")
+    for result in found.values():
+        cells = [
+            result.method + ("" if result.lossless else " (lossy)"),
+            _times(result.speedup if result.method != BASELINE else None),
+            _times(result.decode_speedup if result.method != BASELINE else None),
+            _value(result.rate, ".0f"),
+            _value(result.block_efficiency, ".2f"),
+            _value(result.accepted_length, ".2f"),
+            _equal(result),
+        ]
+        if scored:
+            cells.append("-" if result.score is None else f"{result.score:.3f}")
+            cells.append("-" if result.method == BASELINE else _value(result.retention, ".1%"))
+        table.add_row(*cells)
+    return table
+
+
+def predicted(run: Run) -> Table | None:
+    """Measured decoding beside the papers' formulas; None where nothing was drafted."""
+    rows = predictions(run)
+    if not rows:
+        return None
+    table = _table(
+        "decode only", "measured", "TABED Eq. 1", "SAGE Eq. 6", "LVSpec Eq. 3", "T_q/T_p", "T_p(n)/T_p(1)"
+    )
+    for row in rows:
+        table.add_row(*_predicted(row))
+    return table
+
+
+def remarks(run: Run) -> Iterator[str]:
+    """Sentences below the tables: what to know when reading them."""
+    header = run.header
+    repeats, count = header.config["repeats"], len({r.prompt_id for r in run.records})
+    yield (
+        f"{count} prompts x {repeats} repeat{'s' if repeats > 1 else ''}; medians over prompts, paired with plain "
+        "decoding, 95 % bootstrap intervals; taus averaged per block."
+    )
+    costs = Costs.of(header.costs)
+    if costs is not None:
+        passes = ", ".join(f"{n}: {s / costs.target[1]:.2f}" for n, s in costs.target.items() if n > 1)
+        yield f"T_p(1) {1000 * costs.target[1]:.2f} ms at {costs.kv} KV entries; T_p(n)/T_p(1) {passes}."
+    if header.config["sampling"]:
+        yield "Sampled answers: tokens are not compared, they may differ although the distribution is the same."
+    first = next((r for r in run.records if r.lossless and r.equal is False), None)
+    if first is not None and first.difference is not None:
+        d = first.difference
+        yield (
+            f"First difference: {first.method} on {first.prompt_id} at token {d['position']}, {d['ours']} instead of "
+            f"{d['plain']} with logits {d['logits']['ours']} and {d['logits']['plain']} "
+            f"(ties within rounding in {header.models['target']['dtype']})."
+        )
+    for left_out in header.config["missing"]:
+        yield f"Missing: {left_out}"
+    yield from run.problems
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(first, box=None, pad_edge=False)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _predicted(row: Predicted) -> list[str]:
+    measured = "-" if row.measured is None else f"{row.measured:.2f}x"
+    return [
+        row.method,
+        measured,
+        f"{row.tabed:.2f}x",
+        f"{row.sage:.2f}x",
+        f"{row.lvspec:.2f}x",
+        f"{row.draft_cost:.3f}",
+        f"{row.verify_cost:.2f}",
+    ]
+
+
+def _times(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.2f}x"
+    return f"{estimate.value:.2f}x [{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def _value(estimate: Estimate | None, form: str) -> str:
+    return "-" if estimate is None else f"{estimate.value:{form}}"
+
+
+def _equal(result: MethodResult) -> str:
+    if not result.compared:
+        return "-"
+    return "all" if result.equal == result.compared else f"{result.equal}/{result.compared}"

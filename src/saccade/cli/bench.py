@@ -1,0 +1,273 @@
+"""`saccade bench`: fair comparisons that anyone can rerun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from saccade.cli import options as o
+from saccade.cli import screen
+from saccade.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from saccade.bench.preparing import Prepared
+    from saccade.bench.record import Run
+    from saccade.bench.runner import Progress, Spent
+    from saccade.bench.suite import Suite
+
+_SIZES = "Size"
+
+
+def bench(
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            "--suite",
+            "-s",
+            metavar="NAME",
+            help="A built-in suite, or the path of a .toml or .yaml file; without it the built-in ones are listed.",
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            "--methods", metavar="A,B,C", help="Only these: the suite's own labels, or `saccade methods`."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", metavar="A,B,C", help="Only these of the suite's tasks.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Ask your own prompts instead: JSON lines with LLaVA conversations or OpenAI messages.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            help="Where the records go, `runs/NAME` by default. A run that is there goes on if it is the same one, "
+            "else it is an error.",
+        ),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would run and for how long.")] = False,
+    per_task: Annotated[int | None, typer.Option(help="Prompts per task.", rich_help_panel=_SIZES)] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed answers per prompt and method.", rich_help_panel=_SIZES)
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option(help="User turns per conversation.", rich_help_panel=_SIZES)
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel=_SIZES)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the pictures and of sampling.", rich_help_panel=_SIZES)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default as torch chooses.", rich_help_panel=_SIZES)
+    ] = None,
+    target: o.Target = "pocket",
+    drafter: o.Drafter = None,
+    dtype: o.Dtype = "auto",
+    draft_dtype: o.DraftDtype = None,
+    device: o.DeviceMap = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object instead of tables.")
+    ] = False,
+) -> None:
+    """Compare methods with plain decoding: same models, same prompts, methods in turn, every answer recorded.
+
+    Stop at any time: every answer is on disk, and the same command goes on where it stopped. Lossless methods are
+    checked against plain decoding's tokens as they run; in float32 a difference ends the run with exit code 1.
+
+    Examples:
+
+    `saccade bench --suite quick`
+
+    `saccade bench --suite quick --methods chain,prompt-lookup --repeats 3 --out runs/mine`
+
+    `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
+    """
+    if suite is None:
+        _list()
+        return
+    sizes = {
+        "per_task": per_task,
+        "repeats": repeats,
+        "turns": turns,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    chosen = _suite(suite, methods, tasks, data, {k: v for k, v in sizes.items() if v is not None})
+    if threads is not None:
+        import torch
+
+        if threads < 1:
+            raise InputError(f"--threads must be at least 1, not {threads}.")
+        torch.set_num_threads(threads)
+    from saccade.bench.preparing import prepare
+
+    name = target or "pocket"
+    vlm = screen.load_models(name, drafter, None, dtype=dtype, draft_dtype=draft_dtype, device_map=device)
+    prepared = prepare(chosen, vlm, (name, drafter))
+    folder = out or Path("runs") / chosen.name
+    if plan:
+        _plan(prepared, folder)
+    else:
+        run, spent = _run(prepared, folder)
+        _show(run, spent, as_json)
+
+
+def _list() -> None:
+    """The built-in suites."""
+    from saccade.bench import library
+
+    console = screen.out()
+    for name in library.names():
+        suite = library.load(name)
+        console.print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
+        console.print(f"    {suite.title}", markup=False, soft_wrap=True)
+    console.print(
+        "Run one with `saccade bench --suite NAME`; add --plan to see what it would do.", markup=False
+    )
+
+
+def _suite(
+    name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]
+) -> Suite:
+    from saccade.bench import library
+    from saccade.bench.suite import TaskEntry
+
+    suite = library.load(name).with_(**sizes)
+    if data is not None:
+        if tasks is not None:
+            raise InputError("--data replaces the suite's tasks; leave out --tasks.")
+        suite = suite.with_(tasks=(TaskEntry(name=data.stem, file=str(data)),))
+    if methods is not None:
+        suite = library.choose_methods(suite, _names(methods))
+    if tasks is not None:
+        suite = library.choose_tasks(suite, _names(tasks))
+    return suite
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _plan(prepared: Prepared, folder: Path) -> None:
+    from saccade.bench.estimating import estimate
+    from saccade.bench.resuming import begun
+
+    suite, earlier = prepared.suite, begun(folder, prepared)
+    with screen.waiting("Timing one plain answer per task"):
+        expected = estimate(prepared)
+    console = screen.out()
+
+    def line(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    line(f"Suite {suite.name}: {suite.title}")
+    for text in (suite.mirrors and f"Mirrors {suite.mirrors}", suite.note):
+        if text:
+            line(text)
+    line("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
+    for method in prepared.config()["methods"]:
+        options = " ".join(f"{k}={v}" for k, v in method["options"].items())
+        line(f"Method {method['label']}: {method['name']} {options}".rstrip())
+    for reason in prepared.missing:
+        line(f"Missing: {reason}")
+    decoding = " ".join(f"{k}={v}" for k, v in suite.sampling.items()) or "greedy"
+    line(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
+    done = f", {len(earlier.records)} of them there already" if earlier else ""
+    line(
+        f"Records: {expected.answers} in {folder}{done}; {expected.traced} more answers for the report's trees"
+    )
+    line(f"Time: {_duration(expected.seconds)} if every method took as long as plain decoding")
+
+
+def _run(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
+    from saccade.bench.check import Mismatch
+    from saccade.bench.runner import Runner
+
+    with _progress() as update:
+        runner = Runner(prepared, folder, update)
+        try:
+            return runner.run(), runner.spent
+        except Mismatch as problem:
+            print(f"saccade: {problem}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            screen.note(f"Stopped. The answers so far are in {folder}; the same command goes on from there.")
+            raise
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr that is drawn between answers only, so that it takes nothing from what is timed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("")
+
+        def update(progress: Progress) -> None:
+            bar.update(task, completed=progress.done, total=progress.total, description=progress.doing)
+            bar.refresh()
+
+        yield update
+
+
+def _show(run: Run, spent: Spent, as_json: bool) -> None:
+    from saccade.bench import metrics, predicting, table
+
+    if as_json:
+        results = {label: asdict(result) for label, result in metrics.by_method(run.records).items()}
+        predictions = [asdict(p) for p in predicting.predictions(run)]
+        print(json.dumps({"run": str(run.folder), "methods": results, "predictions": predictions}))
+        return
+    console = screen.out()
+    console.print(table.results(run))
+    predicted = table.predicted(run)
+    if predicted is not None:
+        console.print()
+        console.print(predicted)
+    console.print()
+    for remark in table.remarks(run):
+        console.print(remark, markup=False, soft_wrap=True)
+    if spent.total:
+        console.print(
+            f"{_duration(spent.total)}, of which {spent.harness:.1%} was the harness's own.", soft_wrap=True
+        )
+    console.print(
+        f"The run lies in {run.folder}; open it with `saccade report {run.folder}`.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

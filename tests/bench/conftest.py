@@ -1,0 +1,55 @@
+"""A tiny random pair that speaks the pocket world's language, and suites that take a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bench_kit import suite
+
+import saccade
+from saccade.bench.preparing import Prepared, prepare
+from saccade.pocket.train.export import write_folder
+from saccade.pocket.train.models import build
+from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
+from saccade.pocket.train.tokens import train_tokenizer
+
+TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target and of a drafter that is the target's twin but for some noise."""
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = train_tokenizer(quick_recipe())
+    torch.manual_seed(0)
+    model = build(LanguageShape(2, width=64, mlp=96), TOWER, vocabulary=448)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "language_model" in name:
+                weight.mul_(6)  # sharp, so that answers vary and win by more than rounding
+        model.lm_head.weight.mul_(6)
+        model.lm_head.weight[:6] = 0  # special tokens never win against the best of the others
+    write_folder(model, tokenizer, folder / "target")
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.5 * model.lm_head.weight.std() * torch.randn(448, 64))
+    write_folder(model, tokenizer, folder / "draft")
+    return str(folder / "target"), str(folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def vlm(pair: tuple[str, str]) -> saccade.VLM:
+    return saccade.load(*pair, dtype="float32", draft_dtype="float32")
+
+
+@pytest.fixture
+def prepared(vlm: saccade.VLM) -> Callable[..., Prepared]:
+    """Makes a prepared suite; keyword arguments as in `suite`."""
+    return lambda **changes: prepare(suite(**changes), vlm, ("tiny", "tinier"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"

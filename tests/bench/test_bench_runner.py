@@ -1,0 +1,287 @@
+"""The run: what is recorded, in which order, what is noticed, and how it goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from bench_kit import slow, suite, wrong
+
+import saccade
+from saccade.bench import metrics
+from saccade.bench.check import Mismatch, first_difference
+from saccade.bench.cost import Costs
+from saccade.bench.preparing import Prepared, prepare
+from saccade.bench.record import FILE, read
+from saccade.bench.runner import Progress, Runner, balanced
+from saccade.errors import SaccadeError
+
+Prepare = Callable[..., Prepared]
+
+
+def with_method(prepared: Prepared, label: str, vlm: saccade.VLM) -> Prepared:
+    return replace(prepared, methods={**prepared.methods, label: vlm})
+
+
+def test_every_prompt_method_and_repeat_has_one_record(prepared: Prepare, folder: Path) -> None:
+    run = Runner(prepared(methods=["chain", "prompt-lookup"], repeats=2), folder).run()
+    assert len(run.records) == 2 * 3 * 2
+    assert Counter((r.method, r.repeat) for r in run.records) == {
+        (method, repeat): 2 for method in ("plain", "chain", "prompt-lookup") for repeat in (0, 1)
+    }
+    lines = (folder / FILE).read_text().splitlines()
+    assert len(lines) == 1 + len(run.records)
+
+
+def test_a_record_carries_what_a_report_needs(prepared: Prepare, folder: Path) -> None:
+    run = Runner(prepared(methods=["chain"]), folder).run()
+    assert run.header.models["target"]["dtype"] == "float32"
+    assert run.header.environment["torch"]
+    assert run.header.config["methods"][1]["options"] == {"gamma": 5}
+    costs = Costs.of(run.header.costs)
+    assert costs is not None
+    assert {1, 6} <= set(costs.target)
+    for record in run.records:
+        assert "".join(record.pieces) == record.text
+        assert len(record.pieces) == len(record.tokens) == len(record.marks)
+        assert set(record.scores) == {"count", "colour", "shape", "size", "thing", "tally"}
+        assert {"vision", "prefill", "draft_prefill", "draft", "verify", "rest", "inputs"} <= set(
+            record.stats["seconds"]
+        )
+        assert [(folder / "media" / name).is_file() for name in record.media] == [True]
+
+
+def test_lossless_methods_are_compared_and_plain_decoding_is_not(prepared: Prepare, folder: Path) -> None:
+    run = Runner(prepared(methods=["chain"]), folder).run()
+    assert {(r.method, r.equal) for r in run.records} == {("plain", None), ("chain", True)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_every_method_stands_everywhere_and_follows_every_other_equally_often(count: int) -> None:
+    labels = [str(i) for i in range(count)]
+    rows = [balanced(labels, row) for row in range(2 * count)]
+    assert all(sorted(row) == labels for row in rows)
+    assert set(Counter((place, label) for row in rows for place, label in enumerate(row)).values()) == {2}
+    pairs = Counter(pair for row in rows for pair in pairwise(row))
+    assert set(pairs.values()) <= {2}
+    assert len(pairs) == count * (count - 1)
+
+
+def test_a_changed_token_fails_in_float32_and_stays_failed(
+    prepared: Prepare, vlm: saccade.VLM, folder: Path
+) -> None:
+    planted = with_method(prepared(methods=["chain"]), "chain", wrong(vlm.using("chain")))
+    with pytest.raises(
+        Mismatch, match="chain is lossless but differs from plain decoding on scene-"
+    ) as caught:
+        Runner(planted, folder).run()
+    found = [r for r in read(folder).records if r.equal is False]
+    assert len(found) == 1
+    difference = found[0].difference
+    assert difference is not None
+    assert difference["ours"] != difference["plain"]
+    assert difference["logits"]["plain"] > difference["logits"]["ours"]
+    with pytest.raises(Mismatch) as again:
+        Runner(planted, folder).run()
+    assert str(again.value) == str(caught.value)
+
+
+def test_in_bfloat16_a_difference_is_reported_and_the_run_goes_on(
+    pair: tuple[str, str], folder: Path
+) -> None:
+    vlm = saccade.load(*pair, dtype="bfloat16")
+    planted = with_method(prepare(suite(), vlm, ("t", "d")), "chain", wrong(vlm.using("chain")))
+    run = Runner(planted, folder).run()
+    chain = metrics.by_method(run.records)["chain"]
+    assert (chain.equal, chain.compared) == (0, 2)
+    assert all(r.difference for r in run.records if r.method == "chain")
+
+
+def test_lossy_methods_are_scored_and_not_compared(prepared: Prepare, vlm: saccade.VLM, folder: Path) -> None:
+    lossy = wrong(vlm.using("chain"))
+    lossy.lossless = False
+    run = Runner(with_method(prepared(), "chain", lossy), folder).run()
+    records = [r for r in run.records if r.method == "chain"]
+    assert all(r.equal is None and r.scores and not r.lossless for r in records)
+
+
+def test_sampled_answers_are_not_compared_and_repeatable(prepared: Prepare, tmp_path: Path) -> None:
+    runs = [Runner(prepared(sampling={"temperature": 1.0}), tmp_path / name).run() for name in "ab"]
+    assert all(r.equal is None for r in runs[0].records)
+    assert [r.tokens for r in runs[0].records] == [r.tokens for r in runs[1].records]
+
+
+def test_a_slow_method_is_found_slower(prepared: Prepare, vlm: saccade.VLM, folder: Path) -> None:
+    # At least 2 passes of 0.2 s, where the whole answer takes some hundredths of a second.
+    small = prepared(methods=["chain"], max_new_tokens=8, warmup=0)
+    planted = with_method(small, "slow", slow(vlm.using("chain"), 0.2))
+    results = metrics.by_method(Runner(planted, folder).run().records)
+    slow_speedup, chain_speedup = results["slow"].decode_speedup, results["chain"].decode_speedup
+    assert slow_speedup is not None
+    assert chain_speedup is not None
+    assert slow_speedup.value < chain_speedup.value
+    assert results["slow"].shares["draft"] > results["chain"].shares["draft"]
+
+
+def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Path) -> None:
+    run = Runner(prepared(methods=["chain"], trace=1, repeats=2), folder).run()
+    traced = {
+        (r.prompt_id, r.method, r.repeat) for r in run.records if any(len(t["tokens"]) > 1 for t in r.trees)
+    }
+    assert traced == {("scene-0", "chain", 0)}
+    tree = next(r for r in run.records if (r.prompt_id, r.method, r.repeat) in traced).trees[0]
+    assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["pieces"]) == 6
+
+
+def test_progress_reaches_the_total(prepared: Prepare, folder: Path) -> None:
+    seen: list[Progress] = []
+    Runner(prepared(), folder, seen.append).run()
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+    assert (seen[0].done, seen[-1].done, seen[-1].total) == (0, 4, 4)
+
+
+# --------------------------------------------------------------------------- stopping and going on
+
+
+def test_an_interrupted_run_goes_on_without_loss_or_repeat(prepared: Prepare, folder: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Runner(prepared(repeats=2), folder, stop).run()
+    before = (folder / FILE).read_bytes()
+    run = Runner(prepared(repeats=2), folder).run()
+    after = (folder / FILE).read_bytes()
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 1 + len(run.records) == 1 + 8
+
+
+def test_a_killed_run_goes_on_without_loss_or_repeat(
+    pair: tuple[str, str], prepared: Prepare, folder: Path
+) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "import saccade; from bench_kit import suite; from pathlib import Path\n"
+        "from saccade.bench.preparing import prepare; from saccade.bench.runner import Runner\n"
+        f"vlm = saccade.load(*{pair!r}, dtype='float32', draft_dtype='float32')\n"
+        f"prepared = prepare(suite(repeats=200), vlm, ('tiny', 'tinier'))\n"
+        f"Runner(prepared, Path({str(folder)!r})).run()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    try:
+        while process.poll() is None and _lines(folder) < 6:
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    whole = [line for line in (folder / FILE).read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = read(folder).records
+    assert 5 <= len(kept) < 800
+
+    calls: list[str] = []
+    last = len(kept) + 6
+
+    def stop(progress: Progress) -> None:
+        calls.append(progress.doing)
+        if progress.done >= last:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Runner(prepared(repeats=200), folder, stop).run()
+    run = read(folder)
+    assert (folder / FILE).read_bytes().startswith(b"".join(whole))
+    assert [r.key for r in run.records[: len(kept)]] == [r.key for r in kept]
+    keys = [json.loads(line) for line in (folder / FILE).read_text().splitlines() if line.endswith("}")][1:]
+    assert max(Counter((k["prompt_id"], k["method"], k["repeat"]) for k in keys).values()) == 1
+
+
+def _lines(folder: Path) -> int:
+    path = folder / FILE
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def test_a_damaged_record_is_reported_with_its_line_and_asked_again(prepared: Prepare, folder: Path) -> None:
+    complete = Runner(prepared(), folder).run()
+    lines = (folder / FILE).read_text().splitlines()
+    lines[2] = lines[2][:40]
+    (folder / FILE).write_text("\n".join(lines) + "\n")
+    assert read(folder).problems == [
+        f"{folder / FILE}, line 3: not valid JSON (cut off or damaged); skipped."
+    ]
+    run = Runner(prepared(), folder).run()
+    assert {r.key for r in run.records} == {r.key for r in complete.records}
+    assert len(run.problems) == 1
+
+
+def test_a_run_killed_within_its_header_starts_anew(prepared: Prepare, folder: Path) -> None:
+    folder.mkdir()
+    (folder / FILE).write_text('{"kind": "run", "su')
+    assert len(Runner(prepared(), folder).run().records) == 4
+
+
+def test_a_complete_run_is_left_as_it_is(prepared: Prepare, folder: Path) -> None:
+    Runner(prepared(), folder).run()
+    before = (folder / FILE).read_bytes()
+    seen: list[Progress] = []
+    Runner(prepared(), folder, seen.append).run()
+    assert (folder / FILE).read_bytes() == before
+    assert not seen
+
+
+def test_another_configuration_in_the_same_folder_is_refused(prepared: Prepare, folder: Path) -> None:
+    Runner(prepared(), folder).run()
+    with pytest.raises(
+        SaccadeError, match=r"configuration differs \(seed: 0 there, 3 now\); choose another folder"
+    ):
+        Runner(prepared(seed=3), folder).run()
+
+
+def test_a_full_disk_stops_clearly_and_leaves_the_records_intact(prepared: Prepare, folder: Path) -> None:
+    Runner(prepared(per_task=4), folder.with_name("whole")).run()
+    lines = (folder.with_name("whole") / FILE).read_bytes().splitlines(keepends=True)
+    room = sum(map(len, lines[:4])) + len(lines[4]) // 2  # the header, three records and a piece of the next
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        with pytest.raises(
+            SaccadeError, match="the records so far are intact, free some space and run the same"
+        ):
+            Runner(prepared(per_task=4), folder).run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    kept = read(folder).records
+    assert len(kept) in (3, 4)  # the second header may be some digits shorter
+    run = Runner(prepared(per_task=4), folder).run()
+    assert [r.key for r in run.records[: len(kept)]] == [r.key for r in kept]
+    assert len(run.records) == 8
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(prepared: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaccadeError, match="Cannot write records"):
+        Runner(prepared(), tmp_path / "file" / "run").run()
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "position"),
+    [([1, 2], [1, 2], None), ([1, 3], [1, 2], 1), ([1], [1, 2], 1), ([1, 2], [1], 1), ([], [], None)],
+)
+def test_the_first_difference_counts_a_missing_token_too(
+    ours: list[int], plain: list[int], position: int | None
+) -> None:
+    assert first_difference(ours, plain) == position
