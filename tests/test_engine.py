@@ -1,4 +1,4 @@
-"""The loop: where outputs end, what rows owe each other, what is counted, and what it does when a model fails."""
+"""The loop: where outputs end, what rows owe each other, what is counted, and what happens on failure."""
 
 from __future__ import annotations
 
@@ -172,7 +172,6 @@ def test_counts_fit_together(method: str, do_sample: bool) -> None:
     for request, output in zip(requests(), run(method, do_sample=do_sample, eos_token_id=end), strict=True):
         stats = output.stats
         assert stats.prompt_tokens == len(request.prompt)
-        assert stats.reused_tokens == 0
         assert stats.new_tokens == len(output.tokens) == len(output.marks)
         assert stats.new_tokens == stats.accepted_tokens + output.marks.count("target")
         assert sum(stats.accepted_histogram) == stats.target_passes
@@ -190,7 +189,6 @@ def test_counts_fit_together(method: str, do_sample: bool) -> None:
         seconds = stats.times
         assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill
         assert seconds.decode >= seconds.draft + seconds.verify
-        assert seconds.rest >= 0
 
 
 # --------------------------------------------------------------------------- caches and turns
@@ -258,7 +256,7 @@ def test_a_session_survives_an_abandoned_run() -> None:
     assert [o.tokens for o in outputs] == [reference(row) for row in range(3)]
 
 
-# --------------------------------------------------------------------------- when a model fails, or a request does not fit
+# --------------------------------------------------------------------------- failures and refusals
 
 
 @DRAFTING
