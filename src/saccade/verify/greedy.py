@@ -20,14 +20,13 @@ class Greedy:
         return 0
 
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
-        choice = scores.argmax(-1)  # [B, N]
+        choice = scores.max(-1).indices  # [B, N]; argmax would do, but is slow in bfloat16 on CPUs
         if tree.size == 1:
             zeros = torch.zeros_like(choice)
             return Verdict(zeros, zeros[:, 0], choice[:, 0])
         batch = choice.shape[0]
-        wrong = (tree.tokens != choice.gather(1, tree.parents.expand(batch, -1))) | ~tree.valid
-        wrong[:, 0] = False
-        stands = ~(tree.ancestors & wrong[:, None]).any(-1)  # [B, N]: no wrong node on the way down
-        node = torch.where(stands, tree.depth, -1).argmax(1)
-        count = tree.depth.expand(batch, -1).gather(1, node[:, None])[:, 0]
+        right = (tree.tokens == choice.gather(1, tree.parents.expand(batch, -1))) & tree.valid
+        right[:, 0] = True
+        stands = (right[:, None] | ~tree.ancestors).all(-1)  # [B, N]: every node on the way down is right
+        count, node = torch.where(stands, tree.depth, -1).max(1)
         return Verdict(path_to(tree, node), count, choice.gather(1, node[:, None])[:, 0])
