@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class MaskPlan:
         Returns:
             ``[B, 1, Q, K]`` with 0 where allowed and the dtype's minimum elsewhere, or a dictionary of two.
         """
-        seen = visible(allow, lengths, slots)
         if self.window is None:
-            full = additive(seen, dtype)
+            full = additive_over(allow, lengths, slots, dtype)
             return dict.fromkeys(self.kinds, full) if self.kinds else full
+        seen = visible(allow, lengths, slots)
         near = seen & within_window(lengths, depth, allow.shape[1], slots, self.window)
         if not self.kinds:
             return additive(near, dtype)
@@ -52,6 +53,13 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """``[B, Q, K]`` bool to ``[B, 1, Q, K]`` in ``dtype``."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def additive_over(allow: Tensor, lengths: Sequence[int], slots: int, dtype: torch.dtype) -> Tensor:
+    """The additive form of `visible`, made without it where all rows have one length."""
+    if min(lengths) == max(lengths):
+        return pad(additive(allow, dtype).expand(len(lengths), -1, -1, -1), (lengths[0], 0))
+    return additive(visible(allow, lengths, slots), dtype)
 
 
 def visible(allow: Tensor, lengths: Sequence[int], slots: int) -> Tensor:
