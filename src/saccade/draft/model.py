@@ -65,6 +65,7 @@ class ModelDraftSession:
         self._rows = torch.arange(batch, device=drafter.model.device)
         self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._causal: dict[int, tuple[Tensor, Tensor]] = {}
+        self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
 
     def grow(self, capacity: int) -> None:
         self.context.cache.grow(capacity + self._slack)
@@ -85,10 +86,10 @@ class ModelDraftSession:
         last = torch.tensor([max(c - 1, 0) for c in counts], device=tokens.device)
         growth = self._drafter.policy.begin(roots, proposer)
         frontier = growth.expand(self._cut(logits[self._rows, last][:, None]))
-        depths: list[Tensor] = []
+        levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None:
-            depths.append(frontier.tokens.new_full((1, frontier.tokens.shape[1]), frontier.depth - 1))
-            logits = self.context.forward(frontier.tokens, frontier.allow, torch.cat(depths, 1))
+            levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
+            logits = self.context.forward(frontier.tokens, frontier.allow, self._depth(levels))
             frontier = growth.expand(self._cut(logits))
         self.context.cache.drop_pending()
         return growth.tree()
@@ -99,6 +100,13 @@ class ModelDraftSession:
 
     def _cut(self, logits: Tensor) -> Tensor:
         return logits[..., : self._drafter.vocab_size]
+
+    def _depth(self, levels: tuple[tuple[int, int], ...]) -> Tensor:
+        """``[1, F]`` depths of the entries of these levels, each given as (depth, width)."""
+        if levels not in self._depths:
+            depths = [[depth for depth, width in levels for _ in range(width)]]
+            self._depths[levels] = torch.tensor(depths, device=self._drafter.model.device)
+        return self._depths[levels]
 
     def _chain(self, width: int) -> tuple[Tensor, Tensor]:
         if width not in self._causal:
