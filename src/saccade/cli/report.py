@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from saccade.cli import screen
-from saccade.errors import SaccadeError
+from saccade.errors import InputError, SaccadeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from rich.table import Table
+
+    from saccade.bench.compare import Change, Comparison
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders made by `saccade bench`.")]
 
@@ -53,6 +59,117 @@ def report(
     for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
         _write(path, text)
         print(path)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder made by `saccade bench`: before.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one: after.")],
+    absolute: Annotated[
+        bool,
+        typer.Option(
+            "--absolute",
+            help="Judge seconds instead of seconds relative to plain decoding. Then a slower machine shows too.",
+        ),
+    ] = False,
+    level: Annotated[
+        float, typer.Option(help="How sure all verdicts together shall be, between 0.5 and 1.")
+    ] = 0.95,
+    margin: Annotated[
+        float, typer.Option(help="Share of time below which a difference does not count.")
+    ] = 0.02,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fail_if_slower: Annotated[
+        bool, typer.Option("--fail-if-slower", help="Exit with code 1 when a method became slower.")
+    ] = False,
+) -> None:
+    """Say what changed from run A to run B, and whether it is more than noise.
+
+    A method is faster or slower when the whole interval of its time ratio (B over A) lies beyond the margin; the
+    intervals are corrected for the number of methods. Prompts are compared with themselves where both runs asked
+    them.
+
+    Example: `saccade compare runs/before runs/after --fail-if-slower`
+    """
+    if not 0.5 <= level < 1:
+        raise InputError(f"--level must be at least 0.5 and below 1, not {level}.")
+    if not 0 <= margin < 1:
+        raise InputError(f"--margin must be at least 0 and below 1, not {margin}.")
+    from saccade.bench.compare import compare as compare_runs
+    from saccade.bench.record import read
+    from saccade.bench.report.checking import usable
+
+    before, after = usable(read(a)), usable(read(b))
+    _tell([*before.problems, *after.problems])
+    found = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
+    if not found.changes:
+        raise InputError(f"The runs in {a} and {b} have no method in common; there is nothing to compare.")
+    if as_json:
+        print(json.dumps({"a": str(a), "b": str(b), **asdict(found), "slower": found.slower}))
+    else:
+        console = screen.out()
+        console.print(_changes(found))
+        for line in _remarks(found):
+            console.print(line, markup=False, soft_wrap=True)
+    if fail_if_slower and found.slower:
+        raise typer.Exit(1)
+
+
+def _changes(found: Comparison) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("", "verdict", "seconds B/A", *(["relative to plain"] if found.relative else [])):
+        table.add_column(
+            heading, no_wrap=True, justify="right" if "B/A" in heading or " to " in heading else "left"
+        )
+    for change in found.changes:
+        ratios = [change.time, change.relative] if found.relative else [change.time]
+        cells = ["-" if ratio is None else str(ratio) for ratio in ratios]
+        table.add_row(*map(escape, [change.method, change.verdict, *cells]))
+    return table
+
+
+def _answers(change: Change) -> Iterator[str]:
+    """What changed besides time; equal tokens, acceptance and scores are not worth a word."""
+    if change.equal < change.answers:
+        yield f"{change.answers - change.equal} of {change.answers} answers have other tokens"
+    for name, values in (("accepted length", change.accepted_length), ("score", change.score)):
+        if values is not None and values[0] != values[1]:
+            yield f"{name} {values[0]:.3f} in A, {values[1]:.3f} in B"
+
+
+def _remarks(found: Comparison) -> Iterator[str]:
+    """Sentences below the table."""
+    prompts = {(c.prompts, c.paired) for c in found.changes}
+    for count, paired in sorted(prompts):
+        how = "each compared with itself" if paired else "NOT the same in both runs: compared as two samples"
+        yield f"{count} prompts, {how}."
+    measure = (
+        "time per token relative to plain decoding of the same run" if found.relative else "time per token"
+    )
+    yield (
+        f"Judged by {measure}; all verdicts hold together with {found.level:.0%} confidence; differences below "
+        f"{found.margin:.0%} do not count."
+    )
+    alike = [c for c in found.changes if c.answers and not any(_answers(c))]
+    if alike:
+        yield f"Same tokens, acceptance and scores in both runs: {', '.join(c.method for c in alike)}."
+    for change in found.changes:
+        if change not in alike:
+            yield f"{change.method}: {'; '.join(_answers(change)) or 'no answer to the same prompt'}."
+    plain = next((c for c in found.changes if c.verdict == "yardstick" and c.time is not None), None)
+    if plain is not None and plain.time is not None and abs(plain.time.value - 1) > found.margin:
+        yield (
+            f"Plain decoding itself took {plain.time.value:.2f} times as long in B: another machine or load, or code "
+            "that all methods share; --absolute judges seconds."
+        )
+    for run, methods in found.only.items():
+        if methods:
+            yield f"Only in {run}: {', '.join(methods)}."
+    for name, before, after in found.settings:
+        yield f"Differs: {name}: {before} in A, {after} in B."
 
 
 def _tell(problems: Sequence[str]) -> None:
