@@ -10,6 +10,7 @@ import torch
 from bench_kit import suite
 
 import saccade
+from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
 from saccade.pocket.train.export import write_folder
 from saccade.pocket.train.models import build
@@ -17,6 +18,12 @@ from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
 from saccade.pocket.train.tokens import train_tokenizer
 
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def _hasty_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are measured once each: tests ask what is done with them, not what they are."""
+    monkeypatch.setattr(cost, "ROUNDS", 1)
 
 
 @pytest.fixture(scope="session")

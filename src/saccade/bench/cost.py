@@ -18,7 +18,8 @@ from saccade.target.context import Context
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Tokens per pass that are always measured."""
-_ROUNDS = 15
+ROUNDS = 15
+"""Timed passes of every size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[
     context.load(0, prompt)
     calls = {size: _call(context, prompt.ids[-1], size) for size in sizes}
     found: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(_ROUNDS + 2):
+    for turn in range(ROUNDS + 2):
         for size, call in calls.items():
             spent = _timed(call, model.device)
             if turn >= 2:  # the first two find caches and kernels cold

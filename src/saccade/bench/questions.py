@@ -79,6 +79,9 @@ def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
             missing[entry.name] = reason
         else:
             found[entry.name] = _questions(entry, suite.seed)
+            most = max(len(q.turns) for q in found[entry.name])
+            if most < (entry.turns or 1):
+                missing[f"{entry.name}, turn {most + 1}"] = "its conversations are shorter."
     if not found:
         raise SaccadeError(
             f"Suite {suite.name} has nothing to ask: {' '.join(missing.values())} Choose others with --tasks."

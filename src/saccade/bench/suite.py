@@ -27,7 +27,7 @@ class TaskEntry:
         split: of the dataset.
         columns: names of the dataset's columns for ``question``, ``images``, ``videos``, ``reference``, ``id``.
         count: prompts taken; the suite's ``per_task`` when None.
-        turns: user turns asked per conversation; the suite's when None.
+        turns: user turns asked per conversation, if it has that many; the suite's when None.
         optional: left out, and said so, where this version of Saccade does not have the task.
     """
 
@@ -78,7 +78,7 @@ class Suite:
         repeats: timed answers per prompt and method.
         warmup: answers per method before anything counts.
         trace: prompts per task whose draft trees are kept for the report (taken in an extra, untimed answer).
-        turns: user turns asked per conversation.
+        turns: user turns asked per conversation, if it has that many.
         max_new_tokens: longest answer.
         sampling: options such as ``temperature``; empty means greedy decoding.
     """

@@ -1,0 +1,144 @@
+"""`saccade bench`: what it shows, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from bench_kit import wrong
+from typer.testing import CliRunner
+
+import saccade
+from saccade.bench.record import FILE, read
+from saccade.cli import screen
+from saccade.cli.bench import bench
+
+Invoke = Callable[..., Any]
+
+
+@pytest.fixture
+def invoke(vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """Runs the command on the tiny pair, in a folder of its own."""
+    app = typer.Typer()
+    app.command()(bench)
+    monkeypatch.setattr(screen, "load_models", lambda *_, **__: vlm)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> Any:
+        small = ["--per-task", "1", "-n", "8", "--tasks", "scene"] if "--suite" in arguments else []
+        return CliRunner().invoke(app, [*small, *arguments])
+
+    return call
+
+
+def test_without_a_suite_all_are_listed(invoke: Invoke) -> None:
+    result = invoke()
+    assert result.exit_code == 0
+    assert "quick" in result.stdout
+    assert "TABED, Table 1" in result.stdout
+
+
+def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("--suite", "tabed-1", "--plan")
+    assert result.exit_code == 0, result.output
+    assert "Mirrors TABED, Table 1" in result.stdout
+    assert "Method M: chain gamma=5" in result.stdout
+    assert "Missing: " in result.stdout
+    assert "Records: " in result.stdout
+    assert "if every method took as long as plain decoding" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_quick_ends_with_a_table_and_where_the_run_lies(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("--suite", "quick")
+    assert result.exit_code == 0, result.output
+    for words in ("static-tree", "prompt-lookup", "block efficiency", "TABED Eq. 1", "T_p(n)/T_p(1)", "all"):
+        assert words in result.stdout
+    assert "open it with `saccade report runs/quick`" in result.stdout
+    assert len(read(tmp_path / "runs" / "quick").records) == 5
+
+
+def test_json_holds_every_method(invoke: Invoke) -> None:
+    found = json.loads(invoke("--suite", "quick", "--methods", "chain", "--json").stdout)
+    assert set(found["methods"]) == {"plain", "chain"}
+    assert found["methods"]["chain"]["block_efficiency"]["value"] >= 1
+    assert found["predictions"][0]["tabed"] > 0
+    assert found["run"] == "runs/quick"
+
+
+def test_own_prompts_replace_the_tasks(invoke: Invoke, tmp_path: Path) -> None:
+    lines = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(2)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = invoke("--data", "mine.jsonl", "--methods", "chain", "--out", "here", "-s", "quick", "-n", "6")
+    assert result.exit_code == 0, result.output
+    assert {r.task for r in read(tmp_path / "here").records} == {"mine"}
+
+
+def test_a_changed_token_ends_with_exit_code_1(
+    invoke: Invoke, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    using = saccade.VLM.using
+    monkeypatch.setattr(
+        saccade.VLM,
+        "using",
+        lambda self, method, **options: (wrong if method == "chain" else _same)(
+            using(self, method, **options)
+        ),
+    )
+    result = invoke("--suite", "quick", "--methods", "chain")
+    assert result.exit_code == 1
+    assert "chain is lossless but differs from plain decoding" in result.stderr
+    assert [r.equal for r in read(tmp_path / "runs" / "quick").records] == [None, False]
+
+
+def _same(vlm: saccade.VLM) -> saccade.VLM:
+    return vlm
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from saccade.bench import runner
+
+    answered = []
+
+    def ask(*arguments: Any, **options: Any) -> Any:
+        answered.append(arguments)
+        if len(answered) > 5:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    original = runner.ask
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "ask", ask)
+        result = invoke("--suite", "quick", "--methods", "chain", "--repeats", "4")
+    assert result.exit_code == 130
+    assert "the same command goes on from there" in result.stderr
+    kept = (tmp_path / "runs" / "quick" / FILE).read_bytes()
+    assert invoke("--suite", "quick", "--methods", "chain", "--repeats", "4").exit_code == 0
+    assert (tmp_path / "runs" / "quick" / FILE).read_bytes().startswith(kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--suite", "quack"), "There is no suite 'quack'"),
+        (("--suite", "quick", "--methods", "warp"), "there is no method 'warp'"),
+        (("--suite", "quick", "--methods", ","), "No method was given"),
+        (("--suite", "quick", "--repeats", "0"), "repeats must be a whole number of at least 1"),
+        (("--suite", "quick", "--threads", "0"), "--threads must be at least 1"),
+        (("--suite", "quick", "--data", "gone.jsonl"), "leave out --tasks"),
+        (("-s", "quick", "--data", "gone.jsonl"), "Cannot read the prompts in gone.jsonl"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_sentence(
+    invoke: Invoke, arguments: tuple[str, ...], message: str
+) -> None:
+    result = invoke(*arguments)
+    assert isinstance(result.exception, saccade.SaccadeError)
+    assert message in str(result.exception)

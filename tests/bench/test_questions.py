@@ -1,0 +1,244 @@
+"""Prompts of the user: LLaVA conversations, OpenAI messages, datasets; and how answers to them are marked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_kit import suite
+from PIL import Image
+
+import saccade
+from saccade.bench.preparing import prepare
+from saccade.bench.questions import Question, gather, reference_score
+from saccade.bench.runner import Runner
+from saccade.errors import SaccadeError
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A folder with two pictures and a (pretended) video."""
+    for name, colour in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (96, 96), colour).save(tmp_path / name)
+    (tmp_path / "clip.mp4").write_bytes(b"film")
+    return tmp_path
+
+
+def read(folder: Path, *rows: Any, **entry: Any) -> list[Question]:
+    path = folder / "mine.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
+    found, _ = gather(suite(tasks=[{"name": "mine", "file": str(path), **entry}], per_task=8))
+    return found["mine"]
+
+
+LLAVA = {
+    "id": 7,
+    "image": "a.png",
+    "conversations": [
+        {"from": "human", "value": "<image>\nWhat colour?"},
+        {"from": "gpt", "value": "Red."},
+        {"from": "human", "value": "Sure?"},
+        {"from": "gpt", "value": "Yes."},
+    ],
+}
+OPENAI = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "a.png"}},
+                {"type": "text", "text": "What colour?"},
+            ],
+        },
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": "Sure?"},
+    ],
+    "reference": ["yes", "it is"],
+}
+
+
+def test_of_a_llava_conversation_the_first_turn_is_asked(beside: Path) -> None:
+    (question,) = read(beside, LLAVA)
+    assert question.id == "mine-7"
+    (turn,) = question.turns
+    assert turn.text == "What colour?"
+    assert turn.images == (str(beside / "a.png"),)
+    assert [part["type"] for part in turn.messages[0]["content"]] == ["image", "text"]
+    assert len(turn.messages) == 1
+
+
+def test_of_messages_the_last_is_asked_with_all_that_precedes_it(beside: Path) -> None:
+    (question,) = read(beside, OPENAI)
+    (turn,) = question.turns
+    assert [m["role"] for m in turn.messages] == ["system", "user", "assistant", "user"]
+    assert turn.text == "Sure?"
+    assert turn.images == (str(beside / "a.png"),)
+    assert turn.score is not None
+    assert turn.score("Yes!") == {"exact": 1.0, "contains": 1.0}
+
+
+@pytest.mark.parametrize("row", [LLAVA, OPENAI])
+def test_with_more_turns_given_answers_are_left_out(beside: Path, row: Any) -> None:
+    (question,) = read(beside, row, turns=3)
+    assert [turn.text for turn in question.turns] == ["What colour?", "Sure?"]
+    assert not [m for turn in question.turns for m in turn.messages if m["role"] == "assistant"]
+    assert [question.turn_id(i) for i in (0, 1)] == [question.id, f"{question.id}.2"]
+    assert question.turn_task(1) == "mine, turn 2"
+
+
+def test_media_without_a_place_come_first_and_several_keep_their_order(beside: Path) -> None:
+    row = {"images": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "Compare."}]}
+    (question,) = read(beside, row)
+    assert question.turns[0].images == (str(beside / "a.png"), str(beside / "b.png"))
+    film = {"video": "clip.mp4", "conversations": [{"from": "human", "value": "<video>\nWhat happens?"}]}
+    (question,) = read(beside, film)
+    assert question.turns[0].messages[0]["content"][0] == {"type": "video", "video": str(beside / "clip.mp4")}
+
+
+def test_media_may_lie_in_a_folder_of_their_own(beside: Path, tmp_path: Path) -> None:
+    away = tmp_path / "elsewhere"
+    away.mkdir()
+    (question,) = read(away, LLAVA, media=str(beside))
+    assert question.turns[0].images == (str(beside / "a.png"),)
+
+
+def test_only_as_many_lines_as_wanted_are_read(beside: Path) -> None:
+    assert len(read(beside, {**LLAVA, "id": 1}, "", {**LLAVA, "id": 2}, "not json", count=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 1: not valid JSON"),
+        ("[]", "expected an object with either conversations"),
+        ({"text": "hello"}, "expected an object with either conversations"),
+        ({**LLAVA, "messages": []}, "expected an object with either conversations"),
+        ({**LLAVA, "picture": "a.png"}, "unknown key 'picture'"),
+        ({**LLAVA, "image": "gone.png"}, "line 1: the image gone.png does not exist in"),
+        ({**LLAVA, "image": "http://x/a.png"}, "is on the network; download it first"),
+        ({**LLAVA, "image": ["a.png", "b.png"]}, "the text has 1 times <image> but 2 are given"),
+        ({**LLAVA, "image": 3}, "must be the path of a file, not 3"),
+        ({"conversations": [{"from": "robot", "value": "hi"}]}, "unknown speaker 'robot'"),
+        ({"conversations": [{"from": "gpt", "value": "hi"}]}, "nobody asks anything"),
+        ({"conversations": []}, "nobody asks anything"),
+        ({"messages": []}, "list of messages is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "line 1: .*smell"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be the path of a file"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_a_wrong_line_is_an_error_that_names_it(beside: Path, row: Any, message: str) -> None:
+    with pytest.raises(SaccadeError, match=message):
+        read(beside, row)
+
+
+def test_a_missing_file_and_equal_ids_are_errors(beside: Path) -> None:
+    with pytest.raises(SaccadeError, match=r"Cannot read the prompts in .*No such file"):
+        gather(suite(tasks=[{"file": str(beside / "gone.jsonl")}]))
+    with pytest.raises(SaccadeError, match="two prompts have the id 'mine-7'"):
+        read(beside, LLAVA, LLAVA)
+
+
+def test_a_changed_file_is_noticed(beside: Path, vlm: saccade.VLM) -> None:
+    def config() -> Any:
+        entry = {"name": "mine", "file": str(beside / "mine.jsonl")}
+        return prepare(suite(tasks=[entry]), vlm).config()["prompts"]
+
+    read(beside, LLAVA)
+    before = config()
+    read(beside, {**LLAVA, "id": 8})
+    assert config() != before
+
+
+def test_a_conversation_runs_turn_by_turn_from_the_cache(
+    beside: Path, vlm: saccade.VLM, tmp_path: Path
+) -> None:
+    read(beside, LLAVA)
+    entry = {"name": "mine", "file": str(beside / "mine.jsonl")}
+    prepared = prepare(suite(tasks=[entry], turns=2, max_new_tokens=6), vlm)
+    run = Runner(prepared, tmp_path / "run").run()
+    assert [(r.prompt_id, r.task, r.method) for r in run.records] == [
+        ("mine-7", "mine", "plain"),
+        ("mine-7.2", "mine, turn 2", "plain"),
+        ("mine-7", "mine", "chain"),
+        ("mine-7.2", "mine, turn 2", "chain"),
+    ]
+    assert all(r.stats["reused_tokens"] > 0 for r in run.records if r.task == "mine, turn 2")
+    assert all(r.equal for r in run.records if r.method == "chain")
+    assert [len(r.media) for r in run.records] == [1, 0, 1, 0]
+    assert (run.folder / "media" / run.records[0].media[0]).is_file()
+
+
+class Datasets:
+    """Stands for the package `datasets`."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def load_dataset(self, name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+        if name != "someone/something":
+            raise FileNotFoundError(f"Dataset {name} is not there.\nTrace.")
+        return self._rows
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found = [
+        {"ask": f"What is {n}?", "picture": Image.new("RGB", (96, 96)), "label": str(n)} for n in range(3)
+    ]
+    monkeypatch.setitem(sys.modules, "datasets", Datasets(found))  # type: ignore[arg-type]
+    return found
+
+
+def hub(**changes: Any) -> Any:
+    columns = {"question": "ask", "images": "picture", "reference": "label"}
+    entry = {"name": "hub", "dataset": "someone/something", "columns": columns, **changes}
+    return gather(suite(tasks=[entry]))[0]["hub"]
+
+
+def test_a_dataset_is_read_by_its_columns(rows: list[dict[str, Any]]) -> None:
+    first, second = hub()
+    assert (first.id, second.id) == ("hub-0", "hub-1")
+    assert first.turns[0].text == "What is 0?"
+    assert first.turns[0].images == (rows[0]["picture"],)
+    assert first.turns[0].score("0")["exact"] == 1.0
+
+
+def test_what_is_wrong_with_a_dataset_is_said(rows: list[dict[str, Any]]) -> None:
+    with pytest.raises(SaccadeError, match="has no column 'question'; it has ask, picture, label"):
+        hub(columns={})
+    with pytest.raises(SaccadeError, match="unknown column 'answer'"):
+        hub(columns={"answer": "label"})
+    with pytest.raises(
+        SaccadeError, match=r"Cannot load the dataset someone/else \(test\): Dataset .* not there"
+    ):
+        hub(dataset="someone/else")
+    rows.clear()
+    with pytest.raises(SaccadeError, match="is empty"):
+        hub()
+
+
+def test_without_the_package_a_dataset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # type: ignore[arg-type]
+    with pytest.raises(SaccadeError, match="needs the package datasets"):
+        hub()
+
+
+@pytest.mark.parametrize(
+    ("answer", "marks"),
+    [
+        ("Forty-two.", (1.0, 1.0)),
+        ("It is forty-two, I think.", (0.0, 1.0)),
+        ("Forty-twofold", (0.0, 0.0)),
+        ("", (0.0, 0.0)),
+    ],
+)
+def test_references_are_met_without_case_and_punctuation(answer: str, marks: tuple[float, float]) -> None:
+    score = reference_score("forty-two")
+    assert score is not None
+    assert tuple(score(answer).values()) == marks
+    assert reference_score(None) is None

@@ -1,0 +1,168 @@
+"""Suites: built-in ones are sound, and files of the user are read strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench_kit import suite
+
+import saccade
+from saccade.bench import library
+from saccade.bench.preparing import prepare
+from saccade.bench.suite import BASELINE, parse
+from saccade.errors import SaccadeError
+
+MIRRORED = [
+    "quick",
+    "dream-1",
+    "dream-1-sampling",
+    "dream-2",
+    "dream-3",
+    "hivis-1",
+    "hivis-2",
+    "hivis-2-sampling",
+    "hivis-3",
+    "hivis-4",
+    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8)),
+    *(f"sage-{n}" for n in (1, 4, 5, 6)),
+    *(f"tabed-{n}" for n in range(1, 11)),
+]
+
+
+def test_every_paper_has_its_suites_in_reading_order() -> None:
+    assert library.names() == MIRRORED
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_a_built_in_suite_is_read_and_says_what_it_mirrors(name: str) -> None:
+    found = library.load(name)
+    assert found.methods[0].name == BASELINE
+    assert len(found.methods) > 1
+    assert found.title
+    assert (name == "quick") == (not found.mirrors)
+    assert all(m.optional or m.name in saccade.methods.METHODS for m in found.methods)
+
+
+@pytest.mark.parametrize("name", [n for n in MIRRORED if n != "sage-4"])
+def test_what_a_built_in_suite_lacks_is_listed_and_the_rest_is_ready(name: str, vlm: saccade.VLM) -> None:
+    found = library.load(name).with_(per_task=1)
+    prepared = prepare(found, vlm)
+    left_out = len(found.methods) - len(prepared.methods)
+    assert sum(reason.startswith("Method ") for reason in prepared.missing) == left_out
+    assert set(prepared.methods) <= {m.label for m in found.methods}
+    assert prepared.questions
+
+
+def test_an_unknown_suite_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SaccadeError, match="There is no suite 'quack'; expected one of quick, dream-1"):
+        library.load("quack")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": 3}, "unknown key 'prompts'; expected one of max_new_tokens"),
+        ({"tasks": []}, "tasks is missing or empty"),
+        ({"methods": "chain"}, "methods is missing or empty"),
+        ({"tasks": [{"name": "mine"}]}, "needs exactly one of task"),
+        ({"tasks": [{"task": "scene", "file": "a.jsonl"}]}, "needs exactly one of task"),
+        ({"tasks": [{"task": "scene", "color": 1}]}, "unknown key 'color'"),
+        ({"tasks": [{"task": "scene", "count": 0}]}, "count of a task must be a whole number of at least 1"),
+        ({"tasks": ["scene", "scene"]}, "two tasks are called 'scene'"),
+        ({"methods": ["chain", {"name": "chain", "label": "chain"}]}, "two methods are called 'chain'"),
+        ({"methods": [{"gamma": 3}]}, "a method must be a name or a table with one"),
+        ({"repeats": 0}, "repeats must be a whole number of at least 1, not 0"),
+        ({"repeats": True}, "repeats must be a whole number"),
+        ({"per_task": "many"}, "per_task must be a whole number"),
+        ({"sampling": {"beams": 4}}, "unknown key 'beams'"),
+        ({"title": 3}, "title must be text"),
+    ],
+)
+def test_a_wrong_entry_is_an_error_that_names_file_and_key(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(SaccadeError, match=message) as caught:
+        suite(**changes)
+    assert str(caught.value).startswith("small.toml")
+
+
+def test_a_method_takes_options_and_a_label_of_its_own() -> None:
+    found = suite(
+        methods=["plain", {"name": "chain", "gamma": 3}, {"name": "chain", "label": "long", "gamma": 9}]
+    )
+    assert [(m.label, m.options) for m in found.methods] == [
+        ("plain", {}),
+        ("chain-3", {"gamma": 3}),
+        ("long", {"gamma": 9}),
+    ]
+
+
+def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
+    toml, yaml = tmp_path / "mine.toml", tmp_path / "mine.yaml"
+    toml.write_text(
+        'tasks = ["scene"]\nmethods = [{name = "chain", gamma = 3}]\nsampling = {temperature = 0.7}\n'
+    )
+    yaml.write_text("tasks: [scene]\nmethods:\n  - name: chain\n    gamma: 3\nsampling: {temperature: 0.7}\n")
+    assert library.load(str(toml)) == library.load(str(yaml))
+    assert library.load(str(toml)).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.toml", "tasks = [", "is not valid TOML"),
+        ("a.yaml", "tasks: [", "is not valid YAML"),
+        ("a.yaml", "- scene", "holds no table"),
+        ("a.toml", "", "tasks is missing or empty"),
+        ("gone.toml", None, "Cannot read the suite .*No such file"),
+    ],
+)
+def test_an_unreadable_file_is_one_sentence(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SaccadeError, match=message):
+        library.load(str(tmp_path / name))
+
+
+def test_methods_can_be_chosen_by_label_or_by_name() -> None:
+    found = library.choose_methods(library.load("tabed-1"), ["M", "prompt-lookup"])
+    assert [(m.label, m.name) for m in found.methods] == [
+        ("plain", "plain"),
+        ("M", "chain"),
+        ("prompt-lookup", "prompt-lookup"),
+    ]
+
+
+def test_an_unknown_method_or_option_that_is_not_optional_is_an_error(vlm: saccade.VLM) -> None:
+    with pytest.raises(SaccadeError, match="there is no method 'warp'; there are plain, chain"):
+        prepare(suite(methods=["warp"]), vlm)
+    with pytest.raises(SaccadeError, match="method chain has no option beta; its options are: gamma"):
+        prepare(suite(methods=[{"name": "chain", "beta": 3}]), vlm)
+    with pytest.raises(SaccadeError, match="gamma must be at least 1"):
+        prepare(suite(methods=[{"name": "chain", "gamma": 0}]), vlm)
+
+
+def test_an_unknown_task_or_grammar_is_an_error(vlm: saccade.VLM) -> None:
+    with pytest.raises(SaccadeError, match="There is no pocket task 'opera'"):
+        prepare(suite(tasks=["opera"]), vlm)
+    with pytest.raises(SaccadeError, match="has no grammar 'rhyme'"):
+        prepare(suite(tasks=[{"task": "scene", "grammar": "rhyme"}]), vlm)
+
+
+def test_a_suite_of_which_nothing_is_left_says_so(vlm: saccade.VLM) -> None:
+    with pytest.raises(SaccadeError, match="has nothing to ask: There is no pocket task 'opera'"):
+        prepare(suite(tasks=[{"task": "opera", "optional": True}]), vlm)
+
+
+def test_more_turns_than_there_are_is_listed(vlm: saccade.VLM) -> None:
+    assert "Task scene, turn 2: its conversations are shorter." in prepare(suite(turns=2), vlm).missing
+
+
+def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) -> None:
+    first, again, other = (prepare(suite(seed=s), vlm).config()["prompts"] for s in (1, 1, 2))
+    assert first == again != other
+
+
+def test_parse_needs_no_title() -> None:
+    assert parse({"tasks": ["scene"], "methods": ["chain"]}, "mine", "mine.toml").title == "mine"
