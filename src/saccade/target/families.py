@@ -70,7 +70,10 @@ class Family:
 
 
 def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
-    """Fixed ids that the configuration gives no meaning (no image placeholder, no end of sequence), for probing."""
+    """Fixed ids that the configuration gives no meaning (no image placeholder, no end of sequence), for probing.
+
+    A vocabulary that has too few of them repeats them.
+    """
     special: set[int] = set()
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in part.to_dict().items():
@@ -78,4 +81,5 @@ def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
                 special.update(value if isinstance(value, list) else [value])
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(vocab_size, generator=generator)[: count + len(special)]
-    return [i for i in shuffled.tolist() if i not in special][:count]
+    ordinary = [i for i in shuffled.tolist() if i not in special] or shuffled.tolist()
+    return [ordinary[i % len(ordinary)] for i in range(count)]

@@ -35,7 +35,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution; a token of weight zero is never drawn.
 
     Args:
-        weights: ``[R, V]`` non-negative, not necessarily normalised; an all-zero row gives the last token.
+        weights: ``[R, V]`` non-negative, not necessarily normalised; an all-zero row gives token 0.
         uniform: ``[R]`` in [0, 1).
 
     Returns:
@@ -44,4 +44,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     wanted = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
+    index = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[1] - 1)
+    # A parallel sum may not be monotone in its last bits; the likeliest token stands in for one of weight zero.
+    index = torch.where(weights.gather(1, index) > 0, index, weights.argmax(-1, keepdim=True))
+    return index[:, 0]
