@@ -145,8 +145,10 @@ class Target:
         count = tokens.shape[1]
         slots = cache.writing_nodes(count)
         mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype)
-        lengths = torch.tensor(cache.lengths, device=self.device)[:, None]
-        positions = lengths + deltas + depth[:, depth.shape[1] - count :]
+        lengths: int | Tensor = cache.lengths[0]
+        if min(cache.lengths) != max(cache.lengths):
+            lengths = torch.tensor(cache.lengths, device=self.device)[:, None]
+        positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
         if self._rope_index is not None:
             positions = positions.expand(3, -1, -1)
         if self.is_lean and isinstance(mask, Tensor):
