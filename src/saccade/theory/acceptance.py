@@ -1,0 +1,177 @@
+"""From acceptance probabilities to accepted lengths, and back.
+
+Accepted length counts the draft tokens that one verification pass accepts; block efficiency counts the tokens
+that it emits, which is one more (correction or bonus).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from saccade.theory import domain
+
+_HALVINGS = 200
+"""Bisection of [0, 1] has reached neighbouring floats long before."""
+
+
+def accepted_length(acceptance: float, gamma: int) -> float:
+    """Expected accepted length of a chain whose tokens are accepted independently and alike.
+
+    Source: Leviathan et al. 2023, Eq. 1, less the bonus token; LVSpec, Appendix A.2, Eq. 14; SAGE, Eq. 32.
+
+    Args:
+        acceptance: alpha, the probability that one draft token is accepted when it is reached.
+        gamma: draft tokens per pass.
+
+    Returns:
+        ``alpha + alpha^2 + ... + alpha^gamma``, in tokens.
+
+    Raises:
+        ValueError: alpha is no probability, or gamma is negative.
+    """
+    return chain_accepted_length([acceptance] * domain.count("draft length gamma", gamma))
+
+
+def block_efficiency(acceptance: float, gamma: int) -> float:
+    """Expected tokens per verification pass of such a chain, bonus token included.
+
+    Source: Leviathan et al. 2023, Eq. 1: ``(1 - alpha^(gamma + 1)) / (1 - alpha)``.
+
+    Raises:
+        ValueError: as `accepted_length`.
+    """
+    return accepted_length(acceptance, gamma) + 1
+
+
+def chain_accepted_length(by_depth: Sequence[float]) -> float:
+    """Expected accepted length of a chain whose acceptance differs by depth.
+
+    Source: SAGE, Appendix A.3, Eq. 30: the sum over depths of the product of the acceptances so far.
+
+    Args:
+        by_depth: entry d - 1 is the probability that depth d is accepted when depth d - 1 was (what
+            `saccade.Stats.acceptance_by_depth` measures).
+
+    Raises:
+        ValueError: an entry is no probability.
+    """
+    total, reached = 0.0, 1.0
+    for each in by_depth:
+        reached *= domain.probability("acceptance", each)
+        total += reached
+    return total
+
+
+def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequence[float]]) -> float:
+    """Expected accepted length of a draft tree.
+
+    At most one child of a node is accepted, so siblings exclude each other, and a node is accepted with the
+    product of the probabilities along its path. The sum of that over all nodes is the expected length.
+
+    Args:
+        paths: one per node below the root: the ranks of the children that lead to it, as in
+            `saccade.draft.policy.SPECVLM_TREE`.
+        by_depth: ``by_depth[d - 1][r]`` is the probability that the child of rank r is the accepted one at
+            depth d, when its parent was accepted. Each row sums to at most 1.
+
+    Raises:
+        ValueError: a node lacks its parent or occurs twice, a path has no acceptance in the table, or a row
+            is no set of exclusive probabilities.
+    """
+    rows = exclusive_rows(by_depth)
+    nodes = {tuple(path) for path in paths}
+    if len(nodes) != len(paths):
+        raise ValueError("Every path of the tree must occur once, but one occurs twice.")
+    total = 0.0
+    for node in nodes:
+        if not node:
+            raise ValueError("The root must not be among the paths; they name the nodes below it.")
+        if len(node) > 1 and node[:-1] not in nodes:
+            raise ValueError(f"The tree has the node {node} but not its parent {node[:-1]}.")
+        reached = 1.0
+        for depth, rank in enumerate(node):
+            if depth >= len(rows) or not 0 <= rank < len(rows[depth]):
+                raise ValueError(
+                    f"The table of acceptances has no entry for rank {rank} at depth {depth + 1}."
+                )
+            reached *= rows[depth][rank]
+        total += reached
+    return total
+
+
+def exclusive_rows(by_depth: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The table of acceptances by depth and rank, checked.
+
+    Raises:
+        ValueError: an entry is no probability, or a row sums to more than 1 (plus rounding).
+    """
+    rows = [[domain.probability("acceptance", each) for each in row] for row in by_depth]
+    for depth, row in enumerate(rows, start=1):
+        if sum(row) > 1 + 1e-9:
+            raise ValueError(
+                f"Siblings exclude each other, so the acceptances at depth {depth} must sum to at most 1, "
+                f"not {sum(row)}."
+            )
+    return rows
+
+
+def decaying_acceptance(first: float, decay: float, depth: int) -> list[float]:
+    """Acceptance that falls by a constant factor per depth: ``first * decay^(d - 1)``.
+
+    With `chain_accepted_length` this is SAGE's Theorem 4.6 (Assumption 4.5, Eq. 15).
+
+    Raises:
+        ValueError: `first` or `decay` lies outside 0 to 1, or depth is negative.
+    """
+    domain.probability("first acceptance", first)
+    domain.probability("decay", decay)
+    return [first * decay**level for level in range(domain.count("depth", depth))]
+
+
+def fit_acceptance(histogram: Sequence[int], gamma: int) -> float:
+    """The alpha that makes a histogram of accepted lengths most likely, for a chain of fixed gamma.
+
+    Every accepted token is a success; every pass that ended before gamma is one failure; a pass that accepted
+    all gamma tokens ended without one. The estimate is successes over trials.
+
+    Args:
+        histogram: entry a counts the passes in which a draft tokens were accepted
+            (`saccade.Stats.accepted_histogram`).
+        gamma: draft tokens per pass.
+
+    Raises:
+        ValueError: the histogram is empty, has a negative count, or counts lengths above gamma.
+    """
+    domain.count("draft length gamma", gamma, 1)
+    counts = [domain.count("number of passes", each) for each in histogram]
+    if any(counts[gamma + 1 :]):
+        raise ValueError(f"The histogram counts passes that accepted more than gamma = {gamma} tokens.")
+    if not sum(counts):
+        raise ValueError("The histogram must count at least one pass.")
+    successes = sum(a * n for a, n in enumerate(counts))
+    return successes / (successes + sum(counts[:gamma]))
+
+
+def acceptance_of_length(length: float, gamma: int) -> float:
+    """The alpha at which a chain of gamma tokens has this expected accepted length.
+
+    Inverse of `accepted_length`, for papers that report only tau. (LVSpec, Appendix E, reads ``1 - tau / K``
+    as the failure rate instead. That is the share of drafted tokens that are lost, not the rate at which one
+    token fails: tau 3.41 of K = 10 means a failure rate of 21 %, not 65.9 %.)
+
+    Raises:
+        ValueError: gamma is below 1, or the length is not between 0 and gamma.
+    """
+    domain.count("draft length gamma", gamma, 1)
+    if not 0 <= length <= gamma:
+        raise ValueError(f"The accepted length must lie between 0 and gamma = {gamma}, not {length}.")
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        if accepted_length(middle, gamma) < length:
+            low = middle
+        else:
+            high = middle
+    return high if length > 0 else 0.0

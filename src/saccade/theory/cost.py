@@ -1,0 +1,135 @@
+"""From block efficiency and costs to speed-up over plain decoding.
+
+All costs are in units of T_p(1), one target pass over one token, which is what plain decoding pays per token.
+A verification cost ``T_p(n) / T_p(1)`` is that of a target pass over n tokens: the root and n - 1 draft tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+
+from saccade.theory import domain
+from saccade.theory.acceptance import acceptance_of_length
+
+VerifyCost = Callable[[int], float]
+"""Takes n, tokens in a target pass with the root counted, and gives ``T_p(n) / T_p(1)``."""
+
+
+def free_verification(tokens: int) -> float:
+    """A pass over several tokens costs what a pass over one costs.
+
+    TABED's approximation (Section 3, and Remark 1: within 5 % up to gamma 7 on its hardware).
+    """
+    domain.count("number of tokens", tokens, 1)
+    return 1.0
+
+
+def cost_curve(points: Mapping[int, float]) -> VerifyCost:
+    """A verification cost from measured points, linear between them.
+
+    One token costs 1 by definition. Past the last point the last slope goes on, but never falls.
+
+    Args:
+        points: tokens in the pass (root included) to ``T_p(n) / T_p(1)``.
+
+    Raises:
+        ValueError: a point has fewer than 1 token, a cost that is not positive, or one token does not cost 1.
+    """
+    known = {1: 1.0}
+    for tokens, cost in points.items():
+        known[domain.count("number of tokens", tokens, 1)] = domain.positive("verification cost", cost)
+    if known[1] != 1:
+        raise ValueError(f"A pass over one token costs 1 by definition, not {known[1]}.")
+    places = sorted(known)
+
+    def cost_of(tokens: int) -> float:
+        domain.count("number of tokens", tokens, 1)
+        if tokens in known:
+            return known[tokens]
+        if len(places) == 1:
+            return 1.0
+        right = min(bisect_left(places, tokens), len(places) - 1)
+        a, b = places[right - 1], places[right]
+        slope = (known[b] - known[a]) / (b - a)
+        if tokens > b:
+            return known[b] + max(slope, 0.0) * (tokens - b)
+        return known[a] + slope * (tokens - a)
+
+    return cost_of
+
+
+def speedup(
+    block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0
+) -> float:
+    """Expected speed-up: tokens per pass over what the pass and its draft cost.
+
+    Source: TABED, Section 3, Eq. 1, which has 1 for the last term; ``2.29 / (5 * 0.063 + 1) = 1.74`` is its
+    own check value (Appendix G.1).
+
+    Args:
+        block_efficiency: expected tokens per verification pass, bonus token included.
+        draft_passes: drafter steps per verification pass: gamma of a chain, the depth of a tree.
+        draft_cost: ``T_q / T_p``, one drafter step.
+        verify_cost: ``T_p(gamma + 1) / T_p(1)`` (for a tree, its nodes + 1).
+
+    Raises:
+        ValueError: the block efficiency is below 1, or a cost is negative or not finite.
+    """
+    if domain.positive("block efficiency", block_efficiency) < 1:
+        raise ValueError(f"The block efficiency must be at least 1, not {block_efficiency}.")
+    return block_efficiency / _pass_cost(draft_passes, draft_cost, verify_cost)
+
+
+def speedup_per_node(accepted_length: float, nodes: int, draft_cost: float) -> float:
+    """SAGE's estimate for trees, which charges one drafter step per node.
+
+    Source: SAGE, Section 2.2, Eq. 6, with its costs in units of the target's (as written it has the dimension
+    of tokens over time, not of a speed-up). A drafter that decodes level by level pays for the depth, not for
+    the nodes: `speedup` with ``draft_passes=depth`` is nearer to that.
+
+    Args:
+        accepted_length: expected accepted draft tokens per pass.
+        nodes: of the tree, the root not counted.
+        draft_cost: ``c_d / c_t``.
+
+    Raises:
+        ValueError: an argument is negative or not finite.
+    """
+    return (domain.ratio("accepted length", accepted_length) + 1) / _pass_cost(nodes, draft_cost, 1.0)
+
+
+def speedup_without_bonus(
+    accepted_length: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0
+) -> float:
+    """LVSpec's estimate, which leaves out the correction or bonus token that every pass emits.
+
+    Source: LVSpec, Section 2.2, Eq. 3. It is lower than `speedup` by the factor ``tau / (tau + 1)``, and 0 for
+    a drafter whose every token is rejected.
+
+    Raises:
+        ValueError: an argument is negative or not finite.
+    """
+    cost = _pass_cost(draft_passes, draft_cost, verify_cost)
+    return domain.ratio("accepted length", accepted_length) / cost
+
+
+def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> float | None:
+    """The acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays.
+
+    Returns:
+        alpha; 0 when it pays always, None when it does not pay even if every token is accepted.
+
+    Raises:
+        ValueError: gamma is below 1, or a cost is negative or not finite.
+    """
+    domain.count("draft length gamma", gamma, 1)
+    needed = _pass_cost(gamma, draft_cost, verify_cost) - 1
+    if needed > gamma:
+        return None
+    return acceptance_of_length(max(needed, 0.0), gamma)
+
+
+def _pass_cost(draft_passes: int, draft_cost: float, verify_cost: float) -> float:
+    drafting = domain.count("number of draft passes", draft_passes) * domain.ratio("draft cost", draft_cost)
+    return drafting + domain.positive("verification cost", verify_cost)

@@ -1,0 +1,76 @@
+"""What to expect of a draft chain, in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saccade.theory import domain
+from saccade.theory.acceptance import accepted_length
+from saccade.theory.cost import VerifyCost, break_even, free_verification, speedup
+from saccade.theory.memory import verified_per_token
+from saccade.theory.shape import BestGamma, best_gamma
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a chain of gamma draft tokens is expected to bring.
+
+    Attributes:
+        acceptance: alpha that was given.
+        gamma: that was given.
+        draft_cost: ``T_q / T_p`` that was given.
+        verify_cost: ``T_p(gamma + 1) / T_p(1)``.
+        accepted_length: draft tokens accepted per pass.
+        block_efficiency: tokens emitted per pass.
+        speedup: over plain decoding; below 1 means slower.
+        verified_per_token: target positions computed per token emitted.
+        break_even: alpha at which this gamma is as fast as plain decoding; None when it never is.
+        best: the best gamma, and its speed-up.
+    """
+
+    acceptance: float
+    gamma: int
+    draft_cost: float
+    verify_cost: float
+    accepted_length: float
+    block_efficiency: float
+    speedup: float
+    verified_per_token: float
+    break_even: float | None
+    best: BestGamma
+
+
+def predict(
+    acceptance: float,
+    gamma: int,
+    draft_cost: float,
+    *,
+    verify_cost: VerifyCost = free_verification,
+    longest: int = 32,
+) -> Prediction:
+    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best.
+
+    Args:
+        acceptance: alpha, the probability that one draft token is accepted when it is reached.
+        gamma: draft tokens per pass, at least 1.
+        draft_cost: ``T_q / T_p``, one drafter step over one plain target step.
+        verify_cost: ``T_p(n) / T_p(1)`` by n, tokens in the pass with the root counted (see `cost_curve`).
+        longest: largest gamma tried as the best.
+
+    Raises:
+        ValueError: an argument lies outside its domain.
+    """
+    length = accepted_length(acceptance, domain.count("draft length gamma", gamma, 1))
+    cost = verify_cost(gamma + 1)
+    return Prediction(
+        acceptance=acceptance,
+        gamma=gamma,
+        draft_cost=draft_cost,
+        verify_cost=cost,
+        accepted_length=length,
+        block_efficiency=length + 1,
+        speedup=speedup(length + 1, gamma, draft_cost, verify_cost=cost),
+        verified_per_token=verified_per_token(gamma, length),
+        break_even=break_even(gamma, draft_cost, verify_cost=cost),
+        best=best_gamma(acceptance, draft_cost, verify_cost=verify_cost, longest=longest),
+    )
