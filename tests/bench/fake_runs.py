@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -124,7 +125,7 @@ class Prompt:
     task: str
     hostile: bool
 
-    @property
+    @cached_property
     def tokens(self) -> list[int]:
         rng = Random(f"answer/{self.name}")
         return [rng.randrange(len(WORDS)) for _ in range(rng.randint(30, 60))]

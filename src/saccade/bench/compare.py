@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 import numpy as np
@@ -155,7 +155,6 @@ def _change(
         verdict = bar.verdict(relative, prompts)
     tokens = {(r.prompt_id, r.repeat): r.tokens for r in before if r.prompt_id in same}
     pairs = [(r.tokens, tokens[key]) for r in after if (key := (r.prompt_id, r.repeat)) in tokens]
-    results = [metrics.by_method(records)[method] for records in (before, after)]
     return Change(
         method=method,
         verdict=verdict,
@@ -165,8 +164,8 @@ def _change(
         relative=relative,
         answers=len(pairs),
         equal=sum(x == y for x, y in pairs),
-        accepted_length=_both([r.accepted_length.value if r.accepted_length else None for r in results]),
-        score=_both([r.score for r in results]),
+        accepted_length=_both(_accepted_length, before, after),
+        score=_both(_score, before, after),
     )
 
 
@@ -209,9 +208,21 @@ def _estimate(
     return Estimate(math.exp(value), math.exp(float(low)), math.exp(float(high)))
 
 
-def _both(values: Sequence[float | None]) -> tuple[float, float] | None:
-    first, second = values
+def _both(
+    measure: Callable[[Sequence[Record]], float | None], before: Sequence[Record], after: Sequence[Record]
+) -> tuple[float, float] | None:
+    first, second = measure(before), measure(after)
     return None if first is None or second is None else (first, second)
+
+
+def _accepted_length(records: Sequence[Record]) -> float | None:
+    passes = sum(map(metrics.passes, records))
+    return sum(map(metrics.accepted, records)) / passes if passes else None
+
+
+def _score(records: Sequence[Record]) -> float | None:
+    scores = [score for record in records if (score := metrics.mean_score(record)) is not None]
+    return fmean(scores) if scores else None
 
 
 def _by_method(records: Sequence[Record]) -> dict[str, list[Record]]:

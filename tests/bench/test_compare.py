@@ -1,0 +1,147 @@
+"""Two runs side by side: noise is no difference, a planted slowdown is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fake_runs import make_run, write_run
+from typer.testing import CliRunner
+
+from saccade.bench.compare import Comparison, compare
+from saccade.bench.record import Run
+from saccade.cli import report as command
+from saccade.errors import SaccadeError
+
+SOME = ["plain", "chain", "dynamic-tree", "lvspec"]
+
+app = typer.Typer()
+app.command("compare")(command.compare)
+app.callback()(lambda: None)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[Run, Run]]:
+    """Twenty pairs of runs of one configuration, each run on a machine with its own load."""
+    return [(make_run(seed=2 * i, methods=SOME), make_run(seed=2 * i + 1, methods=SOME)) for i in range(20)]
+
+
+def verdicts(found: Comparison) -> dict[str, str]:
+    return {change.method: change.verdict for change in found.changes}
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_two_runs_of_one_configuration_do_not_differ_in_19_of_20(
+    pairs: list[tuple[Run, Run]], relative: bool
+) -> None:
+    found = [verdicts(compare(a, b, relative=relative)) for a, b in pairs]
+    assert sum(set(v.values()) <= {"no difference", "yardstick"} for v in found) >= 19
+
+
+def test_a_machine_that_is_slower_as_a_whole_makes_no_method_slower() -> None:
+    every = dict.fromkeys(["plain", "chain", "dynamic-tree", "prompt-lookup", "lvspec", "fly"], 1.3)
+    a, b = make_run(seed=1), make_run(seed=2, slower=every)
+    assert set(verdicts(compare(a, b)).values()) == {"no difference", "yardstick"}
+    assert set(verdicts(compare(a, b, relative=False)).values()) == {"slower"}
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_planted_slowdown_of_10_percent_is_found_and_only_there(relative: bool) -> None:
+    found = []
+    for seed in range(3):
+        a = make_run(seed=seed, prompts=24, methods=SOME)
+        b = make_run(seed=100 + seed, prompts=24, methods=SOME, slower={"chain": 1.1, "lvspec": 1 / 1.1})
+        found.append(verdicts(compare(a, b, relative=relative)))
+    assert [v["chain"] for v in found] == ["slower"] * 3
+    assert [v["lvspec"] for v in found] == ["faster"] * 3
+    assert {v["dynamic-tree"] for v in found} == {"no difference"}
+
+
+def test_the_ratio_is_that_which_was_planted() -> None:
+    a = make_run(seed=1, noise=0, drift=0, methods=["plain", "chain"])
+    b = make_run(seed=1, noise=0, drift=0, methods=["plain", "chain"], slower={"chain": 1.5})
+    change = compare(a, b).changes[1]
+    assert change.relative is not None
+    assert change.relative.value == pytest.approx(1.5, rel=1e-4)  # the records keep microseconds
+
+
+def test_other_prompts_are_compared_as_two_samples() -> None:
+    a, b = make_run(seed=1), make_run(seed=2, first_prompt=100)
+    found = compare(a, b)
+    assert not any(change.paired for change in found.changes)
+    assert {change.answers for change in found.changes} == {0}
+    assert "slower" not in verdicts(found).values()
+
+
+def test_a_prompt_whose_words_changed_is_another_prompt() -> None:
+    a, b = make_run(seed=1), make_run(seed=2, hostile=True)
+    assert {change.prompts for change in compare(a, b).changes} == {11}
+
+
+def test_a_few_prompts_are_too_few_for_a_verdict() -> None:
+    a, b = make_run(seed=1, prompts=3), make_run(seed=2, prompts=3, slower={"chain": 2.0})
+    assert verdicts(compare(a, b))["chain"] == "too few prompts"
+
+
+def test_runs_without_plain_decoding_are_judged_by_seconds() -> None:
+    a, b = make_run(seed=1, methods=["chain"]), make_run(seed=2, methods=["chain"], slower={"chain": 1.3})
+    found = compare(a, b)
+    assert not found.relative
+    assert verdicts(found) == {"chain": "slower"}
+
+
+def test_settings_methods_and_tokens_that_differ_are_named() -> None:
+    a, b = make_run(seed=1), make_run(seed=1, methods=["plain", "chain"])
+    b.header.environment["torch"] = "2.14.0"
+    b.records[-1].tokens[3] += 1
+    found = compare(a, b)
+    assert ("torch", "2.13.0", "2.14.0") in found.settings
+    assert found.only == {"A": ["dynamic-tree", "prompt-lookup", "lvspec", "fly"], "B": []}
+    assert [(c.equal, c.answers) for c in found.changes] == [(36, 36), (35, 36)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    settings: dict[str, Any] = {"methods": ["plain", "chain"], "prompts": 8, "noise": 0.01}
+    write_run(folder / "a", seed=1, **settings)
+    write_run(folder / "b", seed=2, slower={"chain": 1.2}, **settings)
+    return folder / "a", folder / "b"
+
+
+def test_the_command_fails_on_request_when_a_method_became_slower(folders: tuple[Path, Path]) -> None:
+    a, b = map(str, folders)
+    run = CliRunner()
+    assert run.invoke(app, ["compare", a, b]).exit_code == 0
+    assert run.invoke(app, ["compare", a, b, "--fail-if-slower"]).exit_code == 1
+    assert run.invoke(app, ["compare", b, a, "--fail-if-slower"]).exit_code == 0
+
+
+def test_the_command_says_it_in_words_and_as_json(folders: tuple[Path, Path]) -> None:
+    a, b = map(str, folders)
+    shown = CliRunner().invoke(app, ["compare", a, b]).stdout
+    assert "slower" in shown
+    assert "8 prompts, each compared with itself." in shown
+    found = json.loads(CliRunner().invoke(app, ["compare", a, b, "--json"]).stdout)
+    assert found["slower"] == ["chain"]
+    assert found["changes"][1]["relative"]["low"] > 1.02
+
+
+def test_a_damaged_line_is_named_and_the_rest_compared(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    lines = (folders[1] / "records.jsonl").read_text().splitlines()
+    lines[4] = lines[4][:100]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
+    result = CliRunner().invoke(app, ["compare", str(folders[0]), str(tmp_path)])
+    assert "line 5: not valid JSON" in result.stderr
+    assert result.exit_code == 0
+
+
+def test_runs_without_a_common_method_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", methods=["plain"], prompts=1)
+    write_run(tmp_path / "b", methods=["chain"], prompts=1)
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert isinstance(result.exception, SaccadeError)
+    assert "no method in common" in str(result.exception)
