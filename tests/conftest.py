@@ -11,5 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)  # the models are tiny: more threads only add waiting
+
+settings.register_profile("no deadline", deadline=None)  # it would only measure how busy the machine is
+settings.load_profile("no deadline")

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from saccade.cli import chat, demo, doctor, generate, methods
+from saccade.cli import bench, chat, demo, doctor, generate, methods, predict, report
 from saccade.errors import SaccadeError
 
 app = typer.Typer(
@@ -24,6 +24,10 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("methods")(methods.methods)
+app.command("bench")(bench.bench)
+app.command("report")(report.report)
+app.command("compare")(report.compare)
+app.command("predict")(predict.predict)
 app.command("doctor")(doctor.doctor)
 
 
