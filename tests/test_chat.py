@@ -1,0 +1,131 @@
+"""Conversations: later turns read only what is new, and nothing that goes wrong loses what was said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import load, picture, ready, vlm
+from saccade import InputError, ModelError
+
+PAIRS = [("llava", "llava-draft"), ("llava", "llama"), ("qwen", "qwen-draft"), ("llama", None)]
+
+
+def one_shot(name: str, messages: list[dict[str, Any]]) -> list[int]:
+    """The answer to a whole conversation asked at once, without speculation."""
+    tokens: list[int] = vlm(name, method="plain").generate(messages).tokens
+    return tokens
+
+
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_every_turn_equals_asking_anew_and_reads_only_what_is_new(target: str, drafter: str | None) -> None:
+    """With an image in the first turn, none in the second, another one in the third."""
+    sees = target != "llama"
+    chat = vlm(target, drafter).chat("Be short.")
+    held = -1
+    for turn, shade in enumerate([1, None, 2]):
+        images = [picture(shade)] if sees and shade is not None else []
+        before = list(chat.messages)
+        output = chat.send(f"Question {turn}?", images)
+        asked = chat.messages[:-1]
+        assert asked[:-1] == before
+        assert asked[-1]["role"] == "user"
+        assert output.tokens == one_shot(target, asked)
+        assert chat.messages[-1] == {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
+        assert output.stats.reused_tokens > held
+        held = output.stats.prompt_tokens
+    assert [m["role"] for m in chat.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_one_image_need_not_be_a_list() -> None:
+    chat, listed = (vlm("llava").chat() for _ in range(2))
+    assert chat.send("What?", picture(1)).tokens == listed.send("What?", [picture(1)]).tokens
+
+
+def test_history_may_be_cut_between_turns() -> None:
+    chat = vlm("llava", "llava-draft").chat()
+    first = chat.send("What?", [picture(1)])
+    chat.send("And now?")
+    del chat.messages[2:]
+    again = chat.send("Or else?")
+    assert again.tokens == one_shot("llava", chat.messages[:-1])
+    assert again.stats.reused_tokens >= first.stats.prompt_tokens
+
+
+def test_a_turn_that_is_left_counts_with_what_was_said() -> None:
+    chat = vlm("llava", "llava-draft").chat()
+    turn = chat.stream("What?", [picture(1)])
+    for _ in turn:
+        if len(turn.output.tokens) > 3:
+            break
+    assert chat.messages[-1]["content"][0]["text"] == turn.output.text != ""
+    second = chat.send("Go on?")
+    assert second.tokens == one_shot("llava", chat.messages[:-1])
+    assert second.stats.reused_tokens > turn.output.stats.prompt_tokens
+
+
+def test_a_turn_that_was_never_read_leaves_no_trace() -> None:
+    chat = vlm("llava").chat()
+    chat.stream("What?", [picture(1)])
+    assert chat.messages == []
+
+
+class Breaking:
+    """A logits processor that raises at the given call, in the middle of a step."""
+
+    def __init__(self, error: type[BaseException], at: int) -> None:
+        self.error, self.left = error, at
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return scores
+
+
+@pytest.mark.parametrize("at", [1, 2, 9])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_turn_broken_off_inside_a_step_harms_no_later_one(error: type[BaseException], at: int) -> None:
+    """What an interrupted answer had said stays in the conversation; a failed one never was."""
+    chat = vlm("llava", "llava-draft").chat()
+    chat.send("What?", [picture(1)])
+    said = list(chat.messages)
+    turn = chat.stream("And here?", [picture(2)], logits_processor=[Breaking(error, at)])
+    with pytest.raises(error):
+        list(turn)
+    counts = error is KeyboardInterrupt and at > 1
+    assert bool(turn.output.tokens) == (at > 1)
+    assert len(chat.messages) == len(said) + 2 * counts
+    assert chat.messages[: len(said)] == said
+    assert chat.send("Well?").tokens == one_shot("llava", chat.messages[:-1])
+
+
+def test_what_is_refused_leaves_the_conversation_as_it_was() -> None:
+    chat = vlm("llava", "llava-draft").chat()
+    first = chat.send("What?", [picture(1)])
+    said = list(chat.messages)
+    for words, images, options in (
+        ("?", ["/no/such/file.png"], {}),
+        ("?" * 2000, [], {}),
+        ("?", [], {"max_new_tokens": 0}),
+        ("<image>", [], {}),
+    ):
+        with pytest.raises(InputError):
+            chat.send(words, images, **options)
+        assert chat.messages == said
+    second = chat.send("And?")
+    assert second.tokens == one_shot("llava", chat.messages[:-1])
+    assert second.stats.reused_tokens > first.stats.prompt_tokens
+
+
+def test_a_turn_whose_numbers_go_wrong_does_not_count() -> None:
+    chat = load(ready("llama"), method="plain").chat()
+    chat.send("What?")
+    said = list(chat.messages)
+    with torch.no_grad():
+        chat._vlm.target.model.lm_head.weight[3] = float("nan")
+    with pytest.raises(ModelError, match="not finite"):
+        chat.send("And?")
+    assert chat.messages == said

@@ -1,0 +1,249 @@
+"""Checkpoints are loaded whole or refused in one sentence; drafters must speak the target's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertLMHeadModel, CLIPConfig, T5Config
+
+import checkpoints
+from checkpoints import ready, tokenizer
+from saccade import ModelError, SaccadeError, load
+from saccade.loading import check_device, check_dtype, draft_dtype, load_model, shared_vocabulary
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def another_model(config: type) -> Callable[[Path], None]:
+    return lambda folder: config().save_pretrained(folder)
+
+
+def real_bert(folder: Path) -> None:
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=300
+    )
+    BertLMHeadModel(config).save_pretrained(folder)
+
+
+V_PROJ = "language_model.model.layers.0.self_attn.v_proj.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
+    "cut short": (cut_short, "model.safetensors is damaged or only partly downloaded"),
+    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "is damaged or only partly"),
+    "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"\x10" + bytes(40)), "is damaged or only"),
+    "tensor gone": (
+        lambda d: edit_weights(d, lambda w: w.pop(V_PROJ)),
+        r"lacks the weight model.language_model.layers.0.self_attn.v_proj.weight;",
+    ),
+    "tensor of another shape": (
+        lambda d: edit_weights(d, lambda w: w.update({V_PROJ: torch.zeros(3)})),
+        r"wrong shape for the weight model.language_model.layers.0.self_attn.v_proj.weight;",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), "JSON file of .* is damaged"),
+    "config of nothing": (lambda d: (d / "config.json").write_text("{}"), "cannot be loaded"),
+    "unknown architecture": (lambda d: edit_config(d, model_type="strange"), "`strange`"),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "The tokenizer of"),
+    "no image processor": (lambda d: (d / "preprocessor_config.json").unlink(), "The image processor of"),
+    "encoder and decoder": (another_model(T5Config), "holds a t5 model, which does not generate text"),
+    "embeddings": (another_model(CLIPConfig), "holds a clip model, which does not generate text"),
+    "no decoder": (real_bert, "BertLMHeadModel has no decoder layers"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_broken_checkpoint_is_refused_and_the_fault_named(damage: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(ready("llava"), tmp_path / "model")
+    do, words = DAMAGE[damage]
+    do(folder)
+    with pytest.raises(ModelError, match=words) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value) or damage == "no decoder"
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path) -> None:
+    checkpoints.llava(tmp_path, max_shard_size="150KB")
+    whole = load_model(ready("llava")).state_dict()
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    loaded = load_model(tmp_path).state_dict()
+    assert loaded.keys() == whole.keys()
+    assert all(loaded[name].equal(whole[name]) for name in whole)
+    shards[1].unlink()
+    with pytest.raises(ModelError, match=f"lacks {shards[1].name}, one of its weight files"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", "is empty"),
+        ("/nowhere/at/all", "There is no folder '/nowhere/at/all'"),
+        ("./nowhere", "There is no folder"),
+        ("~/nowhere-at-all", "There is no folder"),
+        (
+            "some/model",
+            "The checkpoint some/model cannot be loaded",
+        ),  # a hub id, and the tests have no network
+    ],
+)
+def test_what_is_no_checkpoint_is_told_from_one_that_cannot_be_reached(given: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        load(given)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ModelError, match="is a file; give the folder"):
+        load(file)
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(ready("llama").parent))
+    assert load("~/llama").generate("Hi", max_new_tokens=2).tokens
+
+
+def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
+    folder = shutil.copytree(ready("llava"), tmp_path / "model")
+    (folder / "own.py").write_text("raise SystemExit('it ran')")
+    names = {
+        "AutoConfig": "own.Config",
+        "AutoModelForCausalLM": "own.Model",
+        "AutoTokenizer": ["own.T", "own.T"],
+    }
+    edit_config(folder, auto_map=names)
+    tokens = folder / "tokenizer_config.json"
+    tokens.write_text(json.dumps(json.loads(tokens.read_text()) | {"auto_map": names}))
+    assert load(folder).generate("Hi", max_new_tokens=2).tokens  # built in, so it needs none of that
+    edit_config(folder, model_type="own")
+    with pytest.raises(ModelError, match="needs code of its own, which is never run"):
+        load(folder)
+
+
+def test_faults_of_the_drafter_are_found_before_the_target_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    for drafter, options in (
+        ("llama-swapped", {}),
+        ("llava-draft", {"gamma": "x"}),
+        ("llava-draft", {"dtype": "x"}),
+    ):
+        with pytest.raises(SaccadeError):
+            load(ready("llava"), ready(drafter), **options)
+    with pytest.raises(ModelError, match="no folder"):
+        load(ready("llava"), "/nowhere/at/all")
+
+
+# -- dtype and device --------------------------------------------------------------------------------------
+
+
+def test_a_dtype_is_a_name_or_itself() -> None:
+    assert check_dtype("bfloat16") == check_dtype(torch.bfloat16) == torch.bfloat16
+    assert check_dtype("auto") == "auto"
+    for wrong in ("float99", "int8", torch.int8, "load"):
+        with pytest.raises(ModelError, match=r"is not one of auto, float32, bfloat16, float16"):
+            check_dtype(wrong)
+
+
+def test_models_come_in_the_dtype_asked_for_and_a_small_drafter_on_a_cpu_in_float32() -> None:
+    vlm = load(ready("llava"), ready("llava-draft"), dtype="bfloat16")
+    assert vlm.target.dtype == torch.bfloat16
+    assert vlm.draft_model is not None
+    assert vlm.draft_model.dtype == torch.float32
+    vlm = load(ready("llava"), ready("llava-draft"), draft_dtype="bfloat16")
+    assert vlm.target.dtype == torch.float32
+    assert vlm.draft_model is not None
+    assert vlm.draft_model.dtype == torch.bfloat16
+
+
+def test_a_large_drafter_stays_in_its_dtype() -> None:
+    small = torch.nn.Linear(10, 10, dtype=torch.bfloat16)
+    large = torch.nn.Linear(10_000, 5_001, bias=False, device="meta", dtype=torch.bfloat16)
+    assert draft_dtype(small) == torch.float32
+    assert draft_dtype(large) == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["strange", "meta", "cpu0", 77, "cuda:77", 1.5])
+def test_a_device_that_does_not_exist_is_refused(device: object) -> None:
+    with pytest.raises(ModelError, match=r"^The device .* cannot be used here \([^\n]*\); choose cpu, "):
+        load(ready("llava"), device_map=device)
+
+
+@pytest.mark.parametrize("place", ["cpu", torch.device("cpu"), {"": "cpu"}, "auto"])
+def test_a_device_map_changes_no_answer(place: object) -> None:
+    pytest.importorskip("accelerate")
+    expected = checkpoints.vlm("llava").generate("Where?", [checkpoints.picture()])
+    placed = load(ready("llava"), device_map=place).generate("Where?", [checkpoints.picture()])
+    assert placed.tokens == expected.tokens
+
+
+def test_spreading_needs_accelerate_and_a_single_device_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.loading.find_spec", lambda _: None)
+    assert check_device("cpu") == torch.device("cpu")
+    assert load_model(ready("llava"), device_map="cpu").device == torch.device("cpu")
+    for spread in ("auto", {"": "cpu"}):
+        with pytest.raises(ModelError, match="needs accelerate, which is not installed"):
+            check_device(spread)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------
+
+
+def test_equal_tokenizers_share_everything() -> None:
+    assert shared_vocabulary(tokenizer(), tokenizer(), ("a", "b")) == len(tokenizer())
+
+
+def test_tokens_at_the_end_of_one_vocabulary_are_left_out() -> None:
+    more = tokenizer(more=["<one>", "<two>"])
+    for pair in ((tokenizer(), more), (more, tokenizer())):
+        assert shared_vocabulary(*pair, ("a", "b")) == len(tokenizer())
+
+
+def test_added_tokens_may_differ_where_both_have_their_own() -> None:
+    wider = len(tokenizer()) + 1
+    assert shared_vocabulary(tokenizer(more=["<x>"]), tokenizer(more=["<y>"]), ("a", "b")) == wider
+    assert shared_vocabulary(tokenizer(more=["<x>"]), tokenizer(more=["<y>", "<x>"]), ("a", "b")) == wider
+
+
+def test_another_tokenizer_is_refused_with_both_names_and_the_first_token_that_differs() -> None:
+    with pytest.raises(
+        ModelError, match=r"The drafter small has another tokenizer than the target big"
+    ) as caught:
+        shared_vocabulary(tokenizer(), tokenizer(swapped=True), ("big", "small"))
+    assert """(token "'" has id 5 there and id 6 here)""" in str(caught.value)
+
+
+def test_a_padded_vocabulary_is_cut_to_what_is_shared(tmp_path: Path) -> None:
+    """The model's logits are wider than its tokenizer; no draft may come from the padding, no answer suffers."""
+    checkpoints.llama(tmp_path, padded=64)
+    expected = checkpoints.vlm("llama").generate("Tell me")
+    vlm = load(ready("llama"), tmp_path)
+    assert vlm.draft_model is not None
+    assert vlm.draft_model.vocab_size == len(tokenizer()) + 64
+    assert vlm.engine.drafter.vocab_size == len(tokenizer())
+    assert vlm.generate("Tell me").tokens == expected.tokens
+    assert load(tmp_path, ready("llama")).generate("Tell me").stats.new_tokens == 24

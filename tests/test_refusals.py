@@ -1,0 +1,161 @@
+"""What cannot be done is refused in one sentence that says what to do, before anything is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import picture, ready, saved_picture, says, text, vlm
+from saccade import InputError, MethodError, ModelError, load
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b"", "is empty"),
+        (b"hello", "is not an image that Pillow can read"),
+        ("half", "is damaged"),
+        ("folder", "is a directory"),
+        ("http://example.com/a.png", "is on the network; download it first"),
+    ],
+)
+def test_a_bad_image_is_refused(content: bytes | str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    given = str(file)
+    if content == "half":
+        saved_picture(file)
+        file.write_bytes(file.read_bytes()[:80])
+    elif content == "folder":
+        file.mkdir()
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        given = content
+    with pytest.raises(InputError, match=words):
+        vlm("llava").generate("What?", [given])
+    with pytest.raises(InputError, match=words):
+        vlm("llava").generate(says({"type": "image", "image": given}, text("What?")))
+
+
+def test_a_video_without_pyav_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "a.mp4").write_bytes(b"some")
+    with pytest.raises(
+        InputError, match=r"need PyAV, which is not installed; run `pip install saccade\[video\]`"
+    ):
+        vlm("qwen").generate("What?", videos=[tmp_path / "a.mp4"])
+
+
+Call = Callable[[], Any]
+REFUSED: dict[str, tuple[Call, str]] = {
+    "image for a language model": (lambda: vlm("llama").generate("?", [picture()]), "reads text only"),
+    "more images than places": (
+        lambda: vlm("llava").generate(says(text("?")), [picture()]),
+        "1 image more than the messages have places for",
+    ),
+    "fewer images than places": (
+        lambda: vlm("llava").generate(says({"type": "image"}, text("?"))),
+        "a place for an image that none was given for",
+    ),
+    "placeholder in the text": (lambda: vlm("llava").generate("<image>?"), "1 of <image> for 0 images"),
+    "too long": (lambda: vlm("llava").generate("?" * 1100), "context is 1024; shorten the prompt"),
+    "too much to generate": (lambda: vlm("llava").generate("?", max_new_tokens=1024), "context is 1024"),
+    "unknown role": (lambda: vlm("llava").generate([{"role": "usr", "content": "?"}]), "knows no role 'usr'"),
+    "no role": (lambda: vlm("llava").generate([{"content": "?"}]), 'must be a dict with "role"'),
+    "unknown part": (lambda: vlm("llava").generate(says({"type": "audio"})), "of type 'audio' is not usable"),
+    "content of another type": (
+        lambda: vlm("llava").generate([{"role": "user", "content": 3}]),
+        "content is of type int",
+    ),
+    "empty list": (lambda: vlm("llama").generate([]), "must be a string, a list of messages, or a non-empty"),
+    "nothing": (lambda: vlm("llama").generate(None), "must be a string, a list of messages, or"),
+    "bare message": (lambda: vlm("llama").generate({"role": "user"}), "must be a string, a list of"),
+    "batch with something else": (lambda: vlm("llama").generate(["a", 3]), "must be a string, a list of"),
+    "batch with an empty row": (lambda: vlm("llama").generate(["a", []]), "must be a string, a list of"),
+    "flat images for a batch": (
+        lambda: vlm("llava").generate(["a", "b"], [picture(), picture()]),
+        "images must be a list of 2 lists",
+    ),
+    "too few lists of images": (
+        lambda: vlm("llava").generate(["a", "b"], [[picture()]]),
+        "a list of 2 lists",
+    ),
+    "seeds of another batch": (lambda: vlm("llama").generate(["a", "b"], seed=[1]), "2 prompts but 1 seeds"),
+    "seed of another type": (lambda: vlm("llama").generate("a", seed="x"), "seed must be a whole number"),
+    "negative seed": (lambda: vlm("llama").generate("a", seed=-1), "seed must be a whole number"),
+    "truth as seed": (lambda: vlm("llama").generate("a", seed=True), "seed must be a whole number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_asked_is_refused_in_one_sentence(name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert words in message
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number"),
+        ({"max_tokens": 5}, "Unknown generation option max_tokens"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"temperature": "hot"}, "temperature must be a number above 0"),
+        ({"top_p": 1.5}, "top_p must be a number from 0 to 1"),
+        ({"top_p": -0.1}, "top_p must be a number from 0 to 1"),
+        ({"top_k": -1}, "top_k must be a whole number"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"min_p": 2.0}, "min_p must be a number from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
+        ({"num_beams": 4}, "num_beams=4 is not supported"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 is not supported"),
+        ({"stop_strings": 3}, "generation options cannot be used"),
+        ({"num_frames": 0}, "num_frames is 0"),
+    ],
+)
+def test_a_generation_option_out_of_range_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        vlm("llama").generate("Tell", do_sample=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"method": "nope"}, "Unknown method 'nope'; expected one of plain, chain"),
+        ({"method": "plain", "gamma": 3}, "Method plain has no option gamma; its options are: none"),
+        ({"drafter": "llava-draft", "gamma": 0}, "gamma must be at least 1, not 0"),
+        ({"drafter": "llava-draft", "gamma": "x"}, "gamma of method chain must be a whole number, not 'x'"),
+        ({"gamma": 2.5}, "gamma of method prompt-lookup must be a whole number, not 2.5"),
+        ({"drafter": "llava-draft", "method": "plain"}, "Method plain takes no drafter"),
+        ({"method": "chain"}, "Method chain needs a drafter"),
+    ],
+)
+def test_methods_that_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:
+    drafter = arguments.get("drafter")
+    given = {**arguments, "drafter": drafter and ready(drafter)}
+    with pytest.raises(MethodError, match=words):
+        load(ready("llava"), **given)
+
+
+def test_weights_that_are_no_numbers_are_noticed_at_their_step() -> None:
+    broken = load(ready("llama"), method="plain")
+    steps = iter(broken.stream("Tell"))
+    next(steps)
+    with torch.no_grad():
+        broken.target.model.lm_head.weight[3] = float("nan")
+    with pytest.raises(ModelError, match=r"not finite at step 1 \(after 1 new tokens\)"):
+        next(steps)
+    with pytest.raises(ModelError, match=r"not finite at step 0 \(after 0 new tokens\)"):
+        broken.generate("Tell")

@@ -1,0 +1,215 @@
+"""The public surface, on complete tiny checkpoints: load, generate and stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, TextIteratorStreamer
+
+from checkpoints import picture, saved_picture, says, text, vlm
+from saccade import VLM, InputError, MethodError, load
+
+PAIRS = [
+    ("llava", "llava-draft"),
+    ("llava", "llava-small-images"),
+    ("llava", "llama"),
+    ("qwen", "qwen-draft"),
+]
+PAIRS += [("llama", "llama"), ("llava", None), ("llama", None)]
+
+
+def reference(name: str, question: Any, images: Any = (), **options: Any) -> list[int]:
+    """Plain decoding's tokens."""
+    answer: list[int] = vlm(name, method="plain").generate(question, images, **options).tokens
+    return answer
+
+
+# -- one question, and several -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_a_drafter_of_any_kind_changes_no_token(target: str, drafter: str | None) -> None:
+    """A draft VLM, one that wants images of another size, one without eyes, none."""
+    images = [] if target == "llama" else [picture(3)]
+    output = vlm(target, drafter).generate("What is it?", images)
+    assert output.tokens == reference(target, "What is it?", images)
+    assert output.lossless
+    assert output.finish_reason == "length"
+    if drafter is not None:
+        assert output.stats.drafted_tokens > 0
+
+
+def test_a_target_that_drafts_for_itself_accepts_everything() -> None:
+    """Shows that the drafter sees the images as the target does."""
+    stats = vlm("qwen", "qwen").generate("What?", [picture(1), picture(2, (60, 60))], max_new_tokens=25).stats
+    assert stats.accepted_tokens == 20
+    assert stats.target_passes == 4
+
+
+@pytest.mark.parametrize(("target", "drafter"), [("llava", "llava-draft"), ("qwen", "qwen-draft")])
+def test_a_batch_of_mixed_questions_equals_single_ones(target: str, drafter: str) -> None:
+    model = vlm(target, drafter)
+    conversation = [*says({"type": "image"}, text("And here?")), {"role": "assistant", "content": "A cat."}]
+    questions = [
+        "What is it?",
+        "No picture at all, but many more words than elsewhere",
+        [*conversation, *says(text("Sure?"))],
+        model.processor.prompt("A ready prompt", [picture(5)]),
+    ]
+    images = [[picture(1), picture(2)], [], [picture(3)], []]
+    outputs = model.generate(questions, images)
+    assert [o.tokens for o in outputs] == [
+        reference(target, question, of) for question, of in zip(questions, images, strict=True)
+    ]
+
+
+def test_a_batch_of_one_is_a_list_of_one() -> None:
+    (output,) = vlm("llama").generate(["Hello"])
+    assert output.tokens == reference("llama", "Hello")
+
+
+def test_messages_may_carry_their_images(tmp_path: Path) -> None:
+    file = saved_picture(tmp_path / "a.png", 4)
+    openai = says({"type": "image_url", "image_url": {"url": Path(file).as_uri()}}, text("What?"))
+    expected = reference("llava", "What?", [picture(4)])
+    for question, images in ((openai, ()), (says({"type": "image"}, text("What?")), [file]), ("What?", file)):
+        assert vlm("llava", "llava-draft").generate(question, images).tokens == expected
+
+
+def test_a_ready_prompt_is_drafted_for_in_words_by_a_model_with_other_eyes() -> None:
+    prompt = vlm("llava").processor.prompt("What?", [picture(1)])
+    for drafter in ("llava-draft", "llava-small-images", "llama"):
+        assert vlm("llava", drafter).generate(prompt).tokens == reference("llava", prompt)
+
+
+def test_a_ready_prompt_with_images_beside_it_is_refused() -> None:
+    prompt = vlm("llava").processor.prompt("What?", [picture(1)])
+    with pytest.raises(InputError, match="A Prompt holds its media already"):
+        vlm("llava").generate(prompt, [picture(1)])
+
+
+# -- sampling and options ----------------------------------------------------------------------------------
+
+
+def test_a_seed_repeats_a_sample_also_inside_a_batch() -> None:
+    model = vlm("llava", "llava-draft")
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.3}
+    first = model.generate("Tell", [picture()], seed=7, **options)
+    assert model.generate("Tell", [picture()], seed=7, **options).tokens == first.tokens
+    assert model.generate("Tell", [picture()], seed=8, **options).tokens != first.tokens
+    both = model.generate(["Tell", "Tell"], [[picture()], [picture()]], seed=6, **options)
+    assert both[1].tokens == first.tokens
+    swapped = model.generate(["Tell", "Tell"], [[picture()], [picture()]], seed=[7, 6], **options)
+    assert [o.tokens for o in swapped] == [both[1].tokens, both[0].tokens]
+
+
+def test_without_a_seed_torch_decides() -> None:
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.3}
+    answers = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        answers.append(vlm("llama").generate("Tell", **options).tokens)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_a_generation_config_counts_and_options_override_it() -> None:
+    config = GenerationConfig(max_new_tokens=5, do_sample=True, temperature=1.5)
+    sampled = vlm("llama").generate("Tell", generation_config=config, seed=1)
+    assert sampled.stats.new_tokens == 5
+    assert vlm("llama").generate("Tell", generation_config=config, do_sample=False).tokens == reference(
+        "llama", "Tell", max_new_tokens=5
+    )
+    assert vlm("llama").generate("Tell", generation_config=config, max_new_tokens=3).stats.new_tokens == 3
+    assert config.max_new_tokens == 5
+
+
+def test_an_answer_ends_behind_a_stop_string() -> None:
+    whole = vlm("llava", "llava-draft").generate("What?", [picture()]).text
+    stop = whole[9:11]
+    output = vlm("llava", "llava-draft").generate("What?", [picture()], stop_strings=[stop])
+    assert output.text == whole[: whole.index(stop) + 2]
+    assert output.finish_reason == "stop"
+
+
+def test_using_another_method_shares_the_models() -> None:
+    model = vlm("llava", "llava-draft")
+    for method, options in (("plain", {}), ("prompt-lookup", {"gamma": 3}), ("dynamic-tree", {"total": 9})):
+        other = model.using(method, **options)
+        assert other.method == method
+        assert other.target is model.target
+        assert other.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
+    assert model.method == "chain"
+    with pytest.raises(MethodError, match="needs a draft model"):
+        vlm("llava").using("chain")
+
+
+def test_loaded_models_can_be_given() -> None:
+    model = load(vlm("llava").target.model, vlm("llava-draft").target.model, gamma=2)
+    assert model.method == "chain"
+    assert model.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
+    own = VLM(vlm("llava").target.model, vlm("llava").processor)
+    assert own.method == "prompt-lookup"
+
+
+# -- streams -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bytes", "llava"])
+def test_pieces_of_a_stream_join_to_the_text(name: str) -> None:
+    """llama-bytes answers bytes that are hardly ever whole characters."""
+    stream = vlm(name, method="prompt-lookup").stream("Say", max_new_tokens=80)
+    chunks = list(stream)
+    assert "".join(chunk.text for chunk in chunks) == stream.output.text
+    assert [t for chunk in chunks for t in chunk.tokens[0]] == stream.output.tokens
+    assert [m for chunk in chunks for m in chunk.marks[0]] == stream.output.marks
+
+
+def test_a_stream_that_is_left_holds_what_there_is() -> None:
+    whole = reference("llama", "Say")
+    stream = vlm("llama", "llama").stream("Say")
+    for _ in stream:
+        if len(stream.output.tokens) > 5:
+            break
+    output = stream.output
+    assert output.finish_reason == "interrupted"
+    assert output.tokens == whole[: len(output.tokens)]
+    assert 5 < len(output.tokens) < len(whole)
+    assert output.text
+
+
+def test_a_stream_of_a_batch_speaks_of_every_row() -> None:
+    stream = vlm("llama").stream(["One", "Another one"], max_new_tokens=9)
+    rows: list[list[int]] = [[], []]
+    for chunk in stream:
+        for row, tokens in zip(rows, chunk.tokens, strict=True):
+            row.extend(tokens)
+    assert rows == [o.tokens for o in stream.outputs]
+
+
+def test_a_hugging_face_streamer_is_fed() -> None:
+    model = vlm("llava", "llava-draft")
+    streamer = TextIteratorStreamer(model.processor.tokenizer, skip_prompt=True, timeout=60)
+    outputs = []
+    thread = Thread(target=lambda: outputs.append(model.generate("What?", [picture()], streamer=streamer)))
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert "".join(pieces) == outputs[0].text
+    with pytest.raises(InputError, match="A streamer takes one row"):
+        model.generate(["a", "b"], streamer=streamer)
+
+
+def test_a_streamer_hears_of_the_end_when_generation_fails() -> None:
+    """Its reader would otherwise wait for ever."""
+    streamer = TextIteratorStreamer(vlm("llama").processor.tokenizer, skip_prompt=True, timeout=5)
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        vlm("llama").generate("Say", streamer=streamer, logits_processor=[fail])
+    assert "".join(streamer) == ""
