@@ -1,0 +1,225 @@
+"""The report's content: tables, Markdown, figures, what the token view knows, and records that are no records."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from fake_runs import HOSTILE, make_run, write_run
+from typer.testing import CliRunner
+
+from saccade.bench import report
+from saccade.bench.record import Run
+from saccade.bench.report import checking, content, markdown, media, page, tables, traces
+from saccade.cli import report as command
+from saccade.errors import SaccadeError
+
+pytest.importorskip("matplotlib", reason="reports need the extra `report`")
+
+app = typer.Typer()
+app.command("report")(command.report)
+app.callback()(lambda: None)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return make_run(prompts=4, repeats=2, traced=2, hostile=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "one", prompts=4, repeats=1, traced=2, hostile=True)
+
+
+def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> None:
+    table = tables.comparison(content.groups(run.records)[0])
+    names = [column.name for column in table.columns]
+    assert {"speed-up", "decoding only", "block efficiency", "accepted length", "score kept"} <= set(names)
+    chain = dict(zip(names, table.rows[1].cells, strict=True))
+    block, accepted = (float(chain[name].text) for name in ("block efficiency", "accepted length"))
+    assert block == pytest.approx(accepted + 1, abs=0.011)  # both are rounded to two places
+    for name in ("speed-up", "decoding only", "block efficiency", "accepted length"):
+        low, high = map(float, re.findall(r"[\d.]+", chain[name].detail))
+        assert low <= float(chain[name].text) <= high
+
+
+def test_lossy_methods_say_so_in_every_table(run: Run) -> None:
+    group = content.groups(run.records)[0]
+    every = [tables.comparison(group), tables.scores(group), tables.depths(group), tables.stages(group)]
+    for table in every:
+        assert table is not None
+        rows = {row.cells[0].text: row.cells[0].detail for row in table.rows}
+        assert rows["lvspec"] == rows["fly"] == "(lossy)"
+        assert rows["chain"] == ""
+
+
+def test_stages_add_up_to_the_total(run: Run) -> None:
+    for row in tables.stages(content.groups(run.records)[0]).rows:
+        *parts, total = (float(cell.text) for cell in row.cells[1:])
+        assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))  # every cell is rounded to 0.1
+
+
+def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> None:
+    table = tables.Table("a|b", [tables.Column(HOSTILE, "")] * 2, [tables.Row([tables.Cell(HOSTILE)] * 2)])
+    lines = markdown.table(table).splitlines()
+    assert lines[0] == r"**a\|b**"
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines[2:]} == {3}
+    assert not any(re.search(r"(?<!\\)<", line) for line in lines)
+
+
+def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
+    other = make_run(Path("other"), prompts=2, repeats=1, methods=["plain", "chain"])
+    text = report.markdown_tables(report.contents([run, other]))
+    assert text.startswith("**All runs**")
+    assert "## pocket, pocket with pocket-draft (run)" in text
+    assert "## pocket, pocket with pocket-draft (other)" in text
+    assert "- accepted length: accepted draft tokens per verification pass" in text
+
+
+def test_tokens_know_the_step_that_emitted_them(run: Run) -> None:
+    for prompt in traces.prompts(run, 2):
+        for answer in prompt.answers:
+            steps = [token.step for token in answer.tokens]
+            assert steps == sorted(steps)
+            assert steps[0] == 0
+            for number, step in enumerate(answer.steps, 1):
+                emitted = [token for token in answer.tokens if token.step == number]
+                path = [step["nodes"][node] for node in step["path"][1:]]
+                assert [token.text for token in emitted] == [*path, step["bonus"]]
+                assert [token.kind for token in emitted] == step["kinds"]
+
+
+def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run) -> None:
+    record = next(r for r in make_run(prompts=1, traced=1).records if r.method == "chain" and r.trees)
+    before = sum(len(tree["path"]) for tree in record.trees[:-1]) + 1
+    record.trees[-1] = {
+        "tokens": [record.tokens[before - 1], 1, 2, 3],
+        "parents": [0, 0, 1, 2],
+        "path": [0, 1],
+        "pieces": ["r", "a", "b", "c"],
+    }
+    record.tokens[before:] = [1, 2]
+    record.pieces[before:] = ["a", "b"]
+    record.marks[before:] = ["draft", "draft"]
+    answer = traces.prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
+    assert answer.steps[-1]["path"] == [0, 1, 2]
+    assert answer.steps[-1]["bonus"] is None
+
+
+def test_marks_that_the_page_does_not_know_are_shown_as_they_are(run: Run) -> None:
+    record = next(r for r in make_run(prompts=1).records if r.method == "chain")
+    record.marks[2] = "guessed"
+    answer = traces.prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
+    assert (answer.tokens[2].kind, answer.tokens[2].mark) == ("other", "guessed")
+    assert "other" in answer.marks
+
+
+def test_a_lossy_answer_says_where_it_leaves_plain_decoding(run: Run) -> None:
+    answers = {a.record.method: a for a in traces.prompts(run, 1)[0].answers}
+    assert answers["chain"].difference == ""
+    assert answers["lvspec"].difference.startswith("Leaves plain decoding's answer at token ")
+
+
+def test_pictures_come_from_the_media_folder_only(folder: Path) -> None:
+    assert media.embed(folder, "scene-0.png").uri.startswith("data:image/png;base64,")
+    assert "outside" in media.embed(folder, "../records.jsonl").problem
+    assert "outside" in media.embed(folder, "/etc/hostname").problem
+    assert "not in" in media.embed(folder, "absent.png").problem
+    (folder / "media" / "film.mp4").write_bytes(b"\0" * 40)
+    assert "no picture" in media.embed(folder, "film.mp4").problem
+
+
+def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    cut, wrong, count = lines[3][: len(lines[3]) // 2], json.loads(lines[5]), len(lines) - 1
+    wrong["stats"] = "none"
+    lines[3], lines[5] = cut, json.dumps(wrong)
+    (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
+    found = report.load([tmp_path])[0]
+    assert len(found.run.records) == count - 2
+    assert [re.search(r"line (\d+): .*skipped\.$", problem)[1] for problem in found.problems] == ["4", "6"]  # type: ignore[index]
+    assert "line 4" in (text := report.html([found], prompts=0))
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", []),
+        ("tokens", "abc"),
+        ("marks", ["target"]),
+        ("media", [3]),
+        ("scores", {"facts": "good"}),
+        ("scores", {"facts": float("nan")}),
+        ("stats", {}),
+        ("trees", [{"tokens": [1, 2], "parents": [0, 1], "path": [0], "pieces": ["a", "b"]}]),
+        ("trees", [{"tokens": [1], "parents": [0], "path": [0, 7], "pieces": ["a"]}]),
+        ("trees", ["tree"]),
+    ],
+)
+def test_a_record_of_the_right_form_with_wrong_content_is_unusable(field: str, value: object) -> None:
+    run = make_run(prompts=1, repeats=1)
+    object.__setattr__(run.records[1], field, value)
+    assert checking.fault_of(run.records[0]) is None
+    assert checking.fault_of(run.records[1]) is not None
+    assert len(checking.usable(run).records) == len(run.records) - 1
+
+
+def test_a_run_without_a_readable_record_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", prompts=1, methods=[])
+    with pytest.raises(SaccadeError, match="no readable record"):
+        report.load([tmp_path / "run"])
+
+
+def test_hostile_text_is_escaped_everywhere(run: Run) -> None:
+    text = report.html(report.contents([run]))
+    assert "<img src=x" not in text
+    assert text.count("<script>") == 2  # the page's own
+    assert len(re.findall(r"</script>", text)) == len(re.findall(r"<script", text))
+
+
+def test_the_page_loads_nothing_and_is_small(run: Run) -> None:
+    text = report.html(report.contents([run]))
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text)
+    assert not re.findall(r"url\((?!#)|@import", text)
+    assert "default-src 'none'" in text
+    assert len(text) < 500_000
+
+
+def test_ids_are_unique_on_a_page_of_several_runs(run: Run) -> None:
+    other = make_run(Path("other"), prompts=2, repeats=1, methods=["plain", "chain"])
+    ids = re.findall(r'\bid="([^"]+)"', report.html(report.contents([run, other])))
+    assert len(ids) == len(set(ids))
+
+
+def test_a_run_of_a_single_method_on_a_single_prompt_has_a_report() -> None:
+    run = make_run(prompts=1, repeats=1, methods=["plain"])
+    assert "Comparison" in report.html(report.contents([run]))
+
+
+def test_a_run_without_plain_decoding_scores_or_traces_has_a_report() -> None:
+    run = make_run(prompts=2, repeats=1, methods=["chain"])
+    for record in run.records:
+        record.scores.clear()
+    text = report.html(report.contents([run]))
+    assert "Speed against quality" not in text
+    assert "Acceptance by depth" in text
+
+
+def test_the_command_that_repeats_a_run_names_its_settings(run: Run) -> None:
+    said = page.commands(report.contents([run])[0])
+    assert "--suite pocket" in said
+    assert "--max-new-tokens 128 --seed 0 --threads 2 --target pocket --drafter pocket-draft" in said
+
+
+def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == [str(folder / "report.html"), str(folder / "report.md")]
+    assert (folder / "report.md").read_text().count("| chain |") == 4  # all tasks, two tasks, scores
+    out = tmp_path / "deep" / "page.html"
+    result = CliRunner().invoke(app, ["report", str(folder), str(folder), "-o", str(out)])
+    assert out.read_text().count('class="run"') == 2
