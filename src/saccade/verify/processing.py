@@ -79,9 +79,18 @@ class Processing:
                 ids = torch.cat([prefix.expand(len(nodes), -1), below[row, nodes, :depth]], 1)
                 part = scores[row, nodes]
                 for processor in processors:
-                    part = processor(ids, part)
+                    part = process(processor, ids, part)
                 scores[row, nodes] = part
         return scores
+
+
+def process(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """Processed scores ``[n, V]`` of n nodes of one row, whose prefixes are ``ids`` ``[n, S]``."""
+    if type(processor) is logits_process.EncoderRepetitionPenaltyLogitsProcessor:
+        # older versions pass over all nodes but the first, as they hold one prompt
+        return torch.cat([processor(i[None], s[None]) for i, s in zip(ids, scores, strict=True)])
+    processed: Tensor = processor(ids, scores)
+    return processed
 
 
 def _tokens_below_root(tree: DraftTree) -> Tensor:
