@@ -103,10 +103,11 @@ class Speculation:
             InputError: an argument asks for what speculative decoding does not give.
         """
         config, batch = generation_config, len(input_ids)
+        each = config.num_return_sequences or 1
+        config.num_return_sequences = 1  # their rows are there already
         check_options(config)
         _check_outputs(config)
         engine = self._engine_for(model)
-        each = config.num_return_sequences
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = split(
             model.config, {**(visuals or {}), "input_ids": input_ids[::each], "attention_mask": mask[::each]}

@@ -15,7 +15,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Prefill
 from saccade.target.context import Context
 from saccade.verify.randomness import Uniforms
-from saccade.verify.rule import Rule, Verdict
+from saccade.verify.rule import Judge, Rule, Verdict
 
 
 class Recorder:
@@ -81,6 +81,7 @@ class _Rule:
     context: _Context
     scores: Tensor
     logits: Tensor
+    _judge: Judge
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -88,8 +89,15 @@ class _Rule:
         self.samples = rule.samples
         self.uniforms = rule.uniforms
 
+    def open(self, context: Context) -> _Rule:
+        self._judge = self._rule.open(context)
+        return self
+
+    def read(self, row: int, prompt: Prompt) -> None:
+        self._judge.read(row, prompt)
+
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
-        verdict = self._rule.judge(tree, scores, uniforms)
+        verdict = self._judge.judge(tree, scores, uniforms)
         at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])
         self.scores = scores.gather(1, at).float()
         self.logits = self.context.logits.gather(1, at).float()

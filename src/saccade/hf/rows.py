@@ -17,7 +17,7 @@ from transformers.generation import (
 )
 
 from saccade.generation import RowPlan
-from saccade.verify.processing import PREFIX_FREE
+from saccade.verify.processing import PREFIX_FREE, process
 
 
 class Rows:
@@ -105,5 +105,4 @@ class _Padded:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         padding = self._padding.to(input_ids.device).expand(len(input_ids), -1)
-        processed: Tensor = self._processor(torch.cat([padding, input_ids], 1), scores)
-        return processed
+        return process(self._processor, torch.cat([padding, input_ids], 1), scores)
