@@ -15,7 +15,7 @@ from families import FAMILIES
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.policy import Chain, StaticTree
+from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, Session
 from saccade.errors import InputError, ModelError
 from saccade.generation import plan

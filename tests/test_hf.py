@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 import saccade.hf
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
 from saccade.draft.model import ModelDrafter
-from saccade.draft.policy import Chain
+from saccade.draft.static import Chain
 from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
 from saccade.target.adapter import Target

@@ -23,7 +23,7 @@ from saccade.timing import Clock
 from saccade.verify.greedy import Greedy
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
-from saccade.verify.rule import Rule, Verdict
+from saccade.verify.rule import Judge, Rule, Verdict
 from saccade.verify.sampling import Sampling
 
 
@@ -48,6 +48,7 @@ class Session:
 
     context: Context
     drafting: DraftSession | None
+    judges: dict[bool, Judge] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -149,6 +150,9 @@ class _Loop:
         self._target = engine.target
         self._drafter = engine.drafter
         self._rule = engine.rule(decoding.do_sample)
+        if decoding.do_sample not in session.judges:
+            session.judges[decoding.do_sample] = self._rule.open(session.context)
+        self._judge = session.judges[decoding.do_sample]
         self._requests = requests
         self._session = session
         self._rows = run.rows
@@ -190,12 +194,12 @@ class _Loop:
             self._clock.add("prefill", -result.vision_seconds)
             logits.append(result.logits)
             self._rows[index].stats.reused_tokens = context.reused[index]
+            self._judge.read(index, request.prompt)
             if self._session.drafting is not None:
                 with self._clock.stage("draft_prefill"):
                     self._session.drafting.load(index, request.draft_prompt or request.prompt)
-        root = _root_only(
-            torch.tensor([[r.prompt.ids[-1]] for r in self._requests], device=self._target.device)
-        )
+        last = torch.tensor([r.prompt.ids[-1] for r in self._requests], device=self._target.device)
+        root = DraftTree.root_only(last)
         self._draw_numbers()
         return self._settle(root, torch.stack(logits)[:, None], from_prefill=True)
 
@@ -211,13 +215,13 @@ class _Loop:
     def _propose(self) -> DraftTree:
         new = [row.take_new() for row in self._rows]
         if self._session.drafting is None:
-            roots = [[row.ids[-1]] for row in self._rows]
-            return _root_only(torch.tensor(roots, device=self._target.device))
+            roots = torch.tensor([row.ids[-1] for row in self._rows], device=self._target.device)
+            return DraftTree.root_only(roots)
         proposer: Proposer = TopProposer()
         if self._draws:
             assert self._uniforms is not None
             proposer = DrawProposer(self._processing.warp, self._uniforms)
-        return _on(self._session.drafting.propose(new, proposer), self._target.device)
+        return self._session.drafting.propose(new, proposer).to(self._target.device)
 
     def _draw_numbers(self) -> None:
         if self._n_uniforms:
@@ -227,8 +231,11 @@ class _Loop:
         """Judge, bring the verdict to the host in one transfer, cut every row where it ends, and commit."""
         with self._clock.stage("verify" if not from_prefill else "prefill"):
             scores = self._processing(tree, logits, [row.ids for row in self._rows])
-            verdict = self._rule.judge(tree, scores, self._uniforms)
+            verdict = self._judge.judge(tree, scores, self._uniforms)
             packed = _pack(tree, verdict, logits)
+        if self._session.drafting is not None and not from_prefill:
+            with self._clock.stage("draft"):
+                self._session.drafting.learn(tree, scores, verdict)
         host = packed.tolist()  # the step's one synchronisation
         tokens: list[tuple[int, ...]] = []
         marks: list[tuple[Mark, ...]] = []
@@ -286,27 +293,4 @@ def _traces(tree: DraftTree, kept: list[list[int]]) -> tuple[TreeTrace | None, .
     return tuple(
         TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path)) if path else None
         for tokens, parents, count, path in rows
-    )
-
-
-def _root_only(tokens: Tensor) -> DraftTree:
-    """Plain decoding's tree: ``tokens`` ``[B, 1]`` and nothing below."""
-    zero = tokens.new_zeros(1, 1)
-    one = torch.ones(1, 1, dtype=torch.bool, device=tokens.device)
-    return DraftTree(tokens, zero, zero, one[None], one, max_depth=0, max_children=0)
-
-
-def _on(tree: DraftTree, device: torch.device) -> DraftTree:
-    """The tree on the target's device (the drafter may live elsewhere)."""
-    if tree.tokens.device == device:
-        return tree
-    return DraftTree(
-        tokens=tree.tokens.to(device),
-        parents=tree.parents.to(device),
-        depth=tree.depth.to(device),
-        ancestors=tree.ancestors.to(device),
-        valid=tree.valid.to(device),
-        max_depth=tree.max_depth,
-        max_children=tree.max_children,
-        q=None if tree.q is None else tree.q.to(device),
     )

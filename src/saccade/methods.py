@@ -12,7 +12,8 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.policy import Chain, StaticTree, TreePolicy
+from saccade.draft.policy import TreePolicy
+from saccade.draft.static import Chain, StaticTree
 from saccade.errors import MethodError
 from saccade.target.adapter import Target
 

@@ -16,8 +16,8 @@ from families import FAMILIES
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.policy import Chain, StaticTree
 from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

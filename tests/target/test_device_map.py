@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
 from transformers import PreTrainedModel
 
+from families import FAMILIES
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.target.features import Hidden
 
 LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3"})  # experts, and norms on both sides of each block
 TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
@@ -90,3 +91,27 @@ def test_the_stock_path_generates_the_same_tokens(name: str) -> None:
         for choice in (True, False)
     )
     assert [o.tokens for o in lean] == [o.tokens for o in stock]
+
+
+@pytest.mark.parametrize("final", ["post", "pre"])
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3", "qwen3_vl"])
+def test_hidden_states_are_the_same_from_lean_and_stock_decoders(
+    name: str, final: Literal["post", "pre"]
+) -> None:
+    case = FAMILIES[name]
+    kind = "image" if "image" in case.kinds else "text"
+    read = []
+    for lean in (True, False):
+        target = Target(case.model(), lean=lean)
+        prompts = split(target.config, case.inputs(kind, rows=2))
+        context = Context(target, 2, max(map(len, prompts)) + 4)
+        context.hidden = Hidden((0, 1, len(target.layers)), final)
+        for row, prompt in enumerate(prompts):
+            context.load(row, prompt)
+            assert context.hidden.states[1].shape[:2] == (1, len(prompt))
+        context.forward(torch.arange(40, 48).view(2, 4), TREE, DEPTH)
+        read.append(context.hidden.states)
+    assert read[0].keys() == read[1].keys() == {0, 1, len(target.layers)}
+    for index, states in read[0].items():
+        # fp32 sums in another order, as for the logits above
+        torch.testing.assert_close(states, read[1][index], rtol=1e-4, atol=1e-3)

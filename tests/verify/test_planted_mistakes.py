@@ -10,8 +10,8 @@ from enumeration import ManyUniforms, Table, Trial
 from many_rows import LENGTH, LIKELY, ROWS, UNLIKELY, VOCAB, p_of, target, warped_p
 from torch import Tensor
 
-from saccade.draft.policy import Chain, StaticTree
 from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
 from saccade.verify import sampling
 from saccade.verify.rule import Verdict

@@ -15,8 +15,8 @@ from random_trees import NaiveTree, draft_tree, rank_paths
 from torch import Tensor
 
 from saccade.draft.lookup import chains
-from saccade.draft.policy import Chain, StaticTree
 from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
 from saccade.verify.sampling import Sampling
 

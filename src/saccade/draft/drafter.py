@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
+from saccade.verify.rule import Verdict
 
 
 class DraftSession(Protocol):
@@ -22,6 +25,16 @@ class DraftSession(Protocol):
 
         Args:
             new: per row the emitted tokens, the last one being the root; empty for a finished row.
+        """
+        ...
+
+    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
+        """What became of the last proposal, for drafters that adapt.
+
+        Args:
+            tree: as proposed, on the target's device.
+            scores: ``[B, N, V]`` the target's processed logits after every node.
+            verdict: how far every row went.
         """
         ...
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.draft.policy import Frontier, Growth
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree, ancestors_of
+from saccade.verify.rule import Verdict
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,14 @@ class DynamicTree:
     def can_sample(self) -> bool:
         return False
 
+    def open(self, batch: int, device: torch.device) -> DynamicTree:
+        return self
+
     def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
         return _DynamicGrowth(self, roots)
+
+    def learn(self, verdict: Verdict) -> None:
+        """Its form follows the drafter alone."""
 
 
 class _DynamicGrowth:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
+from saccade.verify.rule import Verdict
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class LookupSession:
             guesses.append(self._guess(row) if tokens else [])
         roots = [ids[-1] if ids else 0 for ids in self._ids]
         return chains(roots, guesses, self._drafter.device)
+
+    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
+        """Nothing to learn: what was emitted comes with the next call."""
 
     def _append(self, row: int, tokens: Sequence[int]) -> None:
         """Add tokens; n-grams are indexed one token late, so that the last one never matches itself."""

@@ -14,6 +14,7 @@ from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.verify.rule import Verdict
 
 
 class ModelDrafter:
@@ -62,6 +63,7 @@ class ModelDraftSession:
         self._drafter = drafter
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self.context = Context(drafter.model, batch, capacity + self._slack)
+        self._shaping = drafter.policy.open(batch, drafter.model.device)
         self._rows = torch.arange(batch, device=drafter.model.device)
         self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._causal: dict[int, tuple[Tensor, Tensor]] = {}
@@ -84,7 +86,7 @@ class ModelDraftSession:
         logits = self.context.forward(tokens, allow, depth)
         self.context.keep([range(c) for c in counts], new)
         last = torch.tensor([max(c - 1, 0) for c in counts], device=tokens.device)
-        growth = self._drafter.policy.begin(roots, proposer)
+        growth = self._shaping.begin(roots, proposer)
         frontier = growth.expand(self._cut(logits[self._rows, last][:, None]))
         levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None:
@@ -93,6 +95,9 @@ class ModelDraftSession:
             frontier = growth.expand(self._cut(logits))
         self.context.cache.drop_pending()
         return growth.tree()
+
+    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
+        self._shaping.learn(verdict)
 
     def _readable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those that the drafter has no embedding for (padding of a larger vocabulary)."""

@@ -1,27 +1,16 @@
-"""Tree policies with a fixed form: the chain and the static tree."""
+"""What the loop asks of a tree policy: which guesses are worth verifying?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from saccade.draft.sampling import Proposer
-from saccade.draft.tree import DraftTree, TreeShape, ancestors_of
-
-_SPECVLM_PATHS = """
-    0 1 2 3
-    00 01 02 10 11 20 21 30
-    000 001 002 010 011 020 021 100
-    0000 0001 0002
-    00000 00001
-"""
-SPECVLM_TREE = tuple(tuple(map(int, path)) for path in _SPECVLM_PATHS.split())
-"""The 25-node tree of SpecVLM (4, 8, 8, 3, 2 nodes per level), as paths of child ranks."""
+from saccade.draft.tree import DraftTree
+from saccade.verify.rule import Verdict
 
 
 @dataclass(slots=True)
@@ -49,6 +38,18 @@ class Growth(Protocol):
 
     def tree(self) -> DraftTree:
         """The finished tree."""
+        ...
+
+
+class Shaping(Protocol):
+    """A tree policy at work on the rows of one session."""
+
+    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+        """Start this step's trees below ``roots`` ``[B]``."""
+        ...
+
+    def learn(self, verdict: Verdict) -> None:
+        """How far the rows went down the last trees, for policies that adapt."""
         ...
 
 
@@ -80,212 +81,6 @@ class TreePolicy(Protocol):
         """Whether children may be drawn from q; only exact when the form does not depend on what was drawn."""
         ...
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
-        """Start this step's trees below ``roots`` ``[B]``."""
+    def open(self, batch: int, device: torch.device) -> Shaping:
+        """Start on ``batch`` rows."""
         ...
-
-
-@dataclass(frozen=True)
-class StaticTree:
-    """A tree of fixed form, given as child-rank paths (EAGLE's and Medusa's notation)."""
-
-    paths: Sequence[Sequence[int]] = SPECVLM_TREE
-
-    def __post_init__(self) -> None:
-        self.shape  # noqa: B018  (checks the paths now, not at the first step)
-
-    @cached_property
-    def shape(self) -> TreeShape:
-        return TreeShape.of(self.paths)
-
-    @property
-    def max_nodes(self) -> int:
-        return len(self.shape.paths) + 1
-
-    @property
-    def max_run(self) -> int:
-        return sum(len(level.run) for level in self.plan("cpu").levels)
-
-    @property
-    def max_depth(self) -> int:
-        return self.shape.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self.shape.max_children
-
-    @property
-    def can_sample(self) -> bool:
-        return True
-
-    @cached_property
-    def _plans(self) -> dict[str, _Plan]:
-        return {}
-
-    def plan(self, device: torch.device | str) -> _Plan:
-        """The constants of this form on a device, made once."""
-        key = str(device)
-        if key not in self._plans:
-            self._plans[key] = _Plan.of(self.shape, torch.device(device))
-        return self._plans[key]
-
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
-        return _StaticGrowth(self.plan(roots.device), roots, proposer)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """gamma guesses in a row: the tree of width one (Leviathan et al. 2023)."""
-
-    gamma: int = 5
-
-    def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise ValueError(f"gamma must be at least 1, not {self.gamma}.")
-
-    @cached_property
-    def _static(self) -> StaticTree:
-        return StaticTree([(0,) * (i + 1) for i in range(self.gamma)])
-
-    @property
-    def max_nodes(self) -> int:
-        return self.gamma + 1
-
-    @property
-    def max_run(self) -> int:
-        return self.gamma - 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.gamma
-
-    @property
-    def max_children(self) -> int:
-        return 1
-
-    @property
-    def can_sample(self) -> bool:
-        return True
-
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
-        return self._static.begin(roots, proposer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """Constants of one level of a static tree.
-
-    Attributes:
-        width: children wanted per expanded parent.
-        pick: ``[n]`` which of the ``W * width`` candidates become nodes.
-        parents: ``[n]`` places, within the frontier, of the new nodes' parents.
-        run: places, within the new nodes, of those that have children themselves.
-        allow: ``[1, W', F + W']`` for the next frontier.
-    """
-
-    width: int
-    pick: Tensor
-    run: list[int]
-    run_index: Tensor
-    run_nodes: Tensor
-    allow: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    levels: tuple[_Level, ...]
-    parents: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    valid: Tensor
-    max_depth: int
-    max_children: int
-
-    @classmethod
-    def of(cls, shape: TreeShape, device: torch.device) -> _Plan:
-        nodes = [(), *shape.paths]
-        index = {path: i for i, path in enumerate(nodes)}
-        parents = torch.tensor([shape.parents])
-        matrix = ancestors_of(parents, shape.max_depth)
-        has_children = {p[:-1] for p in shape.paths}
-        frontier: list[tuple[int, ...]] = [()]
-        ran: list[int] = []
-        levels = []
-        for depth in range(1, shape.max_depth + 1):
-            new = [p for p in shape.paths if len(p) == depth]
-            width = max(p[-1] for p in new) + 1
-            pick = [frontier.index(p[:-1]) * width + p[-1] for p in new]
-            run = [i for i, p in enumerate(new) if p in has_children]
-            frontier = [new[i] for i in run]
-            nodes_run = [index[p] for p in frontier]
-            ran += nodes_run
-            allow = matrix[:, nodes_run][:, :, ran]
-            levels.append(
-                _Level(
-                    width=width,
-                    pick=torch.tensor(pick, device=device),
-                    run=run,
-                    run_index=torch.tensor(run, device=device, dtype=torch.long),
-                    run_nodes=torch.tensor(nodes_run, device=device, dtype=torch.long),
-                    allow=allow.to(device),
-                )
-            )
-        return cls(
-            levels=tuple(levels),
-            parents=parents.to(device),
-            depth=torch.tensor([[len(p) for p in nodes]], device=device),
-            ancestors=matrix.to(device),
-            valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
-            max_depth=shape.max_depth,
-            max_children=shape.max_children,
-        )
-
-
-class _StaticGrowth:
-    def __init__(self, plan: _Plan, roots: Tensor, proposer: Proposer) -> None:
-        self._plan = plan
-        self._proposer = proposer
-        self._tokens = [roots[:, None]]
-        self._q: list[tuple[Tensor, Tensor]] = []  # (node indices, [B, W, V] distributions)
-        self._depth = 0
-        self._expanding = torch.zeros(1, dtype=torch.long, device=roots.device)
-
-    def expand(self, logits: Tensor) -> Frontier | None:
-        level = self._plan.levels[self._depth]
-        candidates, q = self._proposer.children(logits, level.width)  # [B, W, width]
-        if q is not None:
-            self._q.append((self._expanding, q))
-        new = (
-            candidates.flatten(1)[:, level.pick]
-            if level.width > 1 or len(level.pick) > 1
-            else candidates[:, 0]
-        )
-        self._tokens.append(new)
-        self._depth += 1
-        if not level.run:
-            return None
-        self._expanding = level.run_nodes
-        tokens = new if len(level.run) == new.shape[1] else new[:, level.run_index]
-        return Frontier(tokens, level.allow, self._depth)
-
-    def tree(self) -> DraftTree:
-        plan = self._plan
-        return DraftTree(
-            tokens=torch.cat(self._tokens, 1),
-            parents=plan.parents,
-            depth=plan.depth,
-            ancestors=plan.ancestors,
-            valid=plan.valid,
-            max_depth=plan.max_depth,
-            max_children=plan.max_children,
-            q=self._gather_q(),
-        )
-
-    def _gather_q(self) -> Tensor | None:
-        if not self._q:
-            return None
-        first = self._q[0][1]
-        q = first.new_zeros(first.shape[0], self._plan.parents.shape[1], first.shape[2])
-        for nodes, values in self._q:
-            q[:, nodes] = values
-        return q

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,10 +34,31 @@ class DraftTree:
     max_children: int
     q: Tensor | None = None
 
+    @classmethod
+    def root_only(cls, roots: Tensor) -> DraftTree:
+        """Plain decoding's tree: ``roots`` ``[B]`` and nothing below."""
+        zero = roots.new_zeros(1, 1)
+        one = torch.ones(1, 1, dtype=torch.bool, device=roots.device)
+        return cls(roots[:, None], zero, zero, one[None], one, max_depth=0, max_children=0)
+
     @property
     def size(self) -> int:
         """Nodes per row, root and padding included."""
         return self.tokens.shape[1]
+
+    def to(self, device: torch.device) -> DraftTree:
+        """The tree on another device (drafter and target may live apart)."""
+        if self.tokens.device == device:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            parents=self.parents.to(device),
+            depth=self.depth.to(device),
+            ancestors=self.ancestors.to(device),
+            valid=self.valid.to(device),
+            q=None if self.q is None else self.q.to(device),
+        )
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:

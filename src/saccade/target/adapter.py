@@ -18,6 +18,7 @@ from saccade.inputs.batch import join, media_spans, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
 from saccade.target.families import Family, ordinary_ids
+from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
 
 
@@ -88,11 +89,14 @@ class Target:
         return SlotCache(self._layer_devices, batch, capacity)
 
     @torch.inference_mode()
-    def prefill(self, cache: SlotCache, row: int, prompt: Prompt, start: int = 0) -> Prefill:
+    def prefill(
+        self, cache: SlotCache, row: int, prompt: Prompt, start: int = 0, hidden: Hidden | None = None
+    ) -> Prefill:
         """Run one row's prompt from position ``start`` on and commit it to the cache.
 
         Args:
             start: how many leading ids the row's cache already holds; never inside an image.
+            hidden: filled with the states of the ids from ``start`` on, ``[1, S - start, d]``.
 
         Raises:
             InputError: the prompt is empty or longer than the model's context.
@@ -119,7 +123,7 @@ class Target:
             types = type_ids(self.config, prompt.ids)
             inputs.update({name: value.to(self.device) for name, value in types.items()})
         cache.writing_prompt(row, len(prompt) - start)
-        with _Stopwatch(self.model) as vision:
+        with _Stopwatch(self.model) as vision, self._tapped(hidden):
             out = self.model(
                 input_ids=ids[:, start:], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
             )
@@ -128,7 +132,13 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, cache: SlotCache, tokens: Tensor, allow: Tensor, depth: Tensor, deltas: Tensor
+        self,
+        cache: SlotCache,
+        tokens: Tensor,
+        allow: Tensor,
+        depth: Tensor,
+        deltas: Tensor,
+        hidden: Hidden | None = None,
     ) -> Tensor:
         """Run new tokens behind every row's committed and pending entries.
 
@@ -138,6 +148,7 @@ class Target:
                 these) each token attends to; each must see itself.
             depth: ``[B or 1, T]`` positions of the uncommitted entries relative to their row's length.
             deltas: ``[B, 1]`` rope deltas from prefill.
+            hidden: filled with the states of these tokens, ``[B, Q, d]``.
 
         Returns:
             Logits ``[B, Q, V]`` in the model's dtype.
@@ -153,16 +164,27 @@ class Target:
             positions = positions.expand(3, -1, -1)
         if self.is_lean and isinstance(mask, Tensor):
             assert self._lean is not None
-            return self._lean(tokens, mask, positions, cache)
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
+            return self._lean(tokens, mask, positions, cache, hidden)
+        with self._tapped(hidden):
+            out = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
         logits: Tensor = out.logits
         return logits
+
+    @contextmanager
+    def _tapped(self, hidden: Hidden | None) -> Iterator[None]:
+        """Hooks on the stock modules for the states that are wanted, if any."""
+        if hidden is None:
+            yield
+            return
+        with FeatureTap(self, hidden.layers, hidden.final) as tap:
+            yield
+        hidden.states = tap.hidden
 
     @torch.inference_mode()
     def use_lean(self) -> None:

@@ -12,6 +12,7 @@ from saccade.inputs.batch import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Prefill, Target
 from saccade.target.cache import SlotCache
+from saccade.target.features import Hidden
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class Context:
     Attributes:
         deltas: ``[B, 1]`` rope deltas on the model's device.
         reused: prompt tokens that the last `load` found in the cache, per row.
+        hidden: hidden states that every prefill and forward is to leave there; None for none.
     """
 
     def __init__(self, target: Target, batch: int, capacity: int) -> None:
@@ -35,6 +37,7 @@ class Context:
         self.cache: SlotCache = target.new_cache(batch, capacity)
         self.deltas = torch.zeros(batch, 1, dtype=torch.long, device=target.device)
         self.reused = [0] * batch
+        self.hidden: Hidden | None = None
         self._held = [_Held() for _ in range(batch)]
 
     @property
@@ -51,14 +54,14 @@ class Context:
         self.cache.crop(row, start)
         self.reused[row] = start
         held.ids, held.media = list(prompt.ids[:start]), [m for m in marks if m[1] <= start]
-        result = self.target.prefill(self.cache, row, prompt, start)
+        result = self.target.prefill(self.cache, row, prompt, start, self.hidden)
         held.ids, held.media = list(prompt.ids), marks
         self.deltas[row] = result.rope_delta
         return result
 
     def forward(self, tokens: Tensor, allow: Tensor, depth: Tensor) -> Tensor:
         """Logits ``[B, Q, V]`` of new tokens; see `Target.forward`."""
-        return self.target.forward(self.cache, tokens, allow, depth, self.deltas)
+        return self.target.forward(self.cache, tokens, allow, depth, self.deltas, self.hidden)
 
     def keep(self, chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of every row, whose token ids are ``ids``; drop the others."""

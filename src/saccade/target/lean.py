@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.target.cache import SlotCache
+from saccade.target.features import Hidden
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred
@@ -61,14 +62,20 @@ class LeanDecoder:
         """Whether the model's weights are still the ones that were fused (not moved, cast or replaced)."""
         return all(module.weight.data_ptr() == pointer for module, pointer in self._watched)
 
-    def __call__(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: SlotCache, hidden: Hidden | None = None
+    ) -> Tensor:
         """Logits ``[B, Q, V]``; arguments as the stock model takes them (mask additive ``[B, 1, Q, K]``)."""
+        wanted = () if hidden is None else hidden.layers
+        states: dict[int, Tensor] = {}
         x = F.embedding(tokens, self._embed)
         batch, count, width = x.shape
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
         grouped = heads != kv
-        for block, layer in zip(self._blocks, cache.layers, strict=True):
+        for index, (block, layer) in enumerate(zip(self._blocks, cache.layers, strict=True)):
+            if index in wanted:
+                states[index] = x
             h = F.rms_norm(x, (width,), block.norm_in, self._eps)
             qkv = (
                 F.linear(h, block.qkv, block.qkv_bias).view(batch, count, heads + 2 * kv, dim).transpose(1, 2)
@@ -95,7 +102,11 @@ class LeanDecoder:
             h = F.rms_norm(x, (width,), block.norm_mlp, self._eps)
             gate, up = F.linear(h, block.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down)
-        logits: Tensor = self._head(F.rms_norm(x, (width,), self._norm, self._eps))
+        normed = F.rms_norm(x, (width,), self._norm, self._eps)
+        if hidden is not None:
+            states[len(self._blocks)] = normed if hidden.final == "post" else x
+            hidden.states = {i: states[i] for i in wanted}
+        logits: Tensor = self._head(normed)
         return logits
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
+from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict, path_to
 
@@ -18,6 +20,12 @@ class Greedy:
 
     def uniforms(self, max_depth: int, max_children: int) -> int:
         return 0
+
+    def open(self, context: Context) -> Greedy:
+        return self
+
+    def read(self, row: int, prompt: Prompt) -> None:
+        """Nothing to remember of a prompt."""
 
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
         choice = scores.max(-1).indices  # [B, N]; argmax would do, but is slow in bfloat16 on CPUs

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
+from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
 from saccade.verify.randomness import Uniforms
 
 
@@ -27,6 +29,23 @@ class Verdict:
     token: Tensor
 
 
+class Judge(Protocol):
+    """A rule at work on the rows of one session."""
+
+    def read(self, row: int, prompt: Prompt) -> None:
+        """Called after the target has read a row's prompt (its context holds the hidden states asked for)."""
+        ...
+
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+        """Judge every row.
+
+        Args:
+            scores: ``[B, N, V]`` the target's processed logits after every node.
+            uniforms: this step's random numbers, None for a rule that does not sample.
+        """
+        ...
+
+
 class Rule(Protocol):
     """Which guesses stand."""
 
@@ -41,16 +60,11 @@ class Rule(Protocol):
         ...
 
     def uniforms(self, max_depth: int, max_children: int) -> int:
-        """Random numbers per row and step that `judge` takes."""
+        """Random numbers per row and step that `Judge.judge` takes."""
         ...
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
-        """Judge every row.
-
-        Args:
-            scores: ``[B, N, V]`` the target's processed logits after every node.
-            uniforms: this step's random numbers, None for a rule that does not sample.
-        """
+    def open(self, context: Context) -> Judge:
+        """Start on a session's rows; a rule that looks at hidden states sets ``context.hidden`` here."""
         ...
 
 

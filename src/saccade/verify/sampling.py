@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
+from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
 from saccade.verify.randomness import Uniforms, draw
 from saccade.verify.rule import Verdict, path_to
 
@@ -26,6 +28,12 @@ class Sampling:
 
     def uniforms(self, max_depth: int, max_children: int) -> int:
         return max_depth * max_children + 1
+
+    def open(self, context: Context) -> Sampling:
+        return self
+
+    def read(self, row: int, prompt: Prompt) -> None:
+        """Nothing to remember of a prompt."""
 
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
         assert uniforms is not None
