@@ -86,8 +86,12 @@ class Engine:
 
     def open(self, batch: int = 1) -> Session:
         """Empty caches for ``batch`` rows; they take the size of the requests that use them."""
-        drafting = self.drafter.open(batch, 0) if self.drafter is not None else None
-        return Session(Context(self.target, batch, 0), drafting)
+        return self.open_on(Context(self.target, batch, 0))
+
+    def open_on(self, context: Context) -> Session:
+        """A session on a context of the target."""
+        batch = context.cache.batch
+        return Session(context, None if self.drafter is None else self.drafter.open(batch, context))
 
     def generate(
         self,

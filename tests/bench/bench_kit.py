@@ -31,8 +31,8 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def open(self, batch: int, capacity: int) -> Any:
-        session = self._drafter.open(batch, capacity)
+    def open(self, batch: int, target: Any) -> Any:
+        session = self._drafter.open(batch, target)
         return _SlowSession(session, self._seconds)
 
 

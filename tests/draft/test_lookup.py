@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from saccade.draft.sampling import TopProposer
 from saccade.inputs.prompt import Prompt
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # few tokens, so that n-grams come back
+
+NO_TARGET: Any = None  # lookup reads nothing of the target
 
 
 def naive_guess(ids: list[int], gamma: int, max_ngram: int) -> list[int]:
@@ -33,7 +37,7 @@ def naive_guess(ids: list[int], gamma: int, max_ngram: int) -> list[int]:
 def test_guesses_are_those_of_a_naive_search(
     prompts: list[list[int]], blocks: list[list[list[int]]], gamma: int, max_ngram: int
 ) -> None:
-    session = PromptLookup(gamma, max_ngram).open(2, 0)
+    session = PromptLookup(gamma, max_ngram).open(2, NO_TARGET)
     texts = [list(p) for p in prompts]
     for row, ids in enumerate(prompts):
         session.load(row, Prompt(tuple(ids)))
@@ -48,7 +52,7 @@ def test_guesses_are_those_of_a_naive_search(
 
 
 def test_a_finished_row_guesses_nothing() -> None:
-    session = PromptLookup(3, 2).open(2, 0)
+    session = PromptLookup(3, 2).open(2, NO_TARGET)
     for row in range(2):
         session.load(row, Prompt((1, 2, 1, 2)))
     tree = session.propose([[1], []], TopProposer())
@@ -57,7 +61,7 @@ def test_a_finished_row_guesses_nothing() -> None:
 
 
 def test_a_row_that_is_loaded_again_forgets_its_text() -> None:
-    session = PromptLookup(3, 2).open(1, 0)
+    session = PromptLookup(3, 2).open(1, NO_TARGET)
     session.load(0, Prompt((1, 2, 3)))
     session.load(0, Prompt((4, 5)))
     assert session.propose([[1]], TopProposer()).size == 1

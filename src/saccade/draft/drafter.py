@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
 from saccade.verify.rule import Verdict
 
 
@@ -17,7 +18,8 @@ class DraftSession(Protocol):
     """A drafter at work on B rows."""
 
     def load(self, row: int, prompt: Prompt) -> None:
-        """Take in a row's prompt; what it shares with the row's earlier content may be reused."""
+        """Take in a row's prompt, which the target has just read; what it shares with the row's earlier content
+        may be reused."""
         ...
 
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
@@ -66,6 +68,11 @@ class Drafter(Protocol):
         """Whether its children may be drawn from q when the rule samples."""
         ...
 
-    def open(self, batch: int, capacity: int) -> DraftSession:
-        """Start on ``batch`` rows of at most ``capacity`` tokens (prompt of its own included)."""
+    def open(self, batch: int, target: Context) -> DraftSession:
+        """Start on ``batch`` rows, without room yet.
+
+        Args:
+            target: the target's context of the session; a drafter that reads the target's hidden states says so
+                here (``target.hidden``).
+        """
         ...

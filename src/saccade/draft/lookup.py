@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
 from saccade.verify.rule import Verdict
 
 
@@ -48,7 +49,7 @@ class PromptLookup:
     def draws(self) -> bool:
         return False
 
-    def open(self, batch: int, capacity: int) -> LookupSession:
+    def open(self, batch: int, target: Context) -> LookupSession:
         return LookupSession(self, batch)
 
 

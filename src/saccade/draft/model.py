@@ -48,8 +48,8 @@ class ModelDrafter:
     def draws(self) -> bool:
         return self.policy.can_sample
 
-    def open(self, batch: int, capacity: int) -> ModelDraftSession:
-        return ModelDraftSession(self, batch, capacity)
+    def open(self, batch: int, target: Context) -> ModelDraftSession:
+        return ModelDraftSession(self, batch)
 
 
 class ModelDraftSession:
@@ -59,10 +59,10 @@ class ModelDraftSession:
     the one forward that starts the next step: no gather, and the same for every kind of drafter.
     """
 
-    def __init__(self, drafter: ModelDrafter, batch: int, capacity: int) -> None:
+    def __init__(self, drafter: ModelDrafter, batch: int) -> None:
         self._drafter = drafter
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
-        self.context = Context(drafter.model, batch, capacity + self._slack)
+        self.context = Context(drafter.model, batch, 0)
         self._shaping = drafter.policy.open(batch, drafter.model.device)
         self._rows = torch.arange(batch, device=drafter.model.device)
         self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]

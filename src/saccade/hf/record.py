@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.tree import DraftTree
-from saccade.engine import Engine, Session
+from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Prefill
 from saccade.target.context import Context
@@ -35,7 +35,7 @@ class Recorder:
         self._rule = _Rule(engine.rule(do_sample))
         self._context = self._rule.context = _Context(engine.target, batch, 0)
         self.engine = Engine(engine.target, engine.drafter, self._rule)
-        self.session = Session(self._context, self.engine.open(batch).drafting)
+        self.session = self.engine.open_on(self._context)
         self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
 
