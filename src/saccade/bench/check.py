@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,20 +25,21 @@ def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     return found if found is not None or len(ours) == len(plain) else shared
 
 
-def compared(record: Record, plain: Sequence[int], target: Target, prompt: Prompt) -> Record:
+def compared(record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]) -> Record:
     """The record with its verdict against plain decoding's tokens.
 
     Args:
         plain: the baseline's tokens for the same prompt and repeat.
         target: says the logits at the first difference.
-        prompt: as the target was asked.
+        prompt: makes the prompt that the target was asked; only called for the logits.
     """
     position = first_difference(record.tokens, plain)
     if position is None:
         return replace(record, equal=True)
     ours = record.tokens[position] if position < len(record.tokens) else None
     theirs = plain[position] if position < len(plain) else None
-    logits = _logits(target, Prompt((*prompt.ids, *plain[:position]), prompt.media))
+    asked = prompt()
+    logits = _logits(target, Prompt((*asked.ids, *plain[:position]), asked.media))
     difference: dict[str, Any] = {
         "position": position,
         "ours": ours,

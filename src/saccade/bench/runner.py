@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -207,8 +208,8 @@ class Runner:
         for answer, tokens in zip(answers, plain, strict=True):
             record = answer.record
             if all(r.equal for r in judged):
-                prompt = self._prepared.vlm.processor.prompt(answer.messages)
-                record = compared(record, tokens, self._prepared.vlm.target, prompt)
+                vlm = self._prepared.vlm
+                record = compared(record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages))
             judged.append(record)
         return judged
 

@@ -17,17 +17,18 @@ from saccade.bench.suite import BASELINE
 
 def results(run: Run) -> Table:
     """One line per method over all tasks."""
-    found = metrics.by_method(run.records)
-    scored = any(r.score is not None for r in found.values())
-    table = _table("", "speed-up", "decode only", "tokens/s", "block efficiency", "accepted length", "equal")
-    if scored:
-        table.add_column("score", justify="right")
-        table.add_column("retention", justify="right")
-    for result in found.values():
+    by_label = metrics.by_method(run.records)
+    found = [by_label[m["label"]] for m in run.header.config["methods"] if m["label"] in by_label]
+    scored = any(r.score is not None for r in found)
+    lossy = any(not r.lossless for r in found)
+    names = ["", "speed-up", "decode\nonly", "tokens/s", "block\nefficiency", "accepted\nlength", "equal"]
+    table = _table(*names, *["score"] * scored, *["retention"] * (scored and lossy))
+    for result in found:
+        ours = result.method != BASELINE
         cells = [
             result.method + ("" if result.lossless else " (lossy)"),
-            _times(result.speedup if result.method != BASELINE else None),
-            _times(result.decode_speedup if result.method != BASELINE else None),
+            _times(result.speedup) if ours else "-",
+            _value(result.decode_speedup, ".2f", "x") if ours else "-",
             _value(result.rate, ".0f"),
             _value(result.block_efficiency, ".2f"),
             _value(result.accepted_length, ".2f"),
@@ -35,7 +36,8 @@ def results(run: Run) -> Table:
         ]
         if scored:
             cells.append("-" if result.score is None else f"{result.score:.3f}")
-            cells.append("-" if result.method == BASELINE else _value(result.retention, ".1%"))
+        if scored and lossy:
+            cells.append(_value(result.retention, ".1%") if ours else "-")
         table.add_row(*cells)
     return table
 
@@ -45,9 +47,8 @@ def predicted(run: Run) -> Table | None:
     rows = predictions(run)
     if not rows:
         return None
-    table = _table(
-        "decode only", "measured", "TABED Eq. 1", "SAGE Eq. 6", "LVSpec Eq. 3", "T_q/T_p", "T_p(n)/T_p(1)"
-    )
+    formulas = ["TABED\nEq. 1", "SAGE\nEq. 6", "LVSpec\nEq. 3"]
+    table = _table("decode only", "measured", *formulas, "T_q/T_p", "T_p(n)/\nT_p(1)")
     for row in rows:
         table.add_row(*_predicted(row))
     return table
@@ -81,9 +82,10 @@ def remarks(run: Run) -> Iterator[str]:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(first, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -105,11 +107,11 @@ def _times(estimate: Estimate | None) -> str:
         return "-"
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.2f}x"
-    return f"{estimate.value:.2f}x [{estimate.low:.2f}, {estimate.high:.2f}]"
+    return f"{estimate.value:.2f}x {estimate.low:.2f}-{estimate.high:.2f}"
 
 
-def _value(estimate: Estimate | None, form: str) -> str:
-    return "-" if estimate is None else f"{estimate.value:{form}}"
+def _value(estimate: Estimate | None, form: str, unit: str = "") -> str:
+    return "-" if estimate is None else f"{estimate.value:{form}}{unit}"
 
 
 def _equal(result: MethodResult) -> str:
