@@ -247,7 +247,7 @@ def header(methods: Sequence[str], prompts: int, repeats: int) -> Header:
     return Header(
         suite="pocket",
         config={
-            "methods": list(methods),
+            "methods": [described(name) for name in methods],
             "prompts": prompts,
             "repeats": repeats,
             "seed": 0,
@@ -267,4 +267,23 @@ def header(methods: Sequence[str], prompts: int, repeats: int) -> Header:
             "git": "0123abc",
         },
         started="2026-01-01T12:00:00+00:00",
+        costs={
+            "kv": 90,
+            "target": {str(n): PASS_SECONDS + NODE_SECONDS * (n - 1) for n in (1, 2, 4, 8, 16, 32)},
+            "draft": {str(n): 0.002 for n in (1, 2, 4, 8)},
+        },
     )
+
+
+def described(method: str) -> dict[str, Any]:
+    """A method as the runner's configuration has it."""
+    way = WAYS[method]
+    return {
+        "name": method,
+        "label": method,
+        "options": {},
+        "lossless": way.lossless,
+        "needs": "draft model" if way.level_seconds > 0.001 else "nothing",
+        "max_nodes": 1 + way.depth * way.width,
+        "max_depth": way.depth,
+    }

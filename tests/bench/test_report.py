@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
-from fake_runs import HOSTILE, make_run, write_run
+from fake_runs import HOSTILE, WAYS, make_run, write_run
 from typer.testing import CliRunner
 
 from saccade.bench import report
 from saccade.bench.record import Run
-from saccade.bench.report import checking, content, markdown, media, page, tables, traces
+from saccade.bench.report import checking, content, formulas, markdown, media, page, tables, traces
 from saccade.cli import report as command
 from saccade.errors import SaccadeError
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> None:
-    table = tables.comparison(content.groups(run.records)[0])
+    table = tables.comparison(content.groups(run)[0])
     names = [column.name for column in table.columns]
     assert {"speed-up", "decoding only", "block efficiency", "accepted length", "score kept"} <= set(names)
     chain = dict(zip(names, table.rows[1].cells, strict=True))
@@ -47,7 +48,7 @@ def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> No
 
 
 def test_lossy_methods_say_so_in_every_table(run: Run) -> None:
-    group = content.groups(run.records)[0]
+    group = content.groups(run)[0]
     every = [tables.comparison(group), tables.scores(group), tables.depths(group), tables.stages(group)]
     for table in every:
         assert table is not None
@@ -57,9 +58,43 @@ def test_lossy_methods_say_so_in_every_table(run: Run) -> None:
 
 
 def test_stages_add_up_to_the_total(run: Run) -> None:
-    for row in tables.stages(content.groups(run.records)[0]).rows:
+    for row in tables.stages(content.groups(run)[0]).rows:
         *parts, total = (float(cell.text) for cell in row.cells[1:])
         assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))  # every cell is rounded to 0.1
+
+
+def test_formulas_of_the_papers_stand_beside_what_was_measured(run: Run) -> None:
+    table = formulas.predicted(run)
+    assert table is not None
+    assert [row.cells[0].text for row in table.rows] == [
+        "chain",
+        "dynamic-tree",
+        "prompt-lookup",
+        "lvspec",
+        "fly",
+    ]
+    measured, tabed = (float(cell.text) for cell in table.rows[0].cells[1:3])
+    assert tabed == pytest.approx(measured, rel=0.15)  # the made-up clock follows that formula, with noise
+    assert formulas.predicted(replace(run, header=replace(run.header, costs={}))) is None
+
+
+def test_a_lossless_method_with_other_tokens_is_named_at_the_top() -> None:
+    run = make_run(prompts=2, repeats=1, methods=["plain", "chain", "lvspec"])
+    logits = {"ours": 2.5, "plain": 2.4}
+    for record in run.records:
+        difference = {"position": 7, "ours": 3, "plain": 4, "logits": logits}
+        run.records[run.records.index(record)] = replace(record, equal=False, difference=difference)
+    text = report.html(report.contents([run]))
+    assert (
+        "chain: 2 of 2 answers, first on scene-0 at position 7: 3 instead of 4 with logits 2.5 and 2.4"
+        in text
+    )
+    assert "lvspec: 2 of 2" not in text
+
+
+def test_methods_stand_in_the_order_of_the_suite_whatever_ran_first(run: Run) -> None:
+    turned = replace(run, records=run.records[::-1])
+    assert list(content.groups(turned)[0].results) == ["plain", *(m for m in WAYS if m != "plain")]
 
 
 def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> None:
@@ -120,7 +155,7 @@ def test_marks_that_the_page_does_not_know_are_shown_as_they_are(run: Run) -> No
 def test_a_lossy_answer_says_where_it_leaves_plain_decoding(run: Run) -> None:
     answers = {a.record.method: a for a in traces.prompts(run, 1)[0].answers}
     assert answers["chain"].difference == ""
-    assert answers["lvspec"].difference.startswith("Leaves plain decoding's answer at token ")
+    assert answers["lvspec"].difference.startswith("Leaves plain decoding's answer at position ")
 
 
 def test_pictures_come_from_the_media_folder_only(folder: Path) -> None:

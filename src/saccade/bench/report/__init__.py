@@ -37,7 +37,7 @@ def contents(runs: Sequence[Run]) -> list[Content]:
                 f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}"
             )
     return [
-        Content(name, run, groups(run.records), run.problems)
+        Content(name, run, groups(run), run.problems)
         for name, run in zip(names(checked), checked, strict=True)
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -78,15 +78,22 @@ def group(name: str, records: Sequence[Record]) -> Group:
     return Group(name, results, {m: fmean(s) for m, s in seconds.items()}, dict(counts))
 
 
-def groups(records: Iterable[Record]) -> list[Group]:
-    """All tasks together, then every task if there are several."""
-    tasks: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        tasks[record.task].append(record)
-    everything = [record for task in tasks.values() for record in task]
+def groups(run: Run) -> list[Group]:
+    """All tasks together, then every task if there are several; methods as the run was asked for them."""
+    order = _order(run)
+    records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
+    tasks = {
+        task: [r for r in records if r.task == task] for task in dict.fromkeys(r.task for r in run.records)
+    }
     if len(tasks) < 2:
         return [group(name, task) for name, task in tasks.items()]
-    return [group("all tasks", everything), *(group(name, task) for name, task in tasks.items())]
+    return [group("all tasks", records), *(group(name, task) for name, task in tasks.items())]
+
+
+def _order(run: Run) -> dict[str, int]:
+    methods = run.header.config.get("methods")
+    labels = [m.get("label") for m in methods if isinstance(m, dict)] if isinstance(methods, list) else []
+    return {label: place for place, label in enumerate(labels) if isinstance(label, str)}
 
 
 def stage_name(stage: str) -> str:

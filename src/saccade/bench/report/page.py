@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from saccade.bench.report import figures, tables, traces
+from saccade.bench.report import figures, formulas, tables, traces
 from saccade.bench.report.content import Content
 from saccade.bench.suite import BASELINE
 from saccade.errors import SaccadeError
@@ -65,12 +65,18 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
     shown = traces.prompts(content.run, prompts)
     results = everything.results
     picked = next((m for m in results if m != BASELINE), BASELINE)
-    data = [tables.depths(everything), tables.stages(everything)]
+    data = [
+        tables.depths(everything),
+        tables.stages(everything),
+        formulas.predicted(content.run),
+        formulas.step_times(content.run),
+    ]
     return {
         "id": f"run-{index}",
         "name": content.name,
         "notes": _notes(content),
         "lossy": [m for m, r in results.items() if not r.lossless],
+        "unequal": _unequal(content),
         "problems": [problem.replace(f"{content.run.folder}/", "") for problem in content.problems],
         "tables": [tables.comparison(group) for group in content.groups],
         "scores": tables.scores(everything),
@@ -95,6 +101,24 @@ def _notes(content: Content) -> list[str]:
     if isinstance(missing, list) and missing:
         texts.append("Left out: " + " ".join(map(str, missing)))
     return [str(text) for text in texts if text]
+
+
+def _unequal(content: Content) -> list[str]:
+    """Methods that claim to be lossless and gave other tokens than plain decoding, with the first such token."""
+    found = []
+    for method, result in content.groups[0].results.items():
+        first = next((r for r in content.run.records if r.method == method and r.equal is False), None)
+        if not result.lossless or first is None:
+            continue
+        text = f"{method}: {result.compared - result.equal} of {result.compared} answers"
+        what = first.difference or {}
+        if {"position", "ours", "plain"} <= what.keys():
+            text += f", first on {first.prompt_id} at position {what['position']}"
+            text += f": {what['ours']} instead of {what['plain']}"
+        if isinstance(what.get("logits"), dict):
+            text += f" with logits {what['logits'].get('ours')} and {what['logits'].get('plain')}"
+        found.append(text)
+    return found
 
 
 def commands(content: Content) -> str:

@@ -43,11 +43,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A caption, columns and rows of as many cells."""
+    """A caption, columns and rows of as many cells.
+
+    Attributes:
+        explained: whether the meanings of the columns stand below it.
+    """
 
     caption: str
     columns: list[Column]
     rows: list[Row]
+    explained: bool = False
 
 
 def comparison(group: Group) -> Table:

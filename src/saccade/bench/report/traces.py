@@ -145,11 +145,12 @@ def _difference(record: Record, plain: Record | None) -> str:
     pairs = enumerate(zip(record.tokens, plain.tokens, strict=False))
     shorter = min(len(record.tokens), len(plain.tokens))
     first = next((place for place, (ours, theirs) in pairs if ours != theirs), shorter)
-    told = f"Leaves plain decoding's answer at token {first + 1}"
+    told = f"Leaves plain decoding's answer at position {first}"
     if first == shorter:
         return f"{told}, where one of them ends."
     return f"{told}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
 
 
 def _visible(piece: str) -> str:
-    return piece.replace("\n", "↵\n")
+    """Line breaks as signs, and a dot for a token that is only a part of a character."""
+    return piece.replace("\n", "↵\n") or "·"

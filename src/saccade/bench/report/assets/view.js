@@ -12,7 +12,7 @@
   }
 
   function label(text) {
-    const shown = text.replace(/\n/g, "").trim() || (text ? "␣" : "∅");
+    const shown = text.replace(/\n/g, "").trim() || "␣";
     const letters = Array.from(shown);
     return letters.length > LONGEST ? letters.slice(0, LONGEST - 1).join("") + "…" : shown;
   }
