@@ -175,7 +175,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "qwen": qwen,
     "qwen-draft": lambda path: qwen(path, noise=0.1),
     "llama": llama,
-    "llama-long": lambda path: llama(path, max_position_embeddings=200_000),
+    "llama-long": lambda path: llama(path, max_position_embeddings=40_000),
     "llama-bytes": lambda path: llama(path, answers=256),
     "llama-swapped": lambda path: llama(path, tok=tokenizer(swapped=True)),
 }

@@ -48,8 +48,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, and exit.
 
-    Exit codes: 0; 2 and one sentence on stderr for what the user got wrong; 130 after Ctrl-C; 141 when the
-    reader of a pipe has gone.
+    Exit codes: 0; 2 and one sentence on stderr for what the user got wrong; 130 after Ctrl-C; 1 when the reader
+    of a pipe has gone.
 
     Args:
         arguments: those of the process when None.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
-        sys.exit(141)
+        sys.exit(1)
     except Exception as problem:
         if not hasattr(problem, "format_message"):  # typer's own: unknown command, missing option, bad number
             raise

@@ -1,0 +1,75 @@
+"""The command line as a whole: versions, lists, wrong arguments, and what never reaches the user."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import Shell
+
+from saccade import __version__
+from saccade.methods import METHODS
+
+
+def test_the_version_is_one_line(shell: Shell) -> None:
+    result = shell("--version")
+    assert (result.code, result.out) == (0, f"{__version__}\n")
+
+
+def test_without_a_command_there_is_help(shell: Shell) -> None:
+    result = shell()
+    assert result.code == 0
+    assert all(name in result.out for name in ("demo", "generate", "chat", "methods", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gnerate"], "No such command 'gnerate'. Did you mean 'generate'; see `saccade --help`."),
+        (["generate", "--nope", "x"], "No such option: --nope"),
+        (["generate"], "Missing argument 'prompt'; see `saccade generate --help`."),
+        (["generate", "-n", "many", "x"], "Invalid value for '--max-new-tokens'"),
+        (["generate", "-t"], "Option '-t' requires an argument; see `saccade"),
+        (["methods", "extra"], "unexpected extra argument(s) (extra); see `saccade methods --help`."),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(shell: Shell, arguments: list[str], words: str) -> None:
+    assert words in shell(*arguments).complaint
+
+
+def test_every_method_is_listed_with_what_it_needs(shell: Shell) -> None:
+    listed = json.loads(shell("methods", "--json").out)
+    assert list(listed) == list(METHODS)
+    assert all(set(m) == {"summary", "source", "lossless", "needs", "options"} for m in listed.values())
+    page = shell("methods").out
+    for name, method in METHODS.items():
+        assert name in page
+        assert method.summary in page
+        assert method.source in page
+
+
+def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
+    report = json.loads(shell("doctor", "--json").out)
+    assert report["packages"]["saccade"] == __version__
+    assert report["devices"][0].startswith("cpu")
+    assert report["families"]["llava"]["works"]
+    page = shell("doctor").out
+    for package, version in report["packages"].items():
+        assert package in page
+        assert (version or "not installed") in page
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    """`saccade --version` and wrong arguments answer at once."""
+    code = """
+import sys
+from saccade.cli import main
+try:
+    main(["generate", "--nope"])
+except SystemExit:
+    print([m for m in ("torch", "transformers", "numpy", "matplotlib") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

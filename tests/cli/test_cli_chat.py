@@ -1,0 +1,135 @@
+"""`saccade chat`: turns, files, commands, and the keys that stop an answer or leave."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from commands import Shell
+
+from checkpoints import picture, ready, saved_picture, vlm
+
+LLAVA = ("chat", "-t", ready("llava"), "-d", ready("llava-draft"))
+
+
+def test_a_conversation_with_images_goes_on_through_mistakes(shell: Shell, tmp_path: Path) -> None:
+    talk = vlm("llava", "llava-draft").chat("Be short.")
+    first, second = saved_picture(tmp_path / "first.png", 1), saved_picture(tmp_path / "b c.png", 2)
+    answers = [
+        talk.send("What is it?", [picture(1)]).text,
+        talk.send("And this?", [picture(2)]).text,
+        talk.send("Sure?").text,
+    ]
+    lines = [
+        "/help",
+        f"/image {first}",
+        "What is it?",
+        "/image no.png",
+        "/image",
+        "/nonsense",
+        "",
+        f"/image '{second}'",
+        "And this?",
+        "x" * 2000,
+        "Sure?",
+        "/quit",
+        "never read",
+    ]
+    result = shell(*LLAVA, "--system", "Be short.", stdin="\n".join(lines))
+    assert result.code == 0
+    assert result.out.splitlines() == answers
+    for words in (
+        "/reset        start a new conversation",
+        f"{first} goes with your next message.",
+        "The image file no.png does not exist",
+        "/image needs a file, such as /image holiday.jpg.",
+        "There is no command /nonsense; /help lists those that exist.",
+        "prompt tokens reused",
+        "this model's context is 1024",
+    ):
+        assert words in result.err
+
+
+def test_a_reset_forgets_everything_but_the_system_message(shell: Shell, tmp_path: Path) -> None:
+    model = vlm("llava", "llava-draft")
+    expected = [model.chat("Rhyme.").send(words).text for words in ("One?", "Two?")]
+    image = saved_picture(tmp_path / "a.png")
+    lines = ["One?", f"/image {image}", "/reset", "Two?"]
+    result = shell(*LLAVA, "--system", "Rhyme.", stdin="\n".join(lines))
+    assert result.out.splitlines() == expected
+    assert "A new conversation." in result.err
+
+
+def test_files_of_a_message_that_does_not_fit_are_dropped(shell: Shell, tmp_path: Path) -> None:
+    """Or every later message would fail like it."""
+    image = saved_picture(tmp_path / "a.png")
+    result = shell("chat", "-t", ready("llama"), stdin=f"/image {image}\nWhat?\nAnd?\n")
+    assert "reads text only" in result.err
+    assert result.out == vlm("llama").chat().send("And?").text + "\n"
+
+
+def test_a_bad_first_image_is_told_before_the_model_is_loaded(shell: Shell) -> None:
+    assert "no.png does not exist" in shell(*LLAVA, "-i", "no.png").complaint
+
+
+class Terminal:
+    """A command that believes to be in front of a person."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._ours, theirs = pty.openpty()
+        code = "import sys; from saccade.cli import main; main(sys.argv[1:])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def read_until(self, words: str) -> str:
+        """Everything shown up to these words (waits for them; pytest's timeout ends a wait in vain)."""
+        shown = b""
+        while words.encode() not in shown:
+            shown += os.read(self._ours, 1)
+        return shown.decode()
+
+    def close(self) -> int:
+        """Exit code, after what is still shown."""
+        try:
+            while os.read(self._ours, 1000):
+                pass
+        except OSError:  # how Linux tells that the other side is closed
+            pass
+        os.close(self._ours)
+        return self._process.wait()
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
+    drafted = ("-d", ready("llama-long"))
+    terminal = Terminal("chat", "-t", ready("llama-long"), *drafted, "-n", "20000", "--marks")
+    terminal.read_until("> ")
+    terminal.type("Tell me everything\n")
+    shown = terminal.read_until("›")
+    assert "‹" in shown.splitlines()[-1], "NO_COLOR asks for marks that are no colours"
+    terminal.type("\x03")
+    terminal.read_until("interrupted")
+    terminal.read_until("> ")
+    terminal.type("And then\n")
+    terminal.read_until("›")
+    terminal.type("\x03")
+    assert "prompt tokens reused" in terminal.read_until("interrupted")
+    terminal.read_until("> ")
+    terminal.type("\x03")
+    terminal.read_until("Ctrl-D leaves.")
+    terminal.read_until("> ")
+    terminal.type("\x04")
+    assert terminal.close() == 0

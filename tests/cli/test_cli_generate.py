@@ -1,0 +1,172 @@
+"""`saccade generate`: answers, marks, JSON, interruptions, pipes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Shell
+
+from checkpoints import picture, ready, saved_picture, vlm
+from saccade import engine
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    return saved_picture(tmp_path / "a.png")
+
+
+def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: str) -> None:
+    expected = vlm("llava", "llava-draft").generate("What?", [picture()])
+    result = shell("generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "What?")
+    assert (result.code, result.out) == (0, expected.text + "\n")
+    assert result.err.startswith("24 tokens in ")
+    assert f"block efficiency {expected.stats.block_efficiency:.2f} · method chain" in result.err
+    assert result.err.count("\n") == 1, "libraries kept quiet"
+
+
+def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
+    arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--set", "gamma=7", "What?")
+    result = shell("generate", *arguments, "--json")
+    answer = json.loads(result.out)
+    expected = vlm("llava", "llava-draft", gamma=7).generate("What?", [picture()])
+    assert result.err == ""
+    assert answer["method"] == "chain"
+    assert answer["target"] == str(ready("llava"))
+    assert {k: answer[k] for k in ("text", "tokens", "marks", "finish_reason")} == {
+        "text": expected.text,
+        "tokens": expected.tokens,
+        "marks": expected.marks,
+        "finish_reason": "length",
+    }
+    assert answer["stats"]["drafted_tokens"] == expected.stats.drafted_tokens
+
+
+def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:
+    expected = vlm("llava", "llava-draft").generate("What?", [picture()])
+    drafted = [mark == "draft" for mark in expected.marks]
+    page, inside = "", False
+    for letter, draft in zip(expected.text, drafted, strict=True):  # one byte, one token
+        page += ("‹" if draft else "›") if draft != inside else ""
+        page += letter
+        inside = draft
+    result = shell(
+        "generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--marks", "What?"
+    )
+    assert result.out == page + ("›\n" if inside else "\n")
+
+
+def test_the_question_may_come_from_stdin(shell: Shell) -> None:
+    result = shell("generate", "-t", ready("llama"), "-", stdin="Tell me\nmore\n")
+    assert result.out == vlm("llama").generate("Tell me\nmore").text + "\n"
+    assert "The question is empty" in shell("generate", "-t", ready("llama"), "-", stdin="\n").complaint
+
+
+def test_sampling_repeats_with_its_seed(shell: Shell) -> None:
+    def tokens(*options: str) -> list[int]:
+        result = shell("generate", "-t", ready("llama"), "--json", *options, "Tell")
+        found: list[int] = json.loads(result.out)["tokens"]
+        return found
+
+    sampled = tokens("--temperature", "1.5", "--seed", "3")
+    assert sampled == tokens("--temperature", "1.5", "--seed", "3", "--sample")
+    assert sampled != tokens("--temperature", "1.5", "--seed", "4")
+    assert tokens("-n", "5") == vlm("llama").generate("Tell").tokens[:5]
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 7), (3, 19)])
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_ctrl_c_keeps_what_was_generated(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, step: int, kept: int, form: str
+) -> None:
+    """Prefill gives one token and every step six, the one included in which the key was pressed."""
+    whole = vlm("llama", "llama").generate("Tell")
+    steps = iter(range(100))
+    for name in ("_prefill", "_advance"):
+        stock = getattr(engine._Loop, name)
+
+        def interrupted(self: Any, stock: Any = stock) -> Any:
+            if next(steps) == step:
+                signal.raise_signal(signal.SIGINT)
+            return stock(self)
+
+        monkeypatch.setattr(engine._Loop, name, interrupted)
+    arguments = ("-t", ready("llama"), "-d", ready("llama"), "Tell")
+    result = shell("generate", *arguments, *(["--json"] if form == "json" else []))
+    assert result.code == 130
+    if form == "json":
+        answer = json.loads(result.out)
+        assert answer["finish_reason"] == "interrupted"
+        assert answer["tokens"] == whole.tokens[:kept]
+    else:
+        assert result.out == whole.text[:kept] + "\n"
+        assert "interrupted" in result.err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As in `saccade generate ... | head -c 1`."""
+    code = "import sys; from saccade.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "generate", "-t", str(ready("llama-long")), "-n", "20000", "Tell"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert len(process.stdout.read(1)) == 1
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 1
+
+
+def half_downloaded(folder: Path) -> Path:
+    shutil.copytree(ready("llava"), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return folder
+
+
+def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str, tmp_path: Path) -> None:
+    llava, draft, llama = ready("llava"), ready("llava-draft"), ready("llama")
+    refused: dict[str, list[Any]] = {
+        "No model is named; give a checkpoint folder or a hub id with --target": ["?"],
+        "There is no folder": ["-t", tmp_path / "no", "?"],
+        "is damaged or only partly downloaded": ["-t", half_downloaded(tmp_path / "half"), "?"],
+        "has no config.json": ["-t", tmp_path, "?"],
+        "does not exist; give the path of a readable file": ["-t", llava, "-i", "no.png", "?"],
+        "is a directory": ["-t", llava, "-i", tmp_path, "?"],
+        "is on the network; download it first": ["-t", llava, "-i", "https://example.com/a.png", "?"],
+        "The video file no.mp4 does not exist": ["-t", llava, "-v", "no.mp4", "?"],
+        "takes images but no videos": ["-t", llava, "-v", image, "?"],
+        "reads text only": ["-t", llama, "-i", image, "?"],
+        "Unknown method 'nope'": ["-t", llava, "-m", "nope", "?"],
+        "Method plain takes no drafter": ["-t", llava, "-d", draft, "-m", "plain", "?"],
+        "Method chain needs a drafter": ["-t", llava, "-m", "chain", "?"],
+        "has another tokenizer than the target": ["-t", llava, "-d", ready("llama-swapped"), "?"],
+        "Method chain has no option size; its options are: gamma": [
+            "-t",
+            llava,
+            "-d",
+            draft,
+            "--set",
+            "size=3",
+            "?",
+        ],
+        "gamma of method chain must be a whole number": ["-t", llava, "-d", draft, "--set", "gamma=x", "?"],
+        "--set takes NAME=VALUE": ["-t", llava, "-d", draft, "--set", "gamma", "?"],
+        "max_new_tokens must be": ["-t", llava, "-n", "0", "?"],
+        "temperature must be above 0": ["-t", llava, "--temperature", "0", "?"],
+        "top_p must be a number from 0 to 1": ["-t", llava, "--top-p", "2", "?"],
+        "context is 1024": ["-t", llava, "-n", "5000", "?"],
+        "The dtype 'half' is not one of auto, float32": ["-t", llava, "--dtype", "half", "?"],
+        "The device 'strange' cannot be used here": ["-t", llava, "--device", "strange", "?"],
+        "The question is empty": ["-t", llava, " "],
+    }
+    if not torch.cuda.is_available():
+        refused["The device 'cuda' cannot be used here"] = ["-t", llava, "--device", "cuda", "?"]
+    for words, arguments in refused.items():
+        assert words in shell("generate", *arguments).complaint
