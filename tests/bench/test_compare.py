@@ -83,7 +83,11 @@ def test_a_prompt_whose_words_changed_is_another_prompt() -> None:
 
 def test_a_few_prompts_are_too_few_for_a_verdict() -> None:
     a, b = make_run(seed=1, prompts=3), make_run(seed=2, prompts=3, slower={"chain": 2.0})
-    assert verdicts(compare(a, b))["chain"] == "too few prompts"
+    found = compare(a, b)
+    assert verdicts(found)["chain"] == "too few prompts"
+    assert (
+        found.fewest == 8
+    )  # 2 * 0.5 ** 8 < (1 - 0.95) / 5 methods: eight heads in a row would be no accident
 
 
 def test_runs_without_plain_decoding_are_judged_by_seconds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> Non
 def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
     other = make_run(Path("other"), prompts=2, repeats=1, methods=["plain", "chain"])
     text = report.markdown_tables(report.contents([run, other]))
-    assert text.startswith("**All runs**")
+    assert text.startswith("**every method of every run")
     assert "## pocket, pocket with pocket-draft (run)" in text
     assert "## pocket, pocket with pocket-draft (other)" in text
     assert "- accepted length: accepted draft tokens per verification pass" in text
@@ -258,3 +259,11 @@ def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_pat
     out = tmp_path / "deep" / "page.html"
     result = CliRunner().invoke(app, ["report", str(folder), str(folder), "-o", str(out)])
     assert out.read_text().count('class="run"') == 2
+
+
+def test_a_missing_plotting_library_is_named_with_what_to_install(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SaccadeError, match=r"saccade\[report\]"):
+        report.html(report.contents([run]))

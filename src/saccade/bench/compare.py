@@ -63,6 +63,7 @@ class Comparison:
         relative: whether methods are judged relative to plain decoding.
         level: probability that all verdicts together are free of false differences.
         margin: share below which a difference does not count.
+        fewest: prompts that a verdict needs.
         settings: what differs in the headers: name, value in A, value in B.
         only: methods that one run has and the other lacks, by run (``A``, ``B``).
     """
@@ -71,6 +72,7 @@ class Comparison:
     relative: bool
     level: float
     margin: float
+    fewest: int
     settings: list[tuple[str, Any, Any]]
     only: dict[str, list[str]]
 
@@ -112,7 +114,7 @@ def compare(
         for m in shared
     ]
     only = {"A": [m for m in theirs if m not in ours], "B": [m for m in ours if m not in theirs]}
-    return Comparison(changes, relative, level, margin, _settings(a, b), only)
+    return Comparison(changes, relative, level, margin, bar.fewest, _settings(a, b), only)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,8 @@ def _remarks(found: Comparison) -> Iterator[str]:
         f"Judged by {measure}; all verdicts hold together with {found.level:.0%} confidence; differences below "
         f"{found.margin:.0%} do not count."
     )
+    if any(change.verdict == "too few prompts" for change in found.changes):
+        yield f"A verdict on so many methods at once needs {found.fewest} prompts; run more, or fewer methods."
     alike = [c for c in found.changes if c.answers and not any(_answers(c))]
     if alike:
         yield f"Same tokens, acceptance and scores in both runs: {', '.join(c.method for c in alike)}."

@@ -80,7 +80,11 @@ def overview(contents: Sequence[Content]) -> Table:
         for result in content.groups[0].results.values()
     ]
     named = [Column(name, meaning) for name, meaning, _ in columns]
-    return Table("All runs", [Column("run", "suite, target and drafter"), _METHOD, *named], rows)
+    return Table(
+        "every method of every run, 95 % intervals",
+        [Column("run", "suite, target and drafter"), _METHOD, *named],
+        rows,
+    )
 
 
 def scores(group: Group) -> Table | None:
