@@ -57,7 +57,7 @@ def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: 
 def test_quick_ends_with_a_table_and_where_the_run_lies(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("--suite", "quick")
     assert result.exit_code == 0, result.output
-    for words in ("static-tree", "prompt-lookup", "block efficiency", "TABED Eq. 1", "T_p(n)/T_p(1)", "all"):
+    for words in ("static-tree", "prompt-lookup", "efficiency", "LVSpec", "T_q/T_p", "all"):
         assert words in result.stdout
     assert "open it with `saccade report runs/quick`" in result.stdout
     assert len(read(tmp_path / "runs" / "quick").records) == 5
