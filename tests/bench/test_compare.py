@@ -25,7 +25,7 @@ app.callback()(lambda: None)
 
 @pytest.fixture(scope="module")
 def pairs() -> list[tuple[Run, Run]]:
-    """Twenty pairs of runs of one configuration, each run on a machine with its own load."""
+    """Twenty pairs of runs of one configuration, each run with noise and a drift of its own."""
     return [(make_run(seed=2 * i, methods=SOME), make_run(seed=2 * i + 1, methods=SOME)) for i in range(20)]
 
 
