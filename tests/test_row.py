@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.generation import RowPlan
+from saccade.output import Mark
 from saccade.row import Row
 
 PROMPT = [3, 1]
+
+
+def block_marks(drafted: int, own: int) -> list[Mark]:
+    return [*["draft"] * drafted, *["target"] * own]
 
 
 class EndsWith:
@@ -64,7 +69,7 @@ def test_the_output_is_cut_exactly_where_plain_decoding_ends(
     for block, _ in blocks:
         if under_test.done:
             break
-        emitted += under_test.emit(block, len(block) - 1)
+        emitted += under_test.emit(block, block_marks(len(block) - 1, 1))
         marks += ["draft"] * (len(block) - 1) + ["target"]
     output = under_test.finish({}, 0.0)
     expected, reason = naive(text, limit, eos, stop)
@@ -80,7 +85,7 @@ def test_the_output_is_cut_exactly_where_plain_decoding_ends(
 def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
     under_test, taken = row(), list[int]()
     for block in blocks:
-        under_test.emit(block, 0)
+        under_test.emit(block, block_marks(0, len(block)))
         taken += under_test.take_new()
     assert taken == under_test.output
     assert under_test.take_new() == []
@@ -88,20 +93,20 @@ def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
 
 def test_a_finished_row_has_nothing_new_for_the_drafter() -> None:
     under_test = row(eos=[4])
-    under_test.emit([1, 4, 2], 2)
+    under_test.emit([1, 4, 2], block_marks(2, 1))
     assert under_test.done
     assert under_test.take_new() == []
 
 
 def test_an_end_of_sequence_in_the_prompt_ends_nothing() -> None:
     under_test = row(eos=[PROMPT[-1]])
-    under_test.emit([2], 0)
+    under_test.emit([2], block_marks(0, 1))
     assert not under_test.done
 
 
 def test_a_stop_sequence_may_begin_in_the_prompt() -> None:
     under_test = row(criteria=[EndsWith([PROMPT[-1], 2])])
-    assert under_test.emit([2, 4], 1) == [2]
+    assert under_test.emit([2, 4], block_marks(1, 1)) == [2]
     assert under_test.finish({}, 0.0).finish_reason == "stop"
 
 
@@ -112,7 +117,7 @@ def test_the_strongest_reason_is_named_when_several_hold(
     eos: list[int], stop: list[int], reason: str
 ) -> None:
     under_test = row(1, eos, [EndsWith(stop)] if stop else [])
-    under_test.emit([2], 0)
+    under_test.emit([2], block_marks(0, 1))
     assert under_test.finish({}, 0.0).finish_reason == reason
 
 

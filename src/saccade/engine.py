@@ -15,7 +15,7 @@ from saccade.draft.tree import DraftTree
 from saccade.errors import InputError, ModelError
 from saccade.generation import Plan, plan
 from saccade.inputs.prompt import Prompt
-from saccade.output import Mark, Output, Step, TreeTrace
+from saccade.output import DRAFTED, Mark, Output, Step, TreeTrace
 from saccade.row import Row
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -81,7 +81,16 @@ class Engine:
         self._rule = rule
 
     def rule(self, do_sample: bool) -> Rule:
-        """The rule in force."""
+        """The rule in force.
+
+        Raises:
+            InputError: sampling was asked for and the engine's own rule is for greedy decoding.
+        """
+        if self._rule is not None and do_sample and not self._rule.samples:
+            raise InputError(
+                f"The rule {type(self._rule).__name__} is for greedy decoding; leave out do_sample and temperature, "
+                "or choose a method that samples."
+            )
         return self._rule or (Sampling() if do_sample else Greedy())
 
     def open(self, batch: int = 1) -> Session:
@@ -257,11 +266,12 @@ class _Loop:
                     f"The target's logits are not finite at step {self._step} (after {len(row.output)} new "
                     "tokens); check the weights and the dtype (float16 overflows in some models, use bfloat16)."
                 )
-            half = len(rest) // 2
-            path, path_tokens = rest[: count + 1], rest[half : half + count + 1]
+            path, path_tokens, codes = (
+                rest[at : at + count + 1] for at in range(0, len(rest), len(rest) // 3)
+            )
             if not from_prefill:
                 row.count_pass(count, drafted)
-            emitted = row.emit([*path_tokens[1:], token], count)
+            emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
             tokens.append(tuple(emitted))
             marks.append(tuple(row.marks[len(row.marks) - len(emitted) :]))
             kept.append(path[: len(emitted)])
@@ -275,13 +285,14 @@ class _Loop:
 
 
 def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:
-    """``[B, 4 + 2 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
-    path nodes, path tokens."""
+    """``[B, 4 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
+    path nodes, path tokens, path marks."""
     unsound = ~torch.isfinite(logits.amax((1, 2)))
     path_tokens = tree.tokens.gather(1, verdict.path)
     drafted = (tree.valid.sum(1) - 1).expand(tree.tokens.shape[0])
     head = torch.stack([verdict.count, verdict.token, drafted, unsound.long()], 1)
-    return torch.cat([head, verdict.path, path_tokens], 1)
+    marks = torch.zeros_like(path_tokens) if verdict.marks is None else verdict.marks
+    return torch.cat([head, verdict.path, path_tokens, marks], 1)
 
 
 def _traces(tree: DraftTree, kept: list[list[int]]) -> tuple[TreeTrace | None, ...]:

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "interrupted"]
-Mark = Literal["target", "draft"]
-"""How a token came to be: the target's own (first token, correction or bonus), or drafted and accepted."""
+Mark = Literal["target", "draft", "loose", "shifted"]
+"""How a token came to be: the target's own (first token, correction or bonus), or drafted and accepted; by lossy
+rules also drafted and loosely accepted, for what it says or because the target's token stood nearby."""
+DRAFTED: tuple[Mark, ...] = ("draft", "loose", "shifted")
+"""Marks of drafted tokens, in the order of the codes of `saccade.verify.rule`."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Stats:
         target_passes: verification passes, prefill not counted.
         drafted_tokens: nodes that were verified.
         accepted_tokens: drafted tokens that were emitted.
+        loosened_tokens: of them, those that a lossy rule let pass where the target would have said another.
         accepted_histogram: entry a counts the passes in which a drafted tokens were accepted (before the cut
             at the end of the output).
         times: of the run.
@@ -63,6 +67,7 @@ class Stats:
     target_passes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    loosened_tokens: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     times: Times = field(default_factory=Times)
 

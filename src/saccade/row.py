@@ -50,15 +50,16 @@ class Row:
         histogram.extend([0] * (accepted + 1 - len(histogram)))
         histogram[accepted] += 1
 
-    def emit(self, tokens: Sequence[int], drafted: int) -> list[int]:
-        """Take in a block, the first ``drafted`` of which were guesses; returns what plain decoding would emit."""
+    def emit(self, tokens: Sequence[int], marks: Sequence[Mark]) -> list[int]:
+        """Take in a block with one mark per token; returns what plain decoding would emit of it."""
         emitted: list[int] = []
-        for index, token in enumerate(tokens):
+        for token, mark in zip(tokens, marks, strict=True):
             self.ids.append(token)
             self.output.append(token)
-            self.marks.append("draft" if index < drafted else "target")
+            self.marks.append(mark)
             emitted.append(token)
-            self.stats.accepted_tokens += index < drafted
+            self.stats.accepted_tokens += mark != "target"
+            self.stats.loosened_tokens += mark in ("loose", "shifted")
             self._reason = self._ending(token)
             if self._reason is not None:
                 break

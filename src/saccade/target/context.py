@@ -45,6 +45,14 @@ class Context:
         """Committed entries per row."""
         return self.cache.lengths
 
+    def want_hidden(self, layer: int) -> Hidden:
+        """Have every prefill and forward leave this layer's states (see `Hidden`, after the final norm)."""
+        layers = () if self.hidden is None else self.hidden.layers
+        if self.hidden is None:
+            self.hidden = Hidden(())
+        self.hidden.layers = tuple(sorted({*layers, layer}))
+        return self.hidden
+
     def load(self, row: int, prompt: Prompt) -> Prefill:
         """Make the row hold ``prompt``: what it shares with the row's content is reused, the rest prefilled."""
         held = self._held[row]

@@ -13,6 +13,10 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.verify.randomness import Uniforms
 
+STRICT, LOOSE, SHIFTED = range(3)
+"""A guess passed as the target's own token; by a loose rule, for what it says; or because the target's token
+stands elsewhere in the draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -22,11 +26,14 @@ class Verdict:
         path: ``[B, D + 1]`` node indices from the root down to the last accepted node, zeros behind.
         count: ``[B]`` accepted nodes, the root not counted.
         token: ``[B]`` the target's own token after the path (correction or bonus).
+        marks: ``[B, D + 1]`` how each node of the path passed (`STRICT`, `LOOSE`, `SHIFTED`); None when all are
+            strict.
     """
 
     path: Tensor
     count: Tensor
     token: Tensor
+    marks: Tensor | None = None
 
 
 class Judge(Protocol):

@@ -1,0 +1,49 @@
+"""What loose rules have in common: a greedy walk in which some mismatches are forgiven, and the marks of it.
+
+Loose rules are LOSSY: the emitted token at a forgiven position is the drafter's, not the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.draft.tree import DraftTree
+from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Verdict, path_to
+
+
+def target_tokens(tree: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's likeliest token after every node, and the one it wants at every node; both ``[B, N]``."""
+    choice = scores.argmax(-1)
+    return choice, choice.gather(1, tree.parents.expand(choice.shape[0], -1))
+
+
+def drafted(tree: DraftTree) -> Tensor:
+    """``[B, N]`` True for guesses: neither root nor padding."""
+    is_guess = tree.valid.expand(tree.tokens.shape[0], -1).clone()
+    is_guess[:, 0] = False
+    return is_guess
+
+
+def walk(tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted: Tensor) -> Verdict:
+    """The longest path on which every guess matches or is forgiven.
+
+    Args:
+        choice: ``[B, N]`` the target's token after every node.
+        match: ``[B, N]`` guesses that are the target's own token.
+        loose: ``[B, N]`` guesses forgiven for what they say.
+        shifted: ``[B, N]`` guesses forgiven because the target's token stands elsewhere in the draft.
+    """
+    wrong = ~(match | loose | shifted) | ~drafted(tree)
+    wrong[:, 0] = False
+    stands = ~(tree.ancestors & wrong[:, None]).any(-1)
+    node = torch.where(stands, tree.depth, -1).argmax(1)
+    count = tree.depth.expand_as(choice).gather(1, node[:, None])[:, 0]
+    path = path_to(tree, node)
+    marks = torch.where(match, STRICT, torch.where(loose, LOOSE, SHIFTED))
+    return Verdict(path, count, choice.gather(1, node[:, None])[:, 0], marks.gather(1, path))
+
+
+def special(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Where tokens are among ``ids`` (end of sequence and other special tokens are never forgiven)."""
+    return torch.isin(tokens, ids)

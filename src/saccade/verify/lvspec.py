@@ -1,0 +1,179 @@
+"""LVSpec: strict where the answer speaks of what is seen, loose elsewhere. LOSSY.
+
+LVSpec, Section 3: a guess is relevant when the target's hidden state at it resembles those of visual tokens; of K
+guesses the floor(lambda * K) least relevant ones are accepted whatever the target would have said. A guess also
+passes when the target's own token occurs elsewhere in the draft (position-shift tolerance, PST).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from saccade.draft.tree import DraftTree
+from saccade.inputs.batch import visual_mask
+from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
+from saccade.verify.loosening import drafted, special, target_tokens, walk
+from saccade.verify.randomness import Uniforms
+from saccade.verify.rule import Verdict
+
+
+@dataclass(frozen=True)
+class LVSpec:
+    """The rule and its settings.
+
+    Attributes:
+        share: lambda, the share of guesses that are loose; 0 without ``shift`` is the greedy rule exactly.
+        nearest: N, how many of the most similar visual tokens are averaged.
+        shift: position-shift tolerance.
+        space: what is compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
+        special_ids: tokens that are never forgiven, neither as guess nor as the target's own.
+
+    Guards that the paper leaves out: special tokens are never loosened, and a row without visual tokens is strict.
+    """
+
+    share: float = 0.7
+    nearest: int = 10
+    shift: bool = True
+    space: Literal["hidden", "embedding"] = "hidden"
+    special_ids: tuple[int, ...] = ()
+
+    lossless = False
+    samples = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share (lambda) must be from 0 to 1, not {self.share}.")
+        if self.nearest < 1:
+            raise ValueError(f"nearest (N) must be at least 1, not {self.nearest}.")
+        if self.space not in ("hidden", "embedding"):
+            raise ValueError(f"space must be hidden or embedding, not {self.space!r}.")
+
+    def uniforms(self, max_depth: int, max_children: int) -> int:
+        return 0
+
+    def open(self, context: Context) -> LVSpecJudge:
+        return LVSpecJudge(self, context)
+
+
+class LVSpecJudge:
+    """The visual tokens of every row, and the rule."""
+
+    def __init__(self, rule: LVSpec, context: Context) -> None:
+        self._rule = rule
+        self._context = context
+        self._layer = len(context.target.layers) if rule.space == "hidden" else 0
+        self._hidden = context.want_hidden(self._layer)
+        self._special = torch.tensor(rule.special_ids, dtype=torch.long, device=context.target.device)
+        batch = context.cache.batch
+        self._seen: list[list[tuple[int, Tensor]]] = [[] for _ in range(batch)]  # (position, [n, d]) per turn
+        self._visual: tuple[Tensor, Tensor] | None = None
+
+    def read(self, row: int, prompt: Prompt) -> None:
+        """Keep the hidden states of the visual tokens that were just read; earlier turns' stay."""
+        start = self._context.reused[row]
+        mask = visual_mask(self._context.target.config, prompt.ids)
+        earlier = [(at, states) for at, states in self._seen[row] if at < start]
+        states = self._hidden.states[self._layer][0]
+        new = states[mask[start:].to(states.device)]
+        self._seen[row] = [*earlier, (start, F.normalize(new.float(), dim=-1))]
+        self._visual = None
+
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+        choice, wanted = target_tokens(tree, scores)
+        if tree.size == 1:
+            zeros = torch.zeros_like(choice)
+            return Verdict(zeros, zeros[:, 0], choice[:, 0])
+        guesses = drafted(tree)
+        match = guesses & (tree.tokens == wanted)
+        guarded = special(tree.tokens, self._special) | special(wanted, self._special)
+        sees = self._gather()[1].any(1)[:, None]
+        forgivable = guesses & ~guarded & sees
+        loose = self._loose(guesses) & forgivable
+        shifted = torch.zeros_like(match)
+        if self._rule.shift:
+            elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & guesses[:, None, :]
+            shifted = elsewhere.any(-1) & forgivable
+        return walk(tree, choice, match, loose, shifted)
+
+    def relevance(self) -> Tensor:
+        """``[B, N]`` mean of the largest cosine similarities of each node with its row's visual tokens."""
+        visual, real = self._gather()
+        nodes = F.normalize(self._hidden.states[self._layer].float(), dim=-1)
+        similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [B, N, V]
+        best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
+        found = torch.isfinite(best)
+        return best.masked_fill(~found, 0).sum(-1) / found.sum(-1).clamp(min=1)
+
+    def _loose(self, guesses: Tensor) -> Tensor:
+        """``[B, N]`` the floor(lambda * K) least relevant of each row's K guesses."""
+        relevance = self.relevance().masked_fill(~guesses, torch.inf)
+        rank = relevance.argsort(dim=1, stable=True).argsort(dim=1)
+        # the small term keeps 0.7 * 10 from becoming 6.999...
+        return rank < (self._rule.share * guesses.sum(1, keepdim=True) + 1e-6).floor()
+
+    def _gather(self) -> tuple[Tensor, Tensor]:
+        """``[B, V, d]`` normalised states of all rows' visual tokens, and ``[B, V]`` which are real."""
+        if self._visual is None:
+            rows = [_joined(parts) for parts in self._seen]
+            padded = pad_sequence(rows, batch_first=True)
+            if not padded.shape[1]:
+                padded = padded.new_zeros(padded.shape[0], 1, padded.shape[2])
+            counts = torch.tensor([len(r) for r in rows], device=padded.device)
+            real = torch.arange(padded.shape[1], device=padded.device) < counts[:, None]
+            self._visual = padded, real
+        return self._visual
+
+
+def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    return torch.cat([states for _, states in parts])
+
+
+@dataclass(frozen=True)
+class RandomLoosening:
+    """Control for LVSpec: as many guesses are loose, chosen at random. LOSSY.
+
+    Attributes:
+        share: share of guesses that are loose.
+        special_ids: tokens that are never forgiven.
+    """
+
+    share: float = 0.7
+    special_ids: tuple[int, ...] = ()
+
+    lossless = False
+    samples = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must be from 0 to 1, not {self.share}.")
+
+    def uniforms(self, max_depth: int, max_children: int) -> int:
+        return max_depth
+
+    def open(self, context: Context) -> RandomLoosening:
+        return self
+
+    def read(self, row: int, prompt: Prompt) -> None:
+        """Nothing to remember of a prompt."""
+
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+        assert uniforms is not None
+        choice, wanted = target_tokens(tree, scores)
+        guesses = drafted(tree)
+        match = guesses & (tree.tokens == wanted)
+        order = torch.ones_like(match, dtype=torch.float32)
+        order[:, 1:] = uniforms.take(tree.size - 1)  # a chain has as many guesses as levels
+        rank = order.masked_fill(~guesses, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
+        count = (self.share * guesses.sum(1, keepdim=True) + 1e-6).floor()
+        ids = torch.tensor(self.special_ids, dtype=torch.long, device=choice.device)
+        guarded = special(tree.tokens, ids) | special(wanted, ids)
+        loose = (rank < count) & guesses & ~guarded
+        return walk(tree, choice, match, loose, torch.zeros_like(match))
