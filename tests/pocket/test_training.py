@@ -14,8 +14,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from saccade.pocket import draw
 from saccade.pocket.answering import messages
+from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.batches import pixels, token_batch
-from saccade.pocket.train.chat import PAD, prompt
+from saccade.pocket.train.chat import IMAGE, PAD, prompt
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.models import build, embed
 from saccade.pocket.train.processor import make_processor
@@ -125,3 +126,16 @@ def test_a_killed_quick_run_goes_on_and_leaves_a_loadable_pair(tmp_path: Path) -
         assert AutoProcessor.from_pretrained(tmp_path / name).image_token_id == model.config.image_token_index
         assert "| scene | colour |" in (tmp_path / name / "README.md").read_text()
     assert not list(tmp_path.glob("*.part"))
+
+
+@torch.no_grad()
+def test_an_aligned_projector_speaks_at_the_volume_of_words(tokenizer: Tokenizer) -> None:
+    # A random tower has little to tell: its patches must still come in as loud as words, not fifty times so.
+    model = _tiny()
+    align_projector(model, tokenizer, seed=0)
+    sample = draw(0, "chart")
+    ids, _ = token_batch(tokenizer, [sample.question], [[]], with_image=True)
+    inputs = embed(model, ids, pixels([sample.image]))
+    patches = inputs[ids == IMAGE].norm(dim=-1).mean()
+    words = model.get_input_embeddings().weight.norm(dim=-1).mean()
+    assert 0.2 < patches / words < 2

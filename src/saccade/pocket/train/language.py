@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration
 
 from saccade.pocket.sample import TASKS, Sample, draw
+from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.batches import pixels, sorted_batch, token_batch
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import train
@@ -87,6 +88,7 @@ def train_shallow(
     )
     model = build(shape, recipe.tower, padded_vocabulary(tokenizer))
     model.model.vision_tower.load_state_dict(tower)
+    align_projector(model, tokenizer, recipe.seed)
     minutes = _train_stage("shallow", model.to(device), tokenizer, recipe, folder, train_tower=False)
     return model, minutes
 

@@ -58,9 +58,9 @@ class Recipe:
     tokenizer_samples: int = 8000
     tower_schedule: Schedule = Schedule(minutes=9, batch=64, rate=1.2e-3, warmup=100, final=0.01)
     shallow_schedule: Schedule = Schedule(
-        minutes=46, batch=16, rate=1.2e-3, warmup=60, final=0.5, content=5.0, verbose=0.5
+        minutes=40, batch=16, rate=1.5e-3, warmup=60, final=0.12, content=5.0, verbose=0.3
     )
-    deep_schedule: Schedule = Schedule(minutes=22, batch=16, rate=8e-4, warmup=60, final=0.02)
+    deep_schedule: Schedule = Schedule(minutes=28, batch=16, rate=4e-4, warmup=30, final=0.02)
     draft_schedule: Schedule = Schedule(minutes=14, batch=24, rate=2e-3, warmup=50, final=0.03)
     answers_per_task: int = 512
     evaluation_samples: int = 96
