@@ -16,6 +16,7 @@ from commands import Shell
 
 from checkpoints import picture, ready, saved_picture, vlm
 from saccade import engine
+from saccade.cli import screen
 
 
 @pytest.fixture
@@ -79,6 +80,17 @@ def test_sampling_repeats_with_its_seed(shell: Shell) -> None:
     assert sampled == tokens("--temperature", "1.5", "--seed", "3", "--sample")
     assert sampled != tokens("--temperature", "1.5", "--seed", "4")
     assert tokens("-n", "5") == vlm("llama").generate("Tell").tokens[:5]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "asked", "place"), [(True, None, "cuda"), (True, "cpu", "cpu"), (False, None, None)]
+)
+def test_models_go_to_the_gpu_where_there_is_one_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, asked: str | None, place: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("saccade.vlm.load", lambda *_, device_map: device_map)
+    assert screen.load_models("some/model", None, None, device_map=asked) == place
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 7), (3, 19)])

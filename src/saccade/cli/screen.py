@@ -189,6 +189,6 @@ def summary(output: Output, method: str) -> str:
 _ENDS = {
     "eos": "complete",
     "stop": "ended by a stop string",
-    "length": "cut at --max-new-tokens",
+    "length": "cut at the limit",
     "interrupted": "interrupted",
 }
