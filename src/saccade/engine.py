@@ -57,13 +57,14 @@ class Run:
 
     rows: list[Row]
     clock: Clock
+    lossless: bool
     steps: Iterator[Step] = field(default_factory=lambda: iter(()))
 
     @property
     def outputs(self) -> list[Output]:
         """What has been generated so far, with statistics up to now."""
         seconds, total = self.clock.read()
-        return [row.finish(seconds, total) for row in self.rows]
+        return [row.finish(seconds, total, self.lossless) for row in self.rows]
 
 
 class Engine:
@@ -142,7 +143,7 @@ class Engine:
             self.target.check_length(len(request.prompt) + row.max_new_tokens)
         session = session or self.open(len(requests))
         rows = [Row(list(r.prompt.ids), p) for r, p in zip(requests, decoding.rows, strict=True)]
-        run = Run(rows, Clock(self.target.device))
+        run = Run(rows, Clock(self.target.device), self.rule(decoding.do_sample).lossless)
         run.steps = _Loop(self, requests, decoding, session, run, trace).steps()
         return run
 

@@ -76,12 +76,13 @@ class Row:
                 return "stop"
         return "length" if len(self.output) >= plan.max_new_tokens else None
 
-    def finish(self, seconds: dict[str, float], total: float) -> Output:
+    def finish(self, seconds: dict[str, float], total: float, lossless: bool = True) -> Output:
         """The output so far."""
         self.stats.times = Times(**seconds, total=total)
         return Output(
             tokens=self.output,
             marks=self.marks,
             finish_reason=self._reason or "interrupted",
+            lossless=lossless,
             stats=self.stats,
         )

@@ -37,7 +37,6 @@ class Stream:
         self,
         run: Run,
         tokenizer: Any,
-        lossless: bool,
         is_batch: bool,
         streamer: Any,
         requests: Sequence[Request],
@@ -45,7 +44,6 @@ class Stream:
         self.is_batch = is_batch
         self._run = run
         self._tokenizer = tokenizer
-        self._lossless = lossless
         self._streamer = streamer
         self._requests = requests
 
@@ -70,7 +68,6 @@ class Stream:
         outputs = self._run.outputs
         for output in outputs:
             output.text = decode(self._tokenizer, output.tokens)
-            output.lossless = self._lossless
         return outputs
 
     @property

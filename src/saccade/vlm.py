@@ -12,7 +12,7 @@ import torch
 from saccade import methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
-from saccade.engine import Engine, Request, Session
+from saccade.engine import Request, Session
 from saccade.errors import InputError, MethodError
 from saccade.generation import plan
 from saccade.inputs.families import visual_ids
@@ -110,19 +110,20 @@ class VLM:
         self.target: Target = adapt(model)
         self.draft_model: Target | None = None
         self._draft_processor: InputProcessor | None = None
-        self._vocabulary: int | None = None
+        vocabulary: int | None = None
         if drafter is not None:
             self.draft_model = adapt(drafter)
             self._draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
-            self._vocabulary = shared_vocabulary(
+            vocabulary = shared_vocabulary(
                 self.processor.tokenizer, self._draft_processor.tokenizer, (_name(model), _name(drafter))
             )
+        special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
+        self._parts = methods.Parts(self.target, self.draft_model, vocabulary, special)
         self._compose(method or methods.default(drafter is not None), options)
 
     def _compose(self, method: str, options: Mapping[str, Any]) -> None:
-        drafter = methods.build(method, self.target, self.draft_model, self._vocabulary, **options)
+        self.engine = methods.build(method, self._parts, **options)
         self.method = method
-        self.engine = Engine(self.target, drafter)
         self.lossless = methods.get(method).lossless
 
     def generate(
@@ -196,7 +197,7 @@ class VLM:
             self.target, [r.prompt for r in requests], tokenizer=self.processor.tokenizer, **options
         )
         run = self.engine.start(requests, decoding, session, trace)
-        return Stream(run, self.processor.tokenizer, self.lossless, batch, streamer, requests)
+        return Stream(run, self.processor.tokenizer, batch, streamer, requests)
 
     def using(self, method: str, **options: Any) -> VLM:
         """The same loaded models with another method.

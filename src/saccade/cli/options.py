@@ -147,7 +147,7 @@ def decoding(
 
 
 def settings(pairs: list[str] | None) -> dict[str, Any]:
-    """``NAME=VALUE`` pairs as a dictionary; numbers become numbers.
+    """``NAME=VALUE`` pairs as a dictionary; numbers become numbers, true and false become booleans.
 
     Raises:
         InputError: a pair has another form.
@@ -157,11 +157,13 @@ def settings(pairs: list[str] | None) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise InputError(f"--set takes NAME=VALUE, such as gamma=7, not {pair!r}.")
-        found[name.replace("-", "_")] = _number(value)
+        found[name.replace("-", "_")] = _value(value)
     return found
 
 
-def _number(text: str) -> Any:
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
             return kind(text)

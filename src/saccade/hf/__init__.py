@@ -143,8 +143,12 @@ class Speculation:
     def _engine_for(self, model: Any) -> Engine:
         if self._engine is None or self._engine.target.model is not model:
             target = adapt(model)
-            drafter = self._given or methods.build(self._method, target, self._draft_model, **self._options)
-            self._engine = Engine(target, drafter)
+            if self._given is not None:
+                self._engine = Engine(target, self._given)
+            else:
+                special = methods.special_ids(model.config, model.generation_config)
+                parts = methods.Parts(target, self._draft_model, special_ids=special)
+                self._engine = methods.build(self._method, parts, **self._options)
         return self._engine
 
     def _draft_prompts(
