@@ -26,3 +26,19 @@ def overlap(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
     """The share of facts in common, counting repeats: 1 when equal, less for every miss or invention."""
     common = sum((Counter(told) & Counter(true)).values())
     return common / max(len(told), len(true), 1)
+
+
+def only(text: str, words: Iterable[str]) -> str | None:
+    """The one word of a closed list that the text has, else None."""
+    found = mentioned(text, words)
+    return found[0] if len(found) == 1 else None
+
+
+def in_order(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
+    """The share of `true` that is told in its order (longest common subsequence): 1 when equal."""
+    lengths = [0] * (len(true) + 1)
+    for item in told:
+        before = 0
+        for i, wanted in enumerate(true, 1):
+            before, lengths[i] = lengths[i], before + 1 if item == wanted else max(lengths[i], lengths[i - 1])
+    return lengths[-1] / max(len(told), len(true), 1)

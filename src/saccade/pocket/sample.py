@@ -12,6 +12,10 @@ from PIL import Image
 IMAGE_SIZE = 96
 PATCH_SIZE = 12
 GRID = IMAGE_SIZE // PATCH_SIZE
+IMAGE_MARK = "<image>"
+"""Where a picture stands in a question, when they do not all stand in front of it."""
+IGNORED_LABEL = -100
+"""The label of a patch that nobody has named (what PyTorch's cross-entropy leaves out)."""
 
 Facts = Mapping[str, Any]
 Labels = NDArray[np.int64]
@@ -25,6 +29,11 @@ def blank_labels() -> Labels:
     return np.zeros((GRID, GRID, len(LABEL_CLASSES)), np.int64)
 
 
+def no_labels() -> Labels:
+    """Labels of a picture whose patches nobody has named."""
+    return np.full((GRID, GRID, len(LABEL_CLASSES)), IGNORED_LABEL, np.int64)
+
+
 @dataclass(frozen=True)
 class Picture:
     """A drawing with the ground truth behind it."""
@@ -35,26 +44,92 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One question about one 96 x 96 picture, with the answer and the facts that it was drawn from.
+class Media:
+    """Any number of pictures, or a video, with the ground truth behind them."""
 
-    `labels` (`[8, 8, 4]`, see `LABEL_CLASSES`) is what the vision tower is pre-trained on.
+    facts: Facts
+    images: tuple[Image.Image, ...] = ()
+    video: tuple[Image.Image, ...] | None = None
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question about 96 x 96 pictures or a video, with the answer and the facts that it was drawn from.
+
+    Attributes:
+        images: the pictures, in order. They stand in front of the conversation's first question, unless a
+            question has an `IMAGE_MARK` for every one of them.
+        labels: what the vision tower is pre-trained on (`[8, 8, 4]`, see `LABEL_CLASSES`); `IGNORED_LABEL`
+            everywhere when there is no single picture with names for its patches.
+        video: its frames, in order; it stands where the pictures would.
+        fps: the video's frames per second.
+        turns: earlier questions with their true answers; `question` comes after them.
     """
 
     task: str
-    image: Image.Image = field(compare=False)
+    images: tuple[Image.Image, ...] = field(compare=False)
     question: str
     answer: str
     facts: Facts
     labels: Labels = field(compare=False, repr=False)
+    video: tuple[Image.Image, ...] | None = field(default=None, compare=False, repr=False)
+    fps: float | None = None
+    turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def image(self) -> Image.Image:
+        """The picture of a sample that has one.
+
+        Raises:
+            ValueError: it has none or several.
+        """
+        if len(self.images) != 1:
+            raise ValueError(
+                f"A sample of task {self.task!r} has {len(self.images)} pictures, not one; read `images`."
+            )
+        return self.images[0]
+
+    def messages(self, media: bool = True) -> list[dict[str, Any]]:
+        """The conversation up to the question, as chat messages whose contents are lists of parts.
+
+        Args:
+            media: put pictures and video frames into their parts, as `saccade.VLM.generate` takes them; else
+                the parts are bare places (`{"type": "image"}`), as Hugging Face templates take them.
+        """
+        waiting = iter(self.images)
+        told: list[dict[str, Any]] = []
+        for question, answer in (*self.turns, (self.question, None)):
+            texts = question.split(IMAGE_MARK)
+            parts: list[dict[str, Any]] = []
+            if not told and self.video is not None:
+                parts.append({"type": "video", **({"video": list(self.video)} if media else {})})
+            in_front = len(self.images) if not told and not self._marked() else 0
+            for text in (*[""] * in_front, *texts[:-1]):
+                parts += [{"type": "text", "text": text}] if text else []
+                image = next(waiting)
+                parts.append({"type": "image", **({"image": image} if media else {})})
+            parts.append({"type": "text", "text": texts[-1]})
+            told.append({"role": "user", "content": parts})
+            if answer is not None:
+                told.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        return told
+
+    def _marked(self) -> bool:
+        return any(IMAGE_MARK in text for text in (*(turn[0] for turn in self.turns), self.question))
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A way to talk about a picture: the questions that ask for it, and the answer it gives."""
+    """A way to talk about a picture: the questions that ask for it, and the answer it gives.
 
-    questions: tuple[str, ...]
+    `questions` may be a function for tasks that ask for something in particular; what is asked for is then one
+    of the facts. `earlier` tells the turns before the question, in the same grammar.
+    """
+
+    questions: tuple[str, ...] | Callable[[Random, Facts], str]
     answer: Callable[[Random, Facts], str]
+    earlier: Callable[[Facts], tuple[tuple[str, str], ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,31 +139,38 @@ class Task:
     `share` is its part of the training mixture, relative to the other tasks.
     """
 
-    paint: Callable[[Random], Picture]
+    paint: Callable[[Random], Picture | Media]
     grammars: Mapping[str, Grammar]
     score: Callable[[str, Facts], dict[str, float]]
     share: float
 
 
-TASKS: dict[str, Task] = {}
+WORLD: dict[str, Task] = {}
 """Every task by name. Modules add theirs with `register`."""
+TASKS: dict[str, Task] = {}
+"""The tasks of the shipped pair: what it is trained on and measured with."""
 
 
-def register(name: str, task: Task) -> None:
+def register(name: str, task: Task, *, shipped: bool = True) -> None:
     """Add a task to the world.
+
+    Args:
+        shipped: the shipped pair is trained on it.
 
     Raises:
         ValueError: the name is taken.
     """
-    if name in TASKS:
+    if name in WORLD:
         raise ValueError(f"The pocket task {name!r} is registered twice; give the second one another name.")
-    TASKS[name] = task
+    WORLD[name] = task
+    if shipped:
+        TASKS[name] = task
 
 
 def _task(name: str) -> Task:
-    if name not in TASKS:
-        raise ValueError(f"There is no pocket task {name!r}; the tasks are {', '.join(TASKS)}.")
-    return TASKS[name]
+    if name not in WORLD:
+        raise ValueError(f"There is no pocket task {name!r}; the tasks are {', '.join(WORLD)}.")
+    return WORLD[name]
 
 
 def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
@@ -98,7 +180,7 @@ def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
 
     Args:
         seed: any integer.
-        task: a name in `TASKS`.
+        task: a name in `WORLD`.
         grammar: `dense` (facts in random order, many paraphrases, comparisons) or `verbose` (easy
             template sentences).
 
@@ -108,12 +190,16 @@ def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
     kind = _task(task)
     if grammar not in kind.grammars:
         raise ValueError(f"Task {task!r} has no grammar {grammar!r}; it has {', '.join(kind.grammars)}.")
-    picture = kind.paint(Random(f"pocket/{task}/{seed}"))
+    seen = kind.paint(Random(f"pocket/{task}/{seed}"))
     rng = Random(f"pocket/{task}/{seed}/{grammar}")
     voice = kind.grammars[grammar]
-    question = rng.choice(voice.questions)
-    answer = voice.answer(rng, picture.facts)
-    return Sample(task, picture.image, question, answer, picture.facts, picture.labels)
+    asked = voice.questions
+    question = rng.choice(asked) if isinstance(asked, tuple) else asked(rng, seen.facts)
+    answer = voice.answer(rng, seen.facts)
+    turns = voice.earlier(seen.facts) if voice.earlier else ()
+    if isinstance(seen, Picture):
+        return Sample(task, (seen.image,), question, answer, seen.facts, seen.labels, turns=turns)
+    return Sample(task, seen.images, question, answer, seen.facts, no_labels(), seen.video, seen.fps, turns)
 
 
 def score(task: str, answer: str, facts: Facts) -> dict[str, float]:

@@ -30,6 +30,9 @@ NUMBERS = (
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
 )
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
+NAMES = ("Ann", "Bob", "Eva", "Leo", "Mia", "Tom")
+TOWNS = ("Cairo", "Delhi", "Lima", "Oslo", "Paris", "Rome")
 
 
 def plural(noun: str, count: int) -> str:
