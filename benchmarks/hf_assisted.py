@@ -11,21 +11,17 @@ from pocket_pair import Inputs
 
 
 @contextmanager
-def assistant(draft: Any, inputs: Inputs, *, constant: int | None, sees: bool) -> Iterator[dict[str, Any]]:
+def assistant(draft: Any, inputs: Inputs, *, sees: bool, **settings: Any) -> Iterator[dict[str, Any]]:
     """Arguments of `generate` that make ``draft`` the assistant for one prompt.
 
     Args:
-        constant: guesses per step; None for transformers' own schedule (it starts at 20 and adapts, and stops a
-            guess below a confidence of 0.4).
         sees: give the assistant its own picture features. By itself transformers 5.23 treats the assistant's first
             call as a later one and gives it no picture at all.
+        settings: options of the assistant's generation configuration; transformers' own are 20 guesses that end
+            where the assistant's confidence falls below 0.4.
     """
-    config = draft.generation_config
-    before = copy.deepcopy(config)
-    if constant is not None:
-        config.num_assistant_tokens = constant
-        config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = 0
+    before = copy.deepcopy(draft.generation_config)
+    draft.generation_config.update(**settings)
     if sees:
         draft.generate = _Seeing(draft, inputs)
     try:

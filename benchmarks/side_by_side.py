@@ -26,6 +26,12 @@ from pocket_pair import Inputs, add_options, load, prompts
 from saccade.hf import Speculation, speculate
 
 BASELINE = "hf generate"
+CONSTANT = {
+    "num_assistant_tokens": 5,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0,
+}
+HEURISTIC = {**CONSTANT, "num_assistant_tokens_schedule": "heuristic"}
 
 
 @dataclass
@@ -123,9 +129,10 @@ def contestants(options: argparse.Namespace) -> dict[str, Contestant]:
 
     return {
         BASELINE: Stock(stock),
-        "hf assisted 5, blind": Stock(stock, stock_draft, constant=5, sees=False),
-        "hf assisted 5": Stock(stock, stock_draft, constant=5, sees=True),
-        "hf assisted dynamic": Stock(stock, stock_draft, constant=None, sees=True),
+        "hf assisted 5, blind": Stock(stock, stock_draft, sees=False, **CONSTANT),
+        "hf assisted 5": Stock(stock, stock_draft, sees=True, **CONSTANT),
+        "hf assisted heuristic": Stock(stock, stock_draft, sees=True, **HEURISTIC),
+        "hf assisted default": Stock(stock, stock_draft, sees=True),
         "hf prompt lookup": Stock(stock, prompt_lookup_num_tokens=10),
         "plain": ours(None, "plain"),
         "chain 3": ours(draft, "chain", gamma=3),
