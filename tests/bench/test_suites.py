@@ -24,7 +24,7 @@ MIRRORED = [
     "hivis-2-sampling",
     "hivis-3",
     "hivis-4",
-    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8)),
+    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "figure-7")),
     *(f"sage-{n}" for n in (1, 4, 5, 6)),
     *(f"tabed-{n}" for n in range(1, 11)),
 ]
@@ -153,6 +153,22 @@ def test_an_unknown_task_or_grammar_is_an_error(vlm: saccade.VLM) -> None:
 def test_a_suite_of_which_nothing_is_left_says_so(vlm: saccade.VLM) -> None:
     with pytest.raises(SaccadeError, match="has nothing to ask: There is no pocket task 'opera'"):
         prepare(suite(tasks=[{"task": "opera", "optional": True}]), vlm)
+
+
+def test_optional_tasks_that_the_shipped_pair_has_not_learnt_are_left_out(vlm: saccade.VLM) -> None:
+    tasks = ["scene", {"task": "story", "optional": True}]
+    assert set(prepare(suite(tasks=tasks), vlm, ("mine", None)).questions) == {"scene", "story"}
+    prepared = prepare(suite(tasks=tasks), vlm, ("pocket", None))
+    assert set(prepared.questions) == {"scene"}
+    assert "Task story: the shipped pair has not learnt it" in prepared.missing[0]
+    assert set(prepare(suite(tasks=["story"]), vlm, ("pocket", None)).questions) == {"story"}
+
+
+def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(vlm: saccade.VLM) -> None:
+    prepared = prepare(suite(tasks=["scene", {"task": "video", "optional": True}]), vlm)
+    assert "takes images but no videos" in prepared.missing[0]
+    with pytest.raises(SaccadeError, match=r"Task video cannot be asked of this model: .*no videos"):
+        prepare(suite(tasks=["video"]), vlm)
 
 
 def test_more_turns_than_there_are_is_listed(vlm: saccade.VLM) -> None:

@@ -12,7 +12,7 @@ from saccade.bench import questions
 from saccade.bench.environment import environment, model_facts
 from saccade.bench.questions import Question
 from saccade.bench.suite import MethodEntry, Suite
-from saccade.errors import MethodError, SaccadeError
+from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.vlm import VLM
 
 
@@ -102,7 +102,18 @@ def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) 
             found[entry.label] = vlm.using(entry.name, **entry.options)
     if len(found) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
-    asked, absent = questions.gather(suite)
+    asked, absent = questions.gather(suite, shipped=names[0] == "pocket")
+    for task in suite.tasks:
+        reason = _refused(vlm, asked[task.name]) if task.name in asked else ""
+        if reason and not task.optional:
+            raise InputError(f"Task {task.name} cannot be asked of this model: {reason}")
+        if reason:
+            absent[task.name] = reason
+            del asked[task.name]
+    if not asked:
+        raise SaccadeError(
+            f"Suite {suite.name} has nothing to ask: {' '.join(absent.values())} Choose others with --tasks."
+        )
     missing += [f"Task {task}: {reason}" for task, reason in absent.items()]
     ids = [q.id for group in asked.values() for q in group]
     if len(set(ids)) < len(ids):
@@ -118,6 +129,15 @@ def lacking(entry: MethodEntry) -> str:
     if unknown:
         known = ", ".join(methods.get(entry.name).options) or "none"
         return f"method {entry.name} has no option {', '.join(unknown)}; its options are: {known}."
+    return ""
+
+
+def _refused(vlm: VLM, group: list[Question]) -> str:
+    """Why the model cannot be asked the first question of a task; empty when it can."""
+    try:
+        vlm.processor.prompt(group[0].turns[0].messages)
+    except InputError as problem:
+        return str(problem)
     return ""
 
 

@@ -17,6 +17,8 @@ Score = Callable[[str], dict[str, float]]
 
 FIRST_PICTURE = 500_000
 """Number of the pocket picture that seed 0 starts with; training never draws below a million."""
+_SHOWN_FRAMES = 4
+"""Frames of a video that a report shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,11 @@ class Question:
         return self.task if turn == 0 else f"{self.task}, turn {turn + 1}"
 
 
-def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
+def gather(suite: Suite, shipped: bool = False) -> tuple[dict[str, list[Question]], dict[str, str]]:
     """Everything that a suite asks.
+
+    Args:
+        shipped: the shipped pair will answer; optional tasks that it has not learnt are left out.
 
     Returns:
         Questions by task, and for every task that is left out the reason.
@@ -75,17 +80,15 @@ def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
         reason = lacking(entry)
         if reason and not entry.optional:
             raise SaccadeError(reason)
+        if not reason and entry.optional and shipped and entry.task is not None:
+            reason = _unlearnt(entry.task)
         if reason:
             missing[entry.name] = reason
-        else:
-            found[entry.name] = _questions(entry, suite.seed)
-            most = max(len(q.turns) for q in found[entry.name])
-            if most < (entry.turns or 1):
-                missing[f"{entry.name}, turn {most + 1}"] = "its conversations are shorter."
-    if not found:
-        raise SaccadeError(
-            f"Suite {suite.name} has nothing to ask: {' '.join(missing.values())} Choose others with --tasks."
-        )
+            continue
+        found[entry.name] = _questions(entry, suite.seed)
+        most = max(len(q.turns) for q in found[entry.name])
+        if most < (entry.turns or 1):
+            missing[f"{entry.name}, turn {most + 1}"] = "its conversations are shorter."
     return found, missing
 
 
@@ -93,16 +96,24 @@ def lacking(entry: TaskEntry) -> str:
     """Why this version of Saccade does not have a task; empty when it does."""
     if entry.task is None:
         return ""
-    from saccade.pocket import TASKS
+    from saccade.pocket import WORLD
 
-    if entry.task not in TASKS:
-        return f"There is no pocket task {entry.task!r}; there are {', '.join(TASKS)}."
-    if entry.grammar not in TASKS[entry.task].grammars:
+    if entry.task not in WORLD:
+        return f"There is no pocket task {entry.task!r}; there are {', '.join(WORLD)}."
+    if entry.grammar not in WORLD[entry.task].grammars:
         return (
             f"The pocket task {entry.task!r} has no grammar {entry.grammar!r}; "
-            f"it has {', '.join(TASKS[entry.task].grammars)}."
+            f"it has {', '.join(WORLD[entry.task].grammars)}."
         )
     return ""
+
+
+def _unlearnt(task: str) -> str:
+    from saccade.pocket import TASKS
+
+    return (
+        "" if task in TASKS else "the shipped pair has not learnt it; name it with --tasks to ask it anyway."
+    )
 
 
 def digest(questions: Sequence[Question]) -> str:
@@ -128,11 +139,11 @@ def _draw(entry: TaskEntry, number: int) -> Question:
 
     assert entry.task is not None
     sample = draw(FIRST_PICTURE + number, entry.task, entry.grammar)
-    content = [{"type": "image", "image": sample.image}, {"type": "text", "text": sample.question}]
+    frames = sample.video or ()
     turn = Turn(
-        messages=({"role": "user", "content": content},),
+        messages=tuple(sample.messages()),
         text=sample.question,
-        images=(sample.image,),
+        images=(*sample.images, *frames[:: max(1, -(-len(frames) // _SHOWN_FRAMES))]),
         score=partial(_mark, score, sample.task, sample.facts),
     )
     return Question(f"{entry.name}-{number}", entry.name, (turn,))

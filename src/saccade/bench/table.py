@@ -17,8 +17,7 @@ from saccade.bench.suite import BASELINE
 
 def results(run: Run) -> Table:
     """One line per method over all tasks."""
-    by_label = metrics.by_method(run.records)
-    found = [by_label[m["label"]] for m in run.header.config["methods"] if m["label"] in by_label]
+    found = _in_order(run)
     scored = any(r.score is not None for r in found)
     lossy = any(not r.lossless for r in found)
     names = ["", "speed-up", "decode\nonly", "tokens/s", "block\nefficiency", "accepted\nlength", "equal"]
@@ -42,6 +41,23 @@ def results(run: Run) -> Table:
     return table
 
 
+def times(run: Run) -> Table:
+    """Shares of the stages, positions verified per token, and memory."""
+    found = _in_order(run)
+    stages = list(dict.fromkeys(s for r in found for s, share in r.shares.items() if share > 0.0005))
+    stages.sort(key=lambda stage: stage == "rest")
+    names = [stage.replace("_", "\n") for stage in stages]
+    table = _table("share of time", *names, "positions\nper token", "peak\nMB")
+    for result in found:
+        table.add_row(
+            result.method,
+            *(f"{result.shares.get(stage, 0):.1%}" for stage in stages),
+            "-" if result.verified_per_token is None else f"{result.verified_per_token:.2f}",
+            "-" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.0f}",
+        )
+    return table
+
+
 def predicted(run: Run) -> Table | None:
     """Measured decoding beside the papers' formulas; None where nothing was drafted."""
     rows = predictions(run)
@@ -62,6 +78,13 @@ def remarks(run: Run) -> Iterator[str]:
         f"{count} prompts x {repeats} repeat{'s' if repeats > 1 else ''}; medians over prompts, paired with plain "
         "decoding, 95 % bootstrap intervals; taus averaged per block."
     )
+    taus = ", ".join(
+        f"{r.method} {r.block_efficiency_per_sample:.2f} and {r.accepted_length_per_sample:.2f}"
+        for r in _in_order(run)
+        if r.method != BASELINE and r.block_efficiency_per_sample is not None
+    )
+    if taus:
+        yield f"Averaged per answer instead, as the papers do, block efficiency and accepted length: {taus}."
     costs = Costs.of(header.costs)
     if costs is not None:
         passes = ", ".join(f"{n}: {s / costs.target[1]:.2f}" for n, s in costs.target.items() if n > 1)
@@ -79,6 +102,12 @@ def remarks(run: Run) -> Iterator[str]:
     for left_out in header.config["missing"]:
         yield f"Missing: {left_out}"
     yield from run.problems
+
+
+def _in_order(run: Run) -> list[MethodResult]:
+    """Every method over all tasks, in the suite's order."""
+    by_label = metrics.by_method(run.records)
+    return [by_label[m["label"]] for m in run.header.config["methods"] if m["label"] in by_label]
 
 
 def _table(first: str, *others: str) -> Table:

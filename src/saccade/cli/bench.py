@@ -247,12 +247,10 @@ def _show(run: Run, spent: Spent, as_json: bool) -> None:
         print(json.dumps({"run": str(run.folder), "methods": results, "predictions": predictions}))
         return
     console = screen.out()
-    console.print(table.results(run))
-    predicted = table.predicted(run)
-    if predicted is not None:
-        console.print()
-        console.print(predicted)
-    console.print()
+    for part in (table.results(run), table.times(run), table.predicted(run)):
+        if part is not None:
+            console.print(part)
+            console.print()
     for remark in table.remarks(run):
         console.print(remark, markup=False, soft_wrap=True)
     if spent.total:
