@@ -173,7 +173,7 @@ def test_a_killed_run_goes_on_without_loss_or_repeat(
 ) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import torch; torch.set_num_threads(1)\n"
+        "import torch; torch.set_num_threads(1); from saccade.bench import cost; cost.ROUNDS = 1\n"
         "import saccade; from bench_kit import suite; from pathlib import Path\n"
         "from saccade.bench.preparing import prepare; from saccade.bench.runner import Runner\n"
         f"vlm = saccade.load(*{pair!r}, dtype='float32', draft_dtype='float32')\n"

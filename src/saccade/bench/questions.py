@@ -96,7 +96,7 @@ def lacking(entry: TaskEntry) -> str:
     """Why this version of Saccade does not have a task; empty when it does."""
     if entry.task is None:
         return ""
-    from saccade.pocket import WORLD
+    from saccade.pocket.sample import WORLD
 
     if entry.task not in WORLD:
         return f"There is no pocket task {entry.task!r}; there are {', '.join(WORLD)}."
