@@ -13,9 +13,6 @@ import json
 import re
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,159 +20,19 @@ from typing import Any
 
 import torch
 
-import saccade.engine
+from clock import CLOCKS, Clock
 from pocket_pair import Inputs, add_options, load, prompts
+from replay import Replay
 from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.policy import Chain, _StaticGrowth
+from saccade.draft.static import Chain
 from saccade.engine import Engine, Request
 from saccade.generation import plan
 from saccade.inputs.batch import split
-from saccade.row import Row
 from saccade.target.adapter import Target
-from saccade.target.cache import SlotCache
-from saccade.target.context import Context
-from saccade.target.lean import LeanDecoder
-from saccade.target.masks import MaskPlan
-from saccade.timing import Clock
-from saccade.verify.greedy import Greedy
-from saccade.verify.processing import Processing
+from spans import Spans
 
 LIMIT = 1.10
 """A step may take this many times its bare forwards."""
-
-
-# --------------------------------------------------------------------------- bare forwards
-
-
-@dataclass
-class Call:
-    """One forward as the engine asked for it."""
-
-    model: Target
-    arguments: tuple[torch.Tensor, ...]  # tokens, allow, depth, deltas
-    lengths: list[int]
-    pending: int
-    capacity: int
-
-
-class Replay:
-    """Writes down the forwards of a step and runs them again without the engine."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self._shadows: dict[tuple[int, int], SlotCache] = {}
-        original = Target.forward
-
-        def forward(model: Target, cache: SlotCache, *arguments: torch.Tensor) -> torch.Tensor:
-            self.calls.append(Call(model, arguments, list(cache.lengths), cache.pending, cache.capacity))
-            return original(model, cache, *arguments)
-
-        self._original, self._noting = original, forward
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        Target.forward = self._noting  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            Target.forward = self._original  # type: ignore[method-assign]
-
-    @torch.inference_mode()
-    def seconds(self, stock: bool) -> float:
-        """Time of the noted forwards alone; masks, positions and cache places are prepared outside the clock."""
-        return sum(self._one(call, stock) for call in self.calls)
-
-    def _one(self, call: Call, stock: bool) -> float:
-        model = call.model
-        tokens, allow, depth, deltas = call.arguments
-        key = id(model), call.capacity
-        if key not in self._shadows:
-            self._shadows[key] = model.new_cache(len(call.lengths), call.capacity)
-        cache = self._shadows[key]
-        cache.lengths, cache.pending = list(call.lengths), call.pending
-        slots = cache.writing_nodes(tokens.shape[1])
-        mask = model.family.masks.build(allow, cache.lengths, depth, slots, model.dtype)
-        lengths = torch.tensor(cache.lengths, device=model.device)[:, None]
-        positions = lengths + deltas + depth[:, depth.shape[1] - tokens.shape[1] :]
-        lean = None if stock else model._lean
-        started = _now(model.device)
-        if lean is None:
-            model.model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        else:
-            lean(tokens, mask, positions, cache)
-        return _now(model.device) - started
-
-
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-_clock = CLOCKS["wall"]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return _clock()
-
-
-# --------------------------------------------------------------------------- where the rest goes
-
-
-class Spans:
-    """Seconds inside chosen functions, those of chosen functions that they call not counted."""
-
-    PARTS: tuple[tuple[Any, str, str], ...] = (
-        (LeanDecoder, "__call__", "forwards"),
-        (MaskPlan, "build", "attention masks"),
-        (SlotCache, "writing_nodes", "cache places"),
-        (Target, "forward", "positions, dispatch"),
-        (_StaticGrowth, "expand", "children"),
-        (_StaticGrowth, "tree", "tree"),
-        (ModelDraftSession, "propose", "drafter's own"),
-        (Context, "keep", "commit"),
-        (Processing, "__call__", "logits processors"),
-        (Greedy, "judge", "acceptance rule"),
-        (saccade.engine, "_pack", "packing the verdict"),
-        (Row, "emit", "rows"),
-        (Clock, "add", "clock"),
-    )
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner: list[float] = [0.0]
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Measure while this is open."""
-        originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in self.PARTS]
-        for owner, name, label in self.PARTS:
-            setattr(owner, name, self._measured(owner.__dict__[name], label))
-        try:
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
-
-    def call(self, label: str, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """The function's result; its own seconds are added to ``label``."""
-        self._inner.append(0.0)
-        started = _clock()
-        try:
-            return function(*arguments, **more)
-        finally:
-            elapsed = _clock() - started
-            self.seconds[label] = self.seconds.get(label, 0.0) + elapsed - self._inner.pop()
-            self._inner[-1] += elapsed
-
-    def _measured(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
-        return lambda *arguments, **more: self.call(label, function, *arguments, **more)
-
-
-# --------------------------------------------------------------------------- runs
 
 
 @dataclass
@@ -193,19 +50,22 @@ def _start(engine: Engine, inputs: Inputs, new_tokens: int) -> Any:
     return engine.start([Request(p) for p in asked], plan(engine.target, asked, max_new_tokens=new_tokens))
 
 
-def time_steps(engine: Engine, asked: list[Inputs], new_tokens: int) -> Result:
+def time_steps(engine: Engine, asked: list[Inputs], new_tokens: int, clock: Clock) -> Result:
     """Steps and their bare forwards; the first prompt warms up."""
     result = Result()
-    device = engine.target.device
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
     for number, inputs in enumerate(asked):
-        replay, steps = Replay(), _start(engine, inputs, new_tokens).steps
+        replay, steps = (
+            Replay([engine.target, drafter.model], clock),
+            _start(engine, inputs, new_tokens).steps,
+        )
         next(steps)  # prefill
         while True:
-            replay.calls.clear()
             with replay.noting():
-                started = _now(device)
+                started = clock()
                 step = next(steps, None)
-                seconds = _now(device) - started
+                seconds = clock() - started
             if step is None:
                 break
             bare, stock = replay.seconds(stock=False), replay.seconds(stock=True)
@@ -213,7 +73,7 @@ def time_steps(engine: Engine, asked: list[Inputs], new_tokens: int) -> Result:
                 result.step.append(seconds)
                 result.bare.append(bare)
                 result.stock.append(stock)
-    spans = Spans()
+    spans = Spans(clock)
     for inputs in asked[1:]:
         steps = _start(engine, inputs, new_tokens).steps
         next(steps)
@@ -321,8 +181,6 @@ def main() -> None:
         help="cpu counts processor time: use it with one thread where other work shares the cores (default: wall)",
     )
     options = parser.parse_args()
-    global _clock
-    _clock = CLOCKS[options.clock]
     if options.threads:
         torch.set_num_threads(options.threads)
     target = Target(load(options.target, options.target_dtype, options.device))
@@ -330,7 +188,7 @@ def main() -> None:
     engine = Engine(target, ModelDrafter(draft, Chain(options.gamma)))
     asked = prompts(options.target, options.prompts + 1, "dense", options.target_dtype, options.device)
     used = memory(engine, asked[0], options.new_tokens)
-    result = time_steps(engine, asked, options.new_tokens)
+    result = time_steps(engine, asked, options.new_tokens, Clock(options.clock, target.device))
     print("\n".join(report(result)))
     print("\n" + ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in used.items()))
     if options.json:

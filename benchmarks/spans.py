@@ -1,0 +1,72 @@
+"""Where a step's time goes, by function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import saccade.engine
+from clock import Clock
+from saccade import timing
+from saccade.draft.model import ModelDraftSession
+from saccade.draft.static import _StaticGrowth
+from saccade.row import Row
+from saccade.target.adapter import Target
+from saccade.target.cache import SlotCache
+from saccade.target.context import Context
+from saccade.target.lean import LeanDecoder
+from saccade.target.masks import MaskPlan
+from saccade.verify.greedy import Greedy
+from saccade.verify.processing import Processing
+
+
+class Spans:
+    """Seconds inside chosen functions, those of chosen functions that they call not counted."""
+
+    PARTS: tuple[tuple[Any, str, str], ...] = (
+        (LeanDecoder, "__call__", "forwards"),
+        (MaskPlan, "build", "attention masks"),
+        (SlotCache, "writing_nodes", "cache places"),
+        (Target, "forward", "positions, dispatch"),
+        (_StaticGrowth, "expand", "children"),
+        (_StaticGrowth, "tree", "tree"),
+        (ModelDraftSession, "propose", "drafter's own"),
+        (Context, "keep", "commit"),
+        (Processing, "__call__", "logits processors"),
+        (Greedy, "judge", "acceptance rule"),
+        (saccade.engine, "_pack", "packing the verdict"),
+        (Row, "emit", "rows"),
+        (timing.Clock, "add", "stage timers"),
+    )
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._inner: list[float] = [0.0]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Measure while this is open."""
+        originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in self.PARTS]
+        for owner, name, label in self.PARTS:
+            setattr(owner, name, self._measured(owner.__dict__[name], label))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def call(self, label: str, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """The function's result; its own seconds are added to ``label``."""
+        self._inner.append(0.0)
+        started = self._clock()
+        try:
+            return function(*arguments, **more)
+        finally:
+            elapsed = self._clock() - started
+            self.seconds[label] = self.seconds.get(label, 0.0) + elapsed - self._inner.pop()
+            self._inner[-1] += elapsed
+
+    def _measured(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        return lambda *arguments, **more: self.call(label, function, *arguments, **more)
