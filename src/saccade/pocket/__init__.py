@@ -1,10 +1,40 @@
-"""The pocket world: generated pictures with exact ground truth, and small VLMs trained to talk about them.
+"""The pocket world: generated pictures and videos with exact ground truth, and small VLMs trained on them.
 
 Importing this needs Pillow and NumPy only.
 """
 
-from saccade.pocket import chart, receipt, scene  # noqa: F401  (they register their tasks)
-from saccade.pocket.folders import draft_path, target_path
-from saccade.pocket.sample import TASKS, Sample, Task, draw, score
+# Tasks register when imported, and the order of the shipped pair's is part of what a seed means in training.
+from saccade.pocket import chart, receipt, scene  # noqa: F401
 
-__all__ = ["TASKS", "Sample", "Task", "draft_path", "draw", "score", "target_path"]
+# isort: split
+from saccade.pocket import (  # noqa: F401
+    arithmetic,
+    caption,
+    counting,
+    detail,
+    document,
+    existence,
+    followup,
+    knowledge,
+    line,
+    story,
+    two_images,
+    vet,
+    video,
+    video_question,
+)
+from saccade.pocket.caption import CAPTION_PROMPT
+from saccade.pocket.folders import draft_path, target_path
+from saccade.pocket.sample import TASKS, WORLD, Sample, Task, draw, score
+
+__all__ = [
+    "CAPTION_PROMPT",
+    "TASKS",
+    "WORLD",
+    "Sample",
+    "Task",
+    "draft_path",
+    "draw",
+    "score",
+    "target_path",
+]

@@ -1,0 +1,168 @@
+"""Moving pictures: two or three shapes to which something happens, one after another, and how that is told."""
+
+from random import Random
+from typing import Any
+
+from saccade.pocket.marking import mentioned, sentences
+from saccade.pocket.sample import Media
+from saccade.pocket.shapes import RADIUS, Thing, key, name, named, render, scatter
+from saccade.pocket.words import BACKGROUNDS, sentence
+
+Event = dict[str, Any]
+"""`what` happens (a direction, "appears", "leaves" or a new size), to which `thing` (its number)."""
+
+FRAMES = (8, 12, 16, 24, 32, 64)
+_FRAME_WEIGHTS = (6, 6, 5, 3, 2, 1)
+FPS = 4.0
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+WHATS = (*DIRECTIONS, "appears", "leaves", "small", "large")
+_SHORTEST = 26  # pixels of a move: a person sees it at a glance
+_EVENTS_BY_FRAMES = {8: 2, 12: 3}  # every event gets at least three frames; four events otherwise
+
+
+def _clear(thing: Thing, end: tuple[int, int], others: list[Thing]) -> bool:
+    """Whether the way to `end` touches nothing."""
+    reach = RADIUS[thing["size"]]
+    for other in others:
+        gap = reach + RADIUS[other["size"]] + 2
+        spans = [sorted((thing[axis], to)) for axis, to in zip("xy", end, strict=True)]
+        if all(low - gap < other[axis] < high + gap for axis, (low, high) in zip("xy", spans, strict=True)):
+            return False
+    return True
+
+
+def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | None:
+    """Something that happens, and the things after it; None for bad luck."""
+    number = rng.randrange(len(things))
+    thing = things[number]
+    others = [other for other in things if other is not thing and other["there"]]
+    after = dict(thing)
+    if not thing["there"]:
+        what, after["there"] = "appears", True
+        if not _clear(after, (thing["x"], thing["y"]), others):
+            return None
+    elif rng.random() < 0.85:
+        what = rng.choice(list(DIRECTIONS))
+        reach = RADIUS[thing["size"]] + 1
+        dx, dy = DIRECTIONS[what]
+        far = rng.randint(_SHORTEST, 60)
+        end = (thing["x"] + dx * far, thing["y"] + dy * far)
+        if not all(reach <= v <= 95 - reach for v in end) or not _clear(thing, end, others):
+            return None
+        after["x"], after["y"] = end
+    elif rng.random() < 0.5:
+        if not others:
+            return None
+        what, after["there"] = "leaves", False
+    else:
+        what = after["size"] = "small" if thing["size"] == "large" else "large"
+        reach = RADIUS[what] + 1
+        place = (thing["x"], thing["y"])
+        if not all(reach <= v <= 95 - reach for v in place) or not _clear(after, place, others):
+            return None
+    return {"thing": number, "what": what}, [after if other is thing else other for other in things]
+
+
+def _between(before: list[Thing], after: list[Thing], share: float) -> list[Thing]:
+    """The things that are to be seen on the way from one state to the next."""
+    seen = []
+    for old, new in zip(before, after, strict=True):
+        now = {**(new if share >= 0.5 else old)}
+        for axis in "xy":
+            now[axis] = round(old[axis] + share * (new[axis] - old[axis]))
+        seen += [now] if now["there"] else []
+    return seen
+
+
+def film(rng: Random) -> Media:
+    """A video of 8 to 64 frames with two to four events, of which none overlap in time.
+
+    Facts: `things` as they are at first, `events` in order, `frames`.
+    """
+    background = rng.choice(list(BACKGROUNDS))
+    frames = rng.choices(FRAMES, _FRAME_WEIGHTS)[0]
+    wanted = rng.randint(2, _EVENTS_BY_FRAMES.get(frames, 4))
+    while True:
+        things: list[Thing] = [{**thing, "there": True} for thing in scatter(rng, rng.randint(2, 3))]
+        if rng.random() < 0.4:
+            things[-1]["there"] = False
+        states: list[list[Thing]] = [things]
+        events: list[Event] = []
+        for _ in range(80):
+            if len(events) == wanted:
+                break
+            chance = _happen(rng, states[-1])
+            # The same shape never does two things in a row that would look like one.
+            if chance is None or (
+                events and chance[0]["thing"] == events[-1]["thing"] and rng.random() < 0.7
+            ):
+                continue
+            if events and chance[0] == events[-1]:
+                continue
+            events.append(chance[0])
+            states.append(chance[1])
+        if len(events) == wanted:
+            break
+    shown = []
+    for number in range(frames):
+        at = (number / (frames - 1)) * wanted  # in events
+        step = min(int(at), wanted - 1)
+        shown.append(render(background, _between(states[step], states[step + 1], at - step)))
+    named_things = [{k: v for k, v in thing.items() if k not in ("row", "column")} for thing in things]
+    facts = {"things": named_things, "events": events, "frames": frames, "background": background}
+    return Media(facts, video=tuple(shown), fps=FPS)
+
+
+def tell(rng: Random, thing: Thing, what: str) -> str:
+    """A sentence on an event."""
+    its = f"the {name(thing)}"
+    if what in DIRECTIONS:
+        return sentence(
+            rng,
+            f"{its} moves {what}.",
+            f"{its} goes {what}.",
+            f"{what} goes {its}.",
+            f"there is a move {what} of {its}.",
+            f"I see {its} run {what}.",
+            f"we see how {its} goes {what}.",
+        )
+    if what == "appears":
+        return sentence(
+            rng, f"{its} appears.", f"{its} comes in.", f"there comes {its}.", f"now I see {its}, too."
+        )
+    if what == "leaves":
+        return sentence(
+            rng, f"{its} is gone.", f"{its} leaves.", f"away goes {its}.", f"I no longer see {its}."
+        )
+    return sentence(
+        rng,
+        f"{its} turns {what}.",
+        f"{what} is the new size of {its}.",
+        f"now {its} is {what}.",
+        f"{its} is {what} from now on.",
+    )
+
+
+_APPEARS = ("appears", "comes", "too")
+_LEAVES = ("gone", "leaves", "away", "longer")
+
+
+def read_events(answer: str) -> list[tuple[tuple[str, str], str]]:
+    """(colour and shape, what) of every sentence that tells one event."""
+    told = []
+    for part in sentences(answer.replace(":", ".").replace(",", " ")):
+        subjects = named(part)
+        if len(subjects) != 1:
+            continue
+        whats = mentioned(part, (*DIRECTIONS, "small", "large"))
+        if mentioned(part, _LEAVES):
+            whats = ["leaves"]
+        elif mentioned(part, _APPEARS):
+            whats = ["appears"]
+        told += [(subjects[0], what) for what in whats[:1]]
+    return told
+
+
+def true_events(things: list[Thing], events: list[Event]) -> list[tuple[tuple[str, str], str]]:
+    """What `read_events` reads from a perfect answer."""
+    return [(key(things[event["thing"]]), event["what"]) for event in events]

@@ -1,0 +1,115 @@
+"""Yes or no with a reason: is a certain shape in the picture? Half are, the others are likely suspects."""
+
+import re
+from random import Random
+
+from saccade.pocket.marking import only, overlap, sentences
+from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.shapes import Thing, at, key, label, name, places, render, scatter
+from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, a, sentence, shuffled
+
+
+def paint(rng: Random) -> Picture:
+    """A scene and a suspect: there, or with the colour of one thing and the form of another, or a stranger."""
+    background = rng.choice(list(BACKGROUNDS))
+    things = scatter(rng, 4)
+    there = {key(thing) for thing in things}
+    present = rng.random() < 0.5
+    if present:
+        suspect = key(rng.choice(things))
+    else:
+        hues, forms = [t["colour"] for t in things], [t["shape"] for t in things]
+        mixed = [(hue, form) for hue in hues for form in forms if (hue, form) not in there]
+        strangers = [(hue, form) for hue in COLOURS for form in SHAPES if (hue, form) not in there]
+        suspect = rng.choice(mixed if mixed and rng.random() < 0.7 else strangers)
+    kin = [thing for thing in things if thing["colour"] == suspect[0] or thing["shape"] == suspect[1]]
+    facts = {
+        "colour": suspect[0],
+        "shape": suspect[1],
+        "present": present,
+        "reason": kin if len(kin) >= 2 else things,
+        "background": background,
+    }
+    return Picture(render(background, things), facts, label(things))
+
+
+def _question(rng: Random, facts: Facts) -> str:
+    what = a(f"{facts['colour']} {facts['shape']}")
+    return sentence(
+        rng,
+        f"is there {what} in the picture?",
+        f"can you see {what} here?",
+        f"does this image have {what}?",
+        f"is {what} drawn here? Say why.",
+    )
+
+
+def _witness(rng: Random, thing: Thing) -> str:
+    colour, shape, size, place = thing["colour"], thing["shape"], thing["size"], at(thing)
+    return sentence(
+        rng,
+        f"a {size} {colour} {shape} is at the {place}.",
+        f"at the {place} there is {a(colour)} {shape}, {size}.",
+        f"the {shape} at the {place} is {colour} and {size}.",
+        f"{place}: {a(colour)} {shape}, {size}.",
+        f"in {colour} I see a {size} {shape}, {place}.",
+        f"{size} and {colour}, a {shape} sits {place}.",
+        f"the {place} has a {size} {shape} in {colour}.",
+    )
+
+
+def _verdict(rng: Random, facts: Facts) -> str:
+    what = f"{facts['colour']} {facts['shape']}"
+    if facts["present"]:
+        return rng.choice(("Yes.", f"Yes, there is {a(what)}.", f"Yes, I can see the {what}.", "Yes, it is."))
+    return rng.choice(("No.", f"No, there is no {what}.", f"No {what}.", f"No, I see no {what} here."))
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    told = [_witness(rng, thing) for thing in shuffled(rng, facts["reason"])]
+    verdict = _verdict(rng, facts)
+    return " ".join([verdict, *told] if rng.random() < 0.6 else [*told, verdict])
+
+
+def _verbose(rng: Random, facts: Facts) -> str:
+    what = f"{facts['colour']} {facts['shape']}"
+    opening = f"Yes, there is {a(what)}" if facts["present"] else f"No, there is no {what}"
+    told = [f"{opening} in the picture."]
+    for i, thing in enumerate(facts["reason"]):
+        size, place = thing["size"], at(thing)
+        if i == 0:
+            told.append(sentence(rng, f"there is a {size} {name(thing)} at the {place}."))
+        else:
+            told.append(sentence(rng, f"I can also see a {size} {name(thing)} at the {place}."))
+    return " ".join(told)
+
+
+_YES_NO = re.compile(r"\b(yes|no)\b")
+
+
+def mark(answer: str, facts: Facts) -> dict[str, float]:
+    """Whether yes or no is right, and the share of the things rightly called as witnesses, with their places."""
+    said = _YES_NO.search(answer.lower())
+    told = []
+    for part in sentences(answer.replace(":", " ")):
+        colour, shape, where = only(part, COLOURS), only(part, SHAPES), places(part)
+        if colour and shape and len(where) == 1:
+            told.append((colour, shape, where[0]))
+    true = [(*key(thing), (thing["row"], thing["column"])) for thing in facts["reason"]]
+    wanted = "yes" if facts["present"] else "no"
+    return {"verdict": float(said is not None and said[0] == wanted), "reason": overlap(told, true)}
+
+
+register(
+    "existence",
+    Task(
+        paint=paint,
+        grammars={
+            "dense": Grammar(_question, _dense),
+            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
+        },
+        score=mark,
+        share=0.1,
+    ),
+    shipped=False,
+)

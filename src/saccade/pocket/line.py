@@ -1,0 +1,135 @@
+"""Line charts: one coloured line over five days, with whole values from one to eight."""
+
+import re
+from random import Random
+
+from PIL import Image, ImageDraw
+
+from saccade.pocket.marking import mentioned, numbers, overlap, sentences
+from saccade.pocket.printing import FONT
+from saccade.pocket.sample import IMAGE_SIZE, Facts, Grammar, Picture, Task, no_labels, register
+from saccade.pocket.words import COLOURS, DAYS, NUMBERS, difference, sentence, shuffled
+
+_HIGHEST = 8
+_UNIT, _FLOOR = 9, 80  # pixels for a value of one; the line that nought is on
+_AXIS, _LEFT, _STEP = 11, 20, 17
+
+
+def paint(rng: Random) -> Picture:
+    """A line with a dot per day; the days' first letters below it, the even values at its left."""
+    colour = rng.choice([hue for hue in COLOURS if hue not in ("white", "yellow")])
+    values = [rng.randint(1, _HIGHEST) for _ in DAYS]
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (245, 245, 245))
+    canvas = ImageDraw.Draw(image)
+    canvas.fontmode = "1"
+    for value in range(1, _HIGHEST + 1):
+        y = _FLOOR - value * _UNIT
+        canvas.line([(_AXIS, y), (IMAGE_SIZE - 1, y)], fill=(212, 212, 212))
+        if value % 2 == 0:
+            canvas.text((3, y - 5), str(value), font=FONT, fill=(0, 0, 0))
+    canvas.line([(_AXIS, 4), (_AXIS, _FLOOR), (IMAGE_SIZE - 1, _FLOOR)], fill=(0, 0, 0))
+    points = [(_LEFT + i * _STEP, _FLOOR - value * _UNIT) for i, value in enumerate(values)]
+    canvas.line(points, fill=COLOURS[colour], width=3)
+    for x, y in points:
+        canvas.ellipse((x - 4, y - 4, x + 4, y + 4), fill=COLOURS[colour])
+    for (x, _), day in zip(points, DAYS, strict=True):
+        canvas.text((x - 6, _FLOOR + 3), day[:2].upper(), font=FONT, fill=(0, 0, 0))
+    return Picture(image, {"colour": colour, "values": values}, no_labels())
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    colour, values = facts["colour"], facts["values"]
+    told = [sentence(rng, f"a {colour} line.".replace("a orange", "an orange"), f"the line is {colour}.")]
+    days = list(range(len(DAYS)))
+    for i in shuffled(rng, days) if rng.random() < 0.6 else days:
+        day, value = DAYS[i], NUMBERS[values[i]]
+        told.append(
+            sentence(
+                rng,
+                f"{day} is {value}.",
+                f"{value} on {day}.",
+                f"on {day} it reaches {value}.",
+                f"{day}: {value}.",
+                f"the value of {day} is {value}.",
+                f"{day} comes at {value}.",
+                f"a height of {value} on {day}.",
+            )
+        )
+        if i and rng.random() < 0.35:
+            told.append(f"{day} is {difference(values[i], values[i - 1])} {DAYS[i - 1]}.")
+    high, low = values.index(max(values)), values.index(min(values))
+    told.append(
+        sentence(
+            rng,
+            f"the highest is {DAYS[high]}, the lowest {DAYS[low]}.",
+            f"highest on {DAYS[high]}, lowest on {DAYS[low]}.",
+            f"from the highest, {DAYS[high]}, to the lowest, {DAYS[low]}.",
+        )
+    )
+    return " ".join(told)
+
+
+def _verbose(rng: Random, facts: Facts) -> str:
+    colour, values = facts["colour"], facts["values"]
+    told = [
+        sentence(rng, f"this chart shows the values of five days with a {colour} line.").replace(
+            "a o", "an o"
+        )
+    ]
+    for day, value in zip(DAYS, values, strict=True):
+        told.append(
+            sentence(
+                rng,
+                f"on {day} the line stands at {NUMBERS[value]}.",
+                f"the value of {day} is {NUMBERS[value]}.",
+            )
+        )
+    high, low = values.index(max(values)), values.index(min(values))
+    told.append(f"The line is highest on {DAYS[high]} and lowest on {DAYS[low]}.")
+    return " ".join(told)
+
+
+_SAID = tuple(day.lower() for day in DAYS)
+_EXTREMES = re.compile(rf"highest\b.*?\b({'|'.join(_SAID)}).*?lowest\b.*?\b({'|'.join(_SAID)})")
+
+
+def mark(answer: str, facts: Facts) -> dict[str, float]:
+    """Whether the colour is right, the share of days with the right value, and the two extremes."""
+    told: dict[str, int] = {}
+    colours: list[str] = []
+    extremes: list[tuple[str, str]] = []
+    for part in sentences(answer.replace(" five days", " days")):
+        days, values = mentioned(part, _SAID), numbers(part)
+        colours += mentioned(part, COLOURS)
+        extremes += _EXTREMES.findall(part)
+        if len(days) == len(values) == 1:
+            told[days[0]] = values[0]
+    values = facts["values"]
+    true = dict(zip(_SAID, values, strict=True))
+    best = [(_SAID[values.index(max(values))], _SAID[values.index(min(values))])]
+    return {
+        "colour": overlap(colours, [facts["colour"]]),
+        "value": overlap(list(told.items()), list(true.items())),
+        "extremes": overlap(extremes, best),
+    }
+
+
+_QUESTIONS = (
+    "Read the values from the line chart.",
+    "What does the line show on every day?",
+    "Explain the line chart.",
+    "What are the values of the days?",
+)
+register(
+    "line",
+    Task(
+        paint=paint,
+        grammars={
+            "dense": Grammar(_QUESTIONS, _dense),
+            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
+        },
+        score=mark,
+        share=0.06,
+    ),
+    shipped=False,
+)

@@ -1,0 +1,98 @@
+"""Detailed captions of videos, told forwards or backwards as the question asks."""
+
+from random import Random
+
+from saccade.pocket.clip import film, read_events, tell, true_events
+from saccade.pocket.marking import in_order, mentioned, overlap, sentences
+from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.shapes import key, name, named
+from saccade.pocket.words import NUMBERS, ORDINALS, a, joined, sentence, shuffled
+
+
+def paint(rng: Random) -> Media:
+    """A film, and the order in which to tell it."""
+    media = film(rng)
+    facts = {**media.facts, "backwards": rng.random() < 0.3}
+    return Media(facts, media.images, media.video, media.fps)
+
+
+def _question(rng: Random, facts: Facts) -> str:
+    if facts["backwards"]:
+        return sentence(
+            rng,
+            "tell me what happens, from the last to the first.",
+            "what happens in the video? Start with the last.",
+            "from the end to the start, describe the video in detail.",
+        )
+    return sentence(
+        rng,
+        "describe the video in detail.",
+        "what happens in the video?",
+        "tell me what happens, from the first to the last.",
+    )
+
+
+def _cast(rng: Random, facts: Facts) -> str:
+    names = [f"{a(thing['size'])} {name(thing)}" for thing in shuffled(rng, facts["things"])]
+    return sentence(
+        rng, f"the video has {joined(names)}.", f"{joined(names)} are in the video.", f"{joined(names)}."
+    )
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    things, events = facts["things"], facts["events"]
+    ordered = events[::-1] if facts["backwards"] else events
+    told = [tell(rng, things[event["thing"]], event["what"]) for event in ordered]
+    count = sentence(rng, f"{NUMBERS[len(told)]} things happen.", f"{NUMBERS[len(told)]} in total.", "")
+    cast = _cast(rng, facts)
+    parts = [cast, *told, count] if rng.random() < 0.5 else [count, *told, cast]
+    return " ".join(part for part in parts if part)
+
+
+def _verbose(rng: Random, facts: Facts) -> str:
+    things, events = facts["things"], facts["events"]
+    ordered = events[::-1] if facts["backwards"] else events
+    cast = joined([f"{a(thing['size'])} {name(thing)}" for thing in things])
+    told = [f"In this video there are {cast}."]
+    for number, event in enumerate(ordered):
+        place = len(events) - 1 - number if facts["backwards"] else number
+        told.append(
+            f"This is the {ORDINALS[place]} thing to happen: {tell(rng, things[event['thing']], event['what'])}"
+        )
+    return " ".join([*told, f"So {NUMBERS[len(events)]} things happen in the video."])
+
+
+def _read_cast(answer: str) -> list[tuple[str, str, str]]:
+    """Size, colour and shape of the things in the sentence that lists them all."""
+    for part in sentences(answer):
+        sizes, things = mentioned(part, ("small", "large")), named(part)
+        if len(things) == len(sizes) >= 2:
+            return [(size, *thing) for size, thing in zip(sizes, things, strict=True)]
+    return []
+
+
+def mark(answer: str, facts: Facts) -> dict[str, float]:
+    """Shares of the events rightly told, of their order, and of the things with their first size."""
+    told, true = read_events(answer), true_events(facts["things"], facts["events"])
+    ordered = true[::-1] if facts["backwards"] else true
+    cast = [(thing["size"], *key(thing)) for thing in facts["things"]]
+    return {
+        "event": overlap(told, true),
+        "order": in_order(told, ordered),
+        "cast": overlap(_read_cast(answer), cast),
+    }
+
+
+register(
+    "video",
+    Task(
+        paint=paint,
+        grammars={
+            "dense": Grammar(_question, _dense),
+            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
+        },
+        score=mark,
+        share=0.1,
+    ),
+    shipped=False,
+)
