@@ -1,0 +1,116 @@
+"""Samples in a folder: pictures, videos, text and facts, and one page to look at them all."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from saccade.pocket.chance import chance
+from saccade.pocket.sample import IMAGE_MARK, IMAGE_SIZE, Sample
+from saccade.pocket.video_file import write_video
+
+_SHOWN_FRAMES = 8
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Samples of the pocket world</title>
+<style>
+body {{ font: 16px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem; padding: 0 1rem; }}
+article {{ border-top: 1px solid #8886; padding: 1rem 0; }}
+img, video {{ image-rendering: pixelated; margin: 0 .4rem .4rem 0; }}
+video {{ width: 288px; }}
+p {{ margin: .3rem 0; }} .asked {{ font-weight: 600; }} .small {{ color: #777; font-size: .85rem; }}
+table {{ border-collapse: collapse; }} td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #16181c; color: #e8e8e8; }} .small {{ color: #aaa; }} }}
+</style></head><body>
+<h1>Samples of the pocket world</h1>
+<p class="small">{summary}</p>
+{sections}
+</body></html>
+"""
+
+
+def _pictures(sample: Sample, stem: str, folder: Path, videos: bool) -> list[str]:
+    """Write a sample's pictures, or its video. Returns their names in the folder."""
+    if sample.video is not None:
+        frames = sample.video
+        count = min(_SHOWN_FRAMES, len(frames))
+        picked = [frames[round(i * (len(frames) - 1) / (count - 1))] for i in range(count)]
+        strip = Image.new("RGB", (IMAGE_SIZE * count, IMAGE_SIZE))
+        for i, frame in enumerate(picked):
+            strip.paste(frame, (i * IMAGE_SIZE, 0))
+        strip.save(folder / f"{stem}-frames.png")
+        if videos:
+            write_video(folder / f"{stem}.mp4", frames, sample.fps or 1.0)
+        return [f"{stem}-frames.png", *([f"{stem}.mp4"] if videos else [])]
+    names = [f"{stem}{f'-{number}' if number else ''}.png" for number in range(len(sample.images))]
+    for name, image in zip(names, sample.images, strict=True):
+        image.save(folder / name)
+    return names
+
+
+def _show(name: str, scale: int) -> str:
+    if name.endswith(".mp4"):
+        return f'<video src="{name}" controls loop muted></video>'
+    width = "" if name.endswith("-frames.png") else f' width="{IMAGE_SIZE * scale}"'
+    return f'<img src="{name}" alt=""{width}>'
+
+
+def _article(sample: Sample, seed: int, names: Sequence[str]) -> str:
+    shown = "".join(_show(name, 2 if len(names) == 1 else 1) for name in names)
+    parts = [f'<article id="{sample.task}-{seed}"><div>{shown}</div>']
+    for question, answer in (*sample.turns, (sample.question, sample.answer)):
+        asked = escape(question).replace(escape(IMAGE_MARK), "🖼 ")
+        parts += [f'<p class="asked">{asked}</p>', f"<p>{escape(answer)}</p>"]
+    return "\n".join([*parts, f'<p class="small">seed {seed}</p></article>'])
+
+
+def _chances(samples: Sequence[Sample]) -> str:
+    if len(samples) < 2:
+        return ""
+    rows = "".join(f"<tr><td>{fact}</td><td>{value:.2f}</td></tr>" for fact, value in chance(samples).items())
+    return f"<table><tr><th>fact</th><th>chance</th></tr>{rows}</table>"
+
+
+def write_sheet(
+    folder: Path, drawn: dict[str, list[tuple[int, Sample]]], grammar: str, videos: bool = False
+) -> list[Path]:
+    """Write samples as `index.html`, `samples.jsonl` and pictures; the same bytes for the same samples.
+
+    Args:
+        drawn: for every task, its samples with their seeds.
+        videos: write videos as MP4 files, too.
+
+    Returns:
+        The page and the file of facts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sections, records = [], []
+    for task, numbered in drawn.items():
+        sections.append(f"<h2>{task}</h2>{_chances([sample for _, sample in numbered])}")
+        for seed, sample in numbered:
+            names = _pictures(sample, f"{task}-{seed}", folder, videos)
+            sections.append(_article(sample, seed, names))
+            records.append(_record(sample, seed, grammar, names))
+    count = sum(len(numbered) for numbered in drawn.values())
+    summary = f"{count} samples, grammar “{grammar}”. Chance: what true answers score against another sample’s facts."
+    page, facts = folder / "index.html", folder / "samples.jsonl"
+    page.write_text(_PAGE.format(summary=summary, sections="\n".join(sections)), encoding="utf-8")
+    facts.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return [page, facts]
+
+
+def _record(sample: Sample, seed: int, grammar: str, names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "task": sample.task,
+        "seed": seed,
+        "grammar": grammar,
+        "media": list(names),
+        **({"fps": sample.fps} if sample.fps else {}),
+        "turns": [list(turn) for turn in sample.turns],
+        "question": sample.question,
+        "answer": sample.answer,
+        "facts": sample.facts,
+    }

@@ -1,0 +1,76 @@
+"""`saccade pocket draw`: the same folder every time, and video files that come back as they were."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from saccade.cli.pocket import app
+from saccade.errors import SaccadeError
+from saccade.inputs.video import load_video
+from saccade.pocket import WORLD, draw
+from saccade.pocket.clip import FPS
+from saccade.pocket.video_file import LEAST_PSNR, psnr, write_video
+
+
+def _run(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(app, ["draw", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output.split()
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_same_arguments_write_the_same_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        _run("--task", "story", "--task", "video", "-n", "2", "--videos", "--out", str(tmp_path / name))
+    assert _contents(tmp_path / "one") == _contents(tmp_path / "two")
+
+
+def test_the_page_shows_every_picture_and_the_facts_are_on_file(tmp_path: Path) -> None:
+    page, facts = _run("-n", "2", "--seed", "40", "--out", str(tmp_path))
+    records = [json.loads(line) for line in Path(facts).read_text().splitlines()]
+    assert [(r["task"], r["seed"]) for r in records] == [(task, seed) for task in WORLD for seed in (40, 41)]
+    html = Path(page).read_text()
+    for record in records:
+        for name in record["media"]:
+            assert f'src="{name}"' in html
+            assert (tmp_path / name).is_file()
+        sample = draw(record["seed"], record["task"])
+        assert (record["question"], record["answer"]) == (sample.question, sample.answer)
+
+
+def test_unknown_tasks_and_grammars_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    for arguments, words in (
+        (["--task", "novel"], "no pocket task 'novel'"),
+        (["--grammar", "rhyme"], "dense or verbose"),
+    ):
+        with pytest.raises(SaccadeError, match=words):
+            CliRunner().invoke(app, ["draw", "--out", str(tmp_path), *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_video_files_come_back_through_the_users_decoder(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    sample = draw(seed, "video")
+    assert sample.video is not None
+    write_video(tmp_path / "clip.mp4", sample.video, FPS)
+    back = load_video(tmp_path / "clip.mp4")
+    assert (len(back.frames), back.fps) == (len(sample.video), FPS)
+    assert min(psnr(one, two) for one, two in zip(sample.video, back.frames, strict=True)) >= LEAST_PSNR
+
+
+def test_a_video_of_no_frames_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SaccadeError, match="no frames to write"):
+        write_video(tmp_path / "clip.mp4", [], FPS)
+
+
+def test_psnr_is_infinite_for_equal_pictures_and_known_for_a_shift_by_one() -> None:
+    grey = Image.new("RGB", (4, 4), (9, 9, 9))
+    assert psnr(grey, np.asarray(grey)) == float("inf")
+    assert psnr(grey, np.asarray(grey) + 1) == pytest.approx(48.13, abs=0.01)  # 20 log10 255
