@@ -1,0 +1,175 @@
+"""One decoder layer of an inflated model: a small layer in a corner of a wide one, or one that does nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isqrt, sqrt
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_SPREAD = 0.02  # standard deviation of the numbers in new weights, as of fresh ones
+
+
+class Sizes(Protocol):
+    """What a layer needs to know of the wide model."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def mlp(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The residual streams: `copies` times the small one in the first columns of the wide one."""
+
+    small: int
+    wide: int
+    copies: int
+
+    @property
+    def live(self) -> int:
+        """Columns that are not always zero."""
+        return self.copies * self.small
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """An RMS norm's weight `[wide]` (its epsilon is the model's affair)."""
+        out = torch.ones(self.wide)
+        out[: self.live] = (weight * sqrt(self.live / self.wide)).repeat(self.copies)
+        return out
+
+    def exact(self, head: int, wide_head: int) -> bool:
+        """Whether all scaling is by powers of two."""
+
+        def power_of_four(ratio: float) -> bool:
+            whole = int(ratio)
+            return whole == ratio and whole.bit_count() == 1 and isqrt(whole) ** 2 == whole
+
+        return power_of_four(self.wide / self.live) and power_of_four(wide_head / head)
+
+
+class Filler:
+    """Random matrices at the speed of copying: rows of one pool of normal numbers, from ever another place on."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._pool = (torch.randn(2_000_003, generator=generator) * _SPREAD).to(dtype)
+        self._offset = 0
+
+    def __call__(self, rows: int, columns: int) -> Tensor:
+        """A matrix `[rows, columns]`."""
+        count, size = rows * columns, len(self._pool)
+        out = torch.empty(count, dtype=self._pool.dtype)
+        done = 0
+        while done < count:
+            part = min(size - self._offset, count - done)
+            out[done : done + part] = self._pool[self._offset : self._offset + part]
+            done, self._offset = done + part, (self._offset + part) % size
+        return out.view(rows, columns)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the small layer's heads are in the wide one: rows of the projections, and whole heads."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+    query_heads: Tensor
+    query_scale: float
+
+
+def rotary_rows(text: Any, shape: Sizes) -> Rows:
+    """Rows such that every small head keeps its key-value head and the speed of its rotary dimensions.
+
+    Args:
+        text: the small language model's configuration.
+    """
+    heads, kv_heads, size = text.num_attention_heads, text.num_key_value_heads, text.head_dim
+    times, half = shape.head_dim // size, size // 2
+    turning = torch.tensor(
+        [j * times for j in range(half)] + [shape.head_dim // 2 + j * times for j in range(half)]
+    )
+    plain = torch.arange(size)
+    group, wide_group = heads // kv_heads, shape.heads // shape.kv_heads
+    places = [(i // group) * wide_group + i % group for i in range(heads)]
+
+    def rows(starts: list[int], inside: Tensor) -> Tensor:
+        return torch.cat([start * shape.head_dim + inside for start in starts])
+
+    return Rows(
+        queries=rows(places, turning),
+        keys=rows(list(range(kv_heads)), turning),
+        values=rows(list(range(kv_heads)), plain),
+        outputs=rows(places, plain),
+        query_heads=rows(places, torch.arange(shape.head_dim)),
+        query_scale=sqrt(times),
+    )
+
+
+def wide_layer(
+    shape: Sizes,
+    widths: Widths,
+    rows: Rows,
+    fill: Filler,
+    small: Callable[[str], Tensor] | None,
+    silence_values: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """The wide layer's weights by name, one at a time.
+
+    Args:
+        small: the small layer's weights by name; None for a layer that does nothing.
+        silence_values: such a layer's zero factors are those nearer to its input.
+    """
+    wide, live, d = widths.wide, widths.live, widths.small
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if small is None:
+        quiet_value, quiet_gate = silence_values, silence_values
+        yield "self_attn.q_proj", fill(queries, wide)
+        yield "self_attn.k_proj", fill(keys, wide)
+        for name, out, into, quiet in (
+            ("self_attn.v_proj", keys, wide, quiet_value),
+            ("self_attn.o_proj", wide, queries, not quiet_value),
+            ("mlp.gate_proj", shape.mlp, wide, quiet_gate),
+            ("mlp.up_proj", shape.mlp, wide, False),
+            ("mlp.down_proj", wide, shape.mlp, not quiet_gate),
+        ):
+            matrix = fill(out, into)
+            yield name, matrix.zero_() if quiet else matrix
+        yield "input_layernorm", torch.ones(wide)
+        yield "post_attention_layernorm", torch.ones(wide)
+        return
+
+    def reading(matrix: Tensor, where: Tensor | slice, weight: Tensor) -> Tensor:
+        """`matrix` with rows that read the small stream; beyond the live columns there are only zeros to read."""
+        matrix[where, :live] = 0
+        matrix[where, :d] = weight.to(matrix.dtype)
+        return matrix
+
+    query = fill(queries, wide)
+    query[rows.query_heads] = 0  # so that keys' other dimensions, whatever they are, meet zeros
+    yield "self_attn.q_proj", reading(query, rows.queries, small("self_attn.q_proj") * rows.query_scale)
+    yield "self_attn.k_proj", reading(fill(keys, wide), rows.keys, small("self_attn.k_proj"))
+    yield "self_attn.v_proj", reading(fill(keys, wide), rows.values, small("self_attn.v_proj"))
+    output = torch.zeros(wide, queries)
+    written = torch.zeros(wide, len(rows.outputs))
+    written[:live] = small("self_attn.o_proj").repeat(widths.copies, 1)
+    output[:, rows.outputs] = written
+    yield "self_attn.o_proj", output
+    neurons = len(small("mlp.gate_proj"))
+    gate = reading(fill(shape.mlp, wide), slice(0, neurons), small("mlp.gate_proj"))
+    gate[neurons:] = 0  # silu(0) times anything is 0: the new neurons are still
+    yield "mlp.gate_proj", gate
+    yield "mlp.up_proj", reading(fill(shape.mlp, wide), slice(0, neurons), small("mlp.up_proj"))
+    down = fill(wide, shape.mlp)
+    down[:, :neurons] = 0
+    down[:live, :neurons] = small("mlp.down_proj").repeat(widths.copies, 1).to(down.dtype)
+    yield "mlp.down_proj", down
+    yield "input_layernorm", widths.norm(small("input_layernorm"))
+    yield "post_attention_layernorm", widths.norm(small("post_attention_layernorm"))

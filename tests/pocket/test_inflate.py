@@ -1,0 +1,202 @@
+"""Inflated checkpoints compute the small model's function, in stock classes, and refuse what does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+)
+
+from saccade.errors import ModelError
+from saccade.pocket import draw
+from saccade.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
+from saccade.pocket.train.batches import pixels, token_batch
+from saccade.pocket.train.export import write_folder
+from saccade.pocket.train.models import build
+from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
+from saccade.pocket.train.tokens import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(quick_recipe())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A random model whose logits are as spread as a trained one's."""
+    torch.manual_seed(3)
+    model = build(
+        LanguageShape(3, width=64, mlp=96), TowerShape(layers=1, width=32, mlp=48, heads=2), 448
+    ).eval()
+    for parameter in model.model.language_model.parameters():
+        parameter.data = (
+            torch.randn_like(parameter) * 0.12
+            if parameter.dim() > 1
+            else 1 + 0.3 * torch.randn_like(parameter)
+        )
+    model.lm_head.weight.data = torch.randn_like(model.lm_head.weight) * 0.4
+    folder = tmp_path_factory.mktemp("small") / "model"
+    write_folder(model, tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
+    samples = [draw(seed, "scene") for seed in range(8)]
+    answers = [tokenizer.encode(sample.answer).ids for sample in samples]
+    ids, _ = token_batch(tokenizer, [sample.question for sample in samples], answers, with_image=True)
+    return {"input_ids": ids, "pixel_values": pixels([sample.image for sample in samples])}
+
+
+@torch.no_grad()
+def _logits(
+    folder: Path, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    given = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
+    logits: torch.Tensor = model(**given).logits.float()
+    return logits
+
+
+def _narrow(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"] |= changes
+    path.write_text(json.dumps(content))
+
+
+def test_a_thousand_positions_at_width_1024_keep_their_argmax(
+    small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    inflate(small, tmp_path / "wide", "1024x7x8", dtype="float32")
+    here, there = _logits(small, inputs), _logits(tmp_path / "wide", inputs)
+    assert here.shape[:2].numel() >= 1000
+    assert torch.equal(here.argmax(-1), there.argmax(-1))
+    # Sums in another order: some units in the last place (2^-24 each) of logits of a few tens.
+    assert (here - there).abs().max() < 2e-4
+
+
+def test_bfloat16_keeps_nearly_every_argmax_where_scaling_is_by_powers_of_two(
+    small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    # 64 -> 256 and heads 32 -> 128. Sums may still be taken in another order, hence not every bit is promised.
+    assert "exact in every number format" in inflate(small, tmp_path / "wide", "256x5x2")
+    here, there = (_logits(folder, inputs, torch.bfloat16) for folder in (small, tmp_path / "wide"))
+    assert (here.argmax(-1) == there.argmax(-1)).float().mean() > 0.99
+
+
+def test_grouped_heads_and_copies_of_the_stream_keep_the_function(
+    small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from saccade.pocket import inflate as module
+
+    monkeypatch.setitem(SHAPES, "grouped", module.Shape(512, 4, 8, 2, 64, 224))
+    assert copies_of(64, 512) == 2
+    assert "exact up to rounding" in inflate(small, tmp_path / "wide", "grouped", dtype="float32")
+    here, there = _logits(small, inputs), _logits(tmp_path / "wide", inputs)
+    assert torch.equal(here.argmax(-1), there.argmax(-1))
+
+
+def test_the_folder_is_whole_and_comes_in_shards(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "wide"
+    inflate(small, out, "256x4x8", shard_gb=0.002)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 1
+    assert set(index["weight_map"].values()) == set(files)
+    assert sum((out / name).stat().st_size for name in files) >= index["metadata"]["total_size"]
+    assert (
+        AutoProcessor.from_pretrained(out).image_token_id
+        == AutoProcessor.from_pretrained(small).image_token_id
+    )
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (small / name).read_bytes()
+
+
+def test_new_weights_are_numbers_that_the_hardware_has_to_multiply(small: Path, tmp_path: Path) -> None:
+    inflate(small, tmp_path / "wide", "256x8x8", dtype="float32")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "wide")
+    weights = [w for n, w in model.model.language_model.named_parameters() if "proj" in n]
+    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    assert zeros < 0.4
+
+
+def test_the_same_seed_writes_the_same_weights(small: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        inflate(small, tmp_path / name, "128x4x4", seed=5)
+    (one,), (two,) = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_real_shapes_are_those_of_the_models_that_they_name() -> None:
+    assert SHAPES["llava-1.5-7b"] == parse_shape("4096x32x32")
+    assert [copies_of(256, SHAPES[name].width) for name in SHAPES] == [1, 5, 2]
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path) -> None:
+    for like, words in (
+        ("tiny", "There is no shape 'tiny'"),
+        ("100x4x3", "no multiple of 3 heads"),
+        ("64x2x2", "does not fit into 2 layers"),
+        ("32x4x1", "does not fit into a width of 32"),
+        ("96x4x2", "heads of size 48"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            inflate(small, tmp_path / "wide", like)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").write_text("mine")
+    with pytest.raises(ModelError, match="is not empty"):
+        inflate(small, tmp_path / "full", "128x4x4")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        inflate(tmp_path, tmp_path / "wide", "128x4x4")
+    with pytest.raises(ModelError, match="no dtype 'int8'"):
+        inflate(small, tmp_path / "wide", "128x4x4", dtype="int8")
+
+
+def test_other_language_models_and_biases_are_refused(small: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text((small / "config.json").read_text())
+    _narrow(odd, attention_bias=True)
+    with pytest.raises(ModelError, match="biases in its layers"):
+        inflate(odd, tmp_path / "wide", "128x4x4")
+    _narrow(odd, attention_bias=False, model_type="gpt2")
+    with pytest.raises(ModelError, match="of type 'gpt2'"):
+        inflate(odd, tmp_path / "wide", "128x4x4")
+
+
+def test_onevision_models_that_see_a_video_keep_the_function(small: Path, tmp_path: Path) -> None:
+    llava = AutoModelForImageTextToText.from_pretrained(small)
+    config = LlavaOnevisionConfig(
+        vision_config=llava.config.vision_config,
+        text_config=llava.config.text_config,
+        image_token_index=3,
+        video_token_index=4,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",  # without the class token of CLIP
+        vision_aspect_ratio="anyres_max_1",
+        image_grid_pinpoints=[[96, 96]],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlavaOnevisionForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(llava.model.language_model.state_dict())
+    model.lm_head.load_state_dict(llava.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "small")
+    inflate(tmp_path / "small", tmp_path / "wide", "256x4x8", dtype="float32")
+    frames = torch.randn(1, 4, 3, 96, 96)  # frames of 8 x 8 patches, pooled to 4 x 4, and one newline
+    ids = torch.tensor([[1, *[4] * (4 * 16 + 1), *range(20, 60)]])
+    logits = []
+    for name in ("small", "wide"):
+        loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(loaded(input_ids=ids, pixel_values_videos=frames).logits)
+    assert torch.equal(logits[0].argmax(-1), logits[1].argmax(-1))
