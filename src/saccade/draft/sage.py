@@ -1,0 +1,291 @@
+"""SAGE's tree policy: sure drafters get deep, narrow trees, unsure ones shallow, wide trees.
+
+Tong et al. 2026, Section 3. The paper shapes the tree of step t + 1 by the drafter's entropy at step t. That is
+what makes it cheap here: by the next step the confidence has long been on the host, so depth and widths are known
+before drafting begins and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from saccade.draft.policy import Growth
+from saccade.draft.sage_growth import Level, SageGrowth, Shape
+from saccade.draft.sampling import Proposer
+from saccade.draft.static import SPECVLM_TREE
+from saccade.draft.tree import TreeShape
+from saccade.verify.rule import Verdict
+
+START = 0.5
+"""Confidence before any was measured (Algorithm 1, line 3)."""
+
+
+@dataclass(frozen=True)
+class SageTree:
+    """Entropy-guided tree (SAGE, Sections 3.1 to 3.3; numbers of Section 5.1).
+
+    A session's first tree is SpecVLM's static one. Children are the likeliest tokens, never draws: under sampling
+    each is verified as a point mass, which stays exact.
+
+    Attributes:
+        min_depth: levels at confidence 0 (``D_min``).
+        depth: levels at confidence 1 (``D_max``), where the history starts.
+        min_width: children of the root at confidence 1 (``W_min``).
+        width: children of the root at confidence 0 (``W_max``).
+        total: nodes that are verified, the root not counted (``N_max``); the likeliest paths stay.
+        k: tokens whose entropy counts.
+        threshold: a node of level l needs a probability above ``threshold * l / D``.
+        signal: confidence from the entropy (Eq. 9), or the largest probability alone (ablation).
+        lookahead: the confidence of step t shapes the tree of step t + 1; False: its own tree, at the price of
+            one more synchronisation a step (ablation).
+        probability: of a node, in its threshold and in Eq. 12: that of its whole path (the paper's formal
+            condition) or its own (its prose).
+        window: steps over which accepted lengths are averaged to move ``D_max``; 0: it never moves (ablation).
+        low: an average below it lowers ``D_max`` by one, not under ``D_min``.
+        high: an average above it raises ``D_max`` by one.
+        ceiling: largest ``D_max``.
+    """
+
+    min_depth: int = 3
+    depth: int = 8
+    min_width: int = 2
+    width: int = 10
+    total: int = 64
+    k: int = 10
+    threshold: float = 0.1
+    signal: Literal["entropy", "top"] = "entropy"
+    lookahead: bool = True
+    probability: Literal["path", "own"] = "path"
+    window: int = 10
+    low: float = 2.0
+    high: float = 3.0
+    ceiling: int = 12
+
+    def __post_init__(self) -> None:
+        for name in ("min_depth", "min_width", "total"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not self.min_depth <= self.depth <= self.ceiling:
+            raise ValueError(
+                f"The depths must rise from min_depth over depth to ceiling, not {self.min_depth}, {self.depth}, "
+                f"{self.ceiling}."
+            )
+        if self.width < self.min_width:
+            raise ValueError(f"width must be at least min_width ({self.min_width}), not {self.width}.")
+        if self.k < 2:
+            raise ValueError(f"k must be at least 2, not {self.k}: one token has no entropy.")
+        if self.threshold < 0 or self.window < 0 or self.low > self.high:
+            raise ValueError("threshold and window must not be negative, and low not above high.")
+        for name, known in (("signal", ("entropy", "top")), ("probability", ("path", "own"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+
+    @property
+    def max_nodes(self) -> int:
+        return self.total + 1
+
+    @property
+    def max_run(self) -> int:
+        """Of the widest frontiers at every level; what a step runs is a fraction of it."""
+        return sum(level.run for level in self.levels(self._deepest, starting=True))
+
+    @property
+    def max_depth(self) -> int:
+        return max(self._deepest, self.start.max_depth)
+
+    @property
+    def max_children(self) -> int:
+        return max(self.width, self.start.max_children)
+
+    @property
+    def can_sample(self) -> bool:
+        return False
+
+    @cached_property
+    def start(self) -> TreeShape:
+        """The form of a session's first tree (Appendix A.1)."""
+        return TreeShape.of(SPECVLM_TREE)
+
+    @property
+    def _deepest(self) -> int:
+        return self.ceiling if self.window else self.depth
+
+    def open(self, batch: int, device: torch.device) -> SageShaping:
+        return SageShaping(self, batch)
+
+    def depth_at(self, confidence: float, deepest: int) -> float:
+        """``D(alpha)`` (Eq. 10)."""
+        return self.min_depth + confidence * (deepest - self.min_depth)
+
+    def width_at(self, confidence: float) -> float:
+        """``W(alpha)`` (Eq. 11)."""
+        return self.min_width + (1 - confidence) * (self.width - self.min_width)
+
+    def confidence(self, top: Tensor) -> Tensor:
+        """``[B]`` confidence from the drafter's k largest probabilities ``[B, k]`` (Eqs. 7 to 9)."""
+        if self.signal == "top":
+            return top[:, 0]
+        top = top / top.sum(1, keepdim=True)
+        entropy: Tensor = torch.special.entr(top).sum(1)
+        return (1 - entropy / math.log(top.shape[1])).clamp(0, 1)
+
+    @cached_property
+    def _levels(self) -> dict[tuple[int, bool], tuple[Level, ...]]:
+        return {}
+
+    def levels(self, deepest: int, starting: bool) -> tuple[Level, ...]:
+        """Bounds of every level's size at any confidence, for the running ``D_max``.
+
+        Args:
+            starting: whether some rows have their static first tree.
+        """
+        key = deepest, starting
+        if key not in self._levels:
+            self._levels[key] = _bounds(self, deepest, starting)
+        return self._levels[key]
+
+
+_STEPS = 64
+"""Intervals of confidence over which sizes are bounded."""
+
+
+def _bounds(policy: SageTree, deepest: int, starting: bool) -> tuple[Level, ...]:
+    count = max(deepest, policy.start.max_depth if starting else 0)
+    levels = [Level(1, 0, 0) for _ in range(count)]
+    for step in range(_STEPS):
+        # Widths fall and depths rise with the confidence: one end of the interval bounds each.
+        width = policy.width_at(step / _STEPS)
+        depth = policy.depth_at((step + 1) / _STEPS, deepest)
+        run, last = 1, rounded(depth)
+        for level in range(1, last + 1):
+            children = rounded(width) if level == 1 else rounded(width / level * 1.5)
+            # Probabilities of paths of one level add up to one at most; so do a node's children's.
+            likely = _at_most(policy.threshold * level / depth)
+            nodes = min(run * children, policy.total)
+            nodes = max(1, min(nodes, likely)) if policy.probability == "path" else nodes
+            run = 0 if level == last else nodes
+            if run and policy.probability == "path":
+                run = min(run, _at_most(policy.threshold * (level + 1) / depth))
+            levels[level - 1] = levels[level - 1].or_larger(Level(children, nodes, run))
+    if starting:
+        parents = {path[:-1] for path in policy.start.paths}
+        for level in range(1, policy.start.max_depth + 1):
+            mine = [path for path in policy.start.paths if len(path) == level]
+            shape = Level(max(p[-1] for p in mine) + 1, len(mine), len(parents & set(mine)))
+            levels[level - 1] = levels[level - 1].or_larger(shape)
+    return tuple(levels)
+
+
+def _at_most(threshold: float) -> int:
+    """How many probabilities above a threshold add up to one; with room for rounding."""
+    return int(1.001 / threshold) if threshold > 1e-6 else 10**6
+
+
+def rounded(value: float) -> int:
+    """Half up, at least 1."""
+    return max(1, math.floor(value + 0.5))
+
+
+@dataclass(slots=True)
+class _Row:
+    """What shapes a row's next tree."""
+
+    lengths: deque[int]
+    deepest: int
+    confidence: float = START
+    starting: bool = True
+
+
+class SageShaping:
+    """Confidence and history of every row, on the host."""
+
+    def __init__(self, policy: SageTree, batch: int) -> None:
+        self.policy = policy
+        self._rows = [self._fresh() for _ in range(batch)]
+        self._confidence: _Arriving | None = None
+        self._accepted: _Arriving | None = None
+
+    def restart(self, row: int) -> None:
+        """Forget what earlier answers said: the row's next tree is a first one."""
+        self._catch_up()
+        self._rows[row] = self._fresh()
+
+    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+        self._catch_up()
+        return SageGrowth(self, roots)
+
+    def learn(self, verdict: Verdict) -> None:
+        self._accepted = _Arriving(verdict.count)
+
+    def shape(self, top: Tensor) -> Shape:
+        """The form of this step's trees, given the k largest probabilities after the roots ``[B, k]``."""
+        confidence = self.policy.confidence(top).nan_to_num(START)
+        if not self.policy.lookahead:
+            for row, value in zip(self._rows, confidence.tolist(), strict=True):
+                row.confidence = value
+        shape = self._form(top.device)
+        for row in self._rows:
+            row.starting = False
+        if self.policy.lookahead:
+            self._confidence = _Arriving(confidence)
+        return shape
+
+    def _form(self, device: torch.device) -> Shape:
+        policy, rows = self.policy, self._rows
+        depths = [policy.depth_at(row.confidence, row.deepest) for row in rows]
+        widths = [policy.width_at(row.confidence) for row in rows]
+        starting = any(row.starting for row in rows)
+        sizes = policy.levels(max(row.deepest for row in rows), starting)
+        last = max(
+            policy.start.max_depth if row.starting else rounded(depth)
+            for row, depth in zip(rows, depths, strict=True)
+        )
+        numbers = torch.tensor([depths, widths, [float(row.starting) for row in rows]], device=device)
+        return Shape.of(policy, sizes[:last], max(widths), numbers, starting)
+
+    def _catch_up(self) -> None:
+        """Take in what the last step said of every row."""
+        if self._accepted is not None:
+            for row, length in zip(self._rows, self._accepted.values(), strict=True):
+                self._remember(row, int(length))
+        if self._confidence is not None:
+            for row, value in zip(self._rows, self._confidence.values(), strict=True):
+                row.confidence = value
+        self._accepted = self._confidence = None
+
+    def _remember(self, row: _Row, length: int) -> None:
+        """Adaptive history tracking (Section 3.3)."""
+        if not self.policy.window:
+            return
+        row.lengths.append(length)
+        average = sum(row.lengths) / len(row.lengths)
+        if average < self.policy.low:
+            row.deepest = max(row.deepest - 1, self.policy.min_depth)
+        elif average > self.policy.high:
+            row.deepest = min(row.deepest + 1, self.policy.ceiling)
+
+    def _fresh(self) -> _Row:
+        return _Row(deque(maxlen=max(self.policy.window, 1)), self.policy.depth)
+
+
+class _Arriving:
+    """Numbers on their way to the host, read one step later: the step's own synchronisation comes between."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)
+        self._event = None
+        if values.is_cuda:
+            self._event = torch.cuda.current_stream(values.device).record_event()
+
+    def values(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()  # for callers without a synchronisation of their own
+        numbers: list[float] = self._values.tolist()
+        return numbers

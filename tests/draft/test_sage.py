@@ -1,0 +1,238 @@
+"""SAGE's trees are those of a naive recursion, step after step, whatever the rows beside them do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from naive_sage import NaiveSage, half_up
+from random_trees import PathModel, assert_consistent, token_paths
+
+from saccade.draft.sage import SageTree
+from saccade.draft.sampling import TopProposer
+from saccade.draft.static import SPECVLM_TREE, StaticTree
+from saccade.draft.tree import DraftTree
+from saccade.theory.entropy import confidence
+from saccade.verify.rule import Verdict
+
+VOCAB, BATCH = 13, 3
+ROOTS = torch.tensor([3, 4, 5])
+MARGIN = 1e-5
+"""fp32 probabilities are off by about 1e-6; decisions closer than this are left out."""
+
+POLICIES = st.builds(
+    SageTree,
+    min_depth=st.integers(1, 3),
+    depth=st.integers(3, 5),
+    min_width=st.integers(1, 3),
+    width=st.integers(3, 6),
+    total=st.sampled_from([5, 12, 64]),
+    k=st.sampled_from([2, 5, 10, 20]),
+    threshold=st.sampled_from([0.0, 0.02, 0.1, 0.3]),
+    signal=st.sampled_from(["entropy", "top"]),
+    lookahead=st.booleans(),
+    probability=st.sampled_from(["path", "own"]),
+    window=st.sampled_from([0, 1, 3]),
+    ceiling=st.just(6),
+)
+
+
+class Sharper(PathModel):
+    """Rows differ in how sure the drafter is."""
+
+    def logits(self, row: int, path: tuple[int, ...]) -> list[float]:
+        return [(row + 0.5) * value for value in super().logits(row, path)]
+
+
+def verdict(counts: list[int]) -> Verdict:
+    return Verdict(torch.zeros(BATCH, 1, dtype=torch.long), torch.tensor(counts), torch.zeros(BATCH).long())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    POLICIES, st.lists(st.lists(st.integers(0, 6), min_size=BATCH, max_size=BATCH), min_size=3, max_size=5)
+)
+@pytest.mark.parametrize("exact", [True, False], ids=["host-sizes", "bounded-sizes"])
+def test_trees_are_those_of_a_naive_recursion(
+    exact: bool, policy: SageTree, accepted: list[list[int]]
+) -> None:
+    if not exact and policy.probability == "own" and policy.threshold == 0:
+        return  # 64 nodes at every level: right, but slow in the naive model
+    shaping = policy.open(BATCH, torch.device("cpu"))
+    naive = [NaiveSage(policy) for _ in range(BATCH)]
+    for step, counts in enumerate(accepted):
+        model = Sharper(VOCAB, seed=step)
+        growth = shaping.begin(ROOTS, TopProposer())
+        growth._exact = exact  # type: ignore[attr-defined]
+        tree = model.grow(growth, BATCH)
+        assert_consistent(tree)
+        expected = [row.step(model, index) for index, row in enumerate(naive)]
+        assume(min(row.margin for row in naive) > MARGIN)
+        for row in range(BATCH):
+            paths = token_paths(tree, row)
+            assert set(paths) == expected[row]
+            assert len(paths) == len(expected[row])
+        assert tree.size <= policy.max_nodes
+        assert tree.max_depth <= policy.max_depth
+        assert tree.max_children <= policy.max_children
+        shaping.learn(verdict(counts))
+        for row, count in zip(naive, counts, strict=True):
+            row.learn(count)
+
+
+def grown(policy: SageTree, alpha: float, model: PathModel, steps: int = 1) -> DraftTree:
+    """One row's tree at a given confidence."""
+    shaping = policy.open(1, torch.device("cpu"))
+    shaping._rows[0] = dataclasses.replace(shaping._rows[0], confidence=alpha, starting=False)
+    return model.grow(shaping.begin(torch.tensor([3]), TopProposer()), 1)
+
+
+class Sure(PathModel):
+    """The likeliest token has a given probability everywhere, the others share the rest."""
+
+    def __init__(self, best: float) -> None:
+        super().__init__(VOCAB, 0)
+        rest = math.log((1 - best) / (VOCAB - 1))
+        self._values = [math.log(best)] + [rest - 0.001 * i for i in range(VOCAB - 1)]
+
+    def logits(self, row: int, path: tuple[int, ...]) -> list[float]:
+        return self._values
+
+
+def test_the_first_tree_is_the_static_one() -> None:
+    model = PathModel(VOCAB, 1)
+    tree = model.grow(SageTree().open(BATCH, torch.device("cpu")).begin(ROOTS, TopProposer()), BATCH)
+    static = model.grow(StaticTree(SPECVLM_TREE).begin(ROOTS, TopProposer()), BATCH)
+    for row in range(BATCH):
+        assert set(token_paths(tree, row)) == set(token_paths(static, row))
+
+
+def test_a_sure_drafter_gets_a_deep_narrow_tree_and_an_unsure_one_a_shallow_wide_one() -> None:
+    deep, wide = grown(SageTree(), 1.0, Sure(0.97)), grown(SageTree(), 0.0, Sure(0.1))
+    assert deep.max_depth == 8
+    assert deep.size == 9  # the others fall below the threshold at every level
+    assert wide.max_depth <= 3
+    assert (wide.depth == 1).sum() == 10
+
+
+def test_the_best_child_of_the_root_stays_however_unlikely() -> None:
+    tree = grown(SageTree(threshold=0.9), 0.0, Sure(0.1))
+    assert token_paths(tree, 0) == [(), (0,)]
+
+
+def test_the_likeliest_paths_stay_when_there_are_too_many() -> None:
+    small, large = (grown(SageTree(threshold=0.01, total=n), 0.0, PathModel(VOCAB, 4)) for n in (9, 64))
+    assert small.size == 10 < large.size
+    assert token_paths(small, 0) == token_paths(large, 0)[:10]
+
+
+def test_own_probabilities_keep_what_path_probabilities_drop() -> None:
+    """A chain of probability one half each: the paper's prose keeps it, its formal condition drops it."""
+    own, path = (grown(SageTree(probability=p), 1.0, Sure(0.5)) for p in ("own", "path"))
+    assert own.max_depth == 8
+    assert path.max_depth < 8
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 4.0])
+def test_confidence_is_that_of_the_theory(scale: float) -> None:
+    logits = scale * torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
+    p = logits.softmax(-1)
+    found = SageTree().confidence(p.topk(10).values)
+    for row in range(2):
+        assert float(found[row]) == pytest.approx(confidence(p[row].double().numpy()), abs=1e-6)
+
+
+def test_the_counter_example_to_the_papers_bound_has_its_confidence() -> None:
+    """Two equal top tokens: alpha = 0.699, whatever Eq. 13 says of p1."""
+    top = torch.tensor([[0.5, 0.5, *[0.0] * 8]])
+    assert float(SageTree().confidence(top)) == pytest.approx(1 - math.log(2) / math.log(10), abs=1e-6)
+
+
+def deepest_after(policy: SageTree, lengths: list[int]) -> int:
+    shaping = policy.open(1, torch.device("cpu"))
+    for length in lengths:
+        one = verdict([length] * BATCH)
+        shaping.learn(dataclasses.replace(one, count=one.count[:1]))
+        shaping._catch_up()
+    return shaping._rows[0].deepest
+
+
+def test_history_moves_the_depth_only_outside_its_two_thresholds() -> None:
+    assert deepest_after(SageTree(), [2, 3, 2, 3]) == 8
+    assert deepest_after(SageTree(), [1, 1]) == 6
+    assert deepest_after(SageTree(), [0] * 20) == 3
+    assert deepest_after(SageTree(), [5] * 2) == 10
+    assert deepest_after(SageTree(), [5] * 20) == 12
+    assert deepest_after(SageTree(window=0), [5] * 20) == 8
+
+
+def test_only_the_last_steps_count() -> None:
+    assert (
+        deepest_after(SageTree(window=2), [8] * 4 + [0] * 3) == 10
+    )  # 9, 10, 11, 12, (8+0)/2: 12, 0: 11, 0: 10
+    assert deepest_after(SageTree(window=4), [8] * 4 + [0] * 3) == 12
+
+
+def test_a_restarted_row_begins_with_the_static_tree_and_leaves_the_others_alone() -> None:
+    policy, model = SageTree(), PathModel(VOCAB, 7)
+    both = [policy.open(BATCH, torch.device("cpu")) for _ in range(2)]
+    for shaping in both:
+        model.grow(shaping.begin(ROOTS, TopProposer()), BATCH)
+        shaping.learn(verdict([5, 0, 2]))
+    both[0].restart(1)
+    trees = [model.grow(shaping.begin(ROOTS, TopProposer()), BATCH) for shaping in both]
+    static = model.grow(StaticTree().begin(ROOTS, TopProposer()), BATCH)
+    assert set(token_paths(trees[0], 1)) == set(token_paths(static, 1))
+    for row in (0, 2):
+        assert token_paths(trees[0], row) == token_paths(trees[1], row)
+
+
+@settings(max_examples=30, deadline=None)
+@given(POLICIES, st.floats(0, 1))
+def test_no_confidence_needs_more_room_than_was_reserved(policy: SageTree, alpha: float) -> None:
+    ran = 0
+    shaping = policy.open(1, torch.device("cpu"))
+    shaping._rows[0] = dataclasses.replace(shaping._rows[0], confidence=alpha, starting=False)
+    growth, model = shaping.begin(torch.tensor([3]), TopProposer()), Sharper(VOCAB, 3)
+    growth._exact = False  # type: ignore[attr-defined]
+    frontier = growth.expand(torch.tensor([[model.logits(0, ())]]))
+    while frontier is not None:
+        ran += frontier.tokens.shape[1]
+        assert frontier.allow.shape == (1, frontier.tokens.shape[1], ran)
+        frontier = growth.expand(torch.randn(1, frontier.tokens.shape[1], VOCAB))
+    assert ran <= policy.max_run
+    assert half_up(policy.depth_at(alpha, policy.depth)) <= policy.max_depth
+
+
+def test_logits_that_are_not_finite_are_left_to_the_engine_to_report() -> None:
+    shaping = SageTree().open(1, torch.device("cpu"))
+    for _ in range(2):
+        growth = shaping.begin(torch.tensor([3]), TopProposer())
+        growth.expand(torch.full((1, 1, VOCAB), float("nan")))
+        growth.tree()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"min_depth": 0}, "min_depth must be at least 1"),
+        ({"depth": 2}, "depths must rise"),
+        ({"ceiling": 7}, "depths must rise"),
+        ({"width": 1}, "width must be at least min_width"),
+        ({"k": 1}, "k must be at least 2"),
+        ({"low": 4.0}, "low not above high"),
+        ({"signal": "gut"}, "signal must be one of entropy, top"),
+        ({"probability": "both"}, "probability must be one of path, own"),
+    ],
+)
+def test_settings_that_make_no_tree_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SageTree(**wrong)  # type: ignore[arg-type]
+
+
+def test_children_are_never_drawn() -> None:
+    assert not SageTree().can_sample
