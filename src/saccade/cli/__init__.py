@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from saccade.cli import bench, chat, demo, doctor, generate, methods, predict, report
+from saccade.cli import bench, chat, demo, doctor, generate, methods, pocket, predict, report
 from saccade.errors import SaccadeError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("report")(report.report)
 app.command("compare")(report.compare)
 app.command("predict")(predict.predict)
 app.command("doctor")(doctor.doctor)
+app.add_typer(pocket.app)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,10 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-PACKAGES = ("saccade", "torch", "transformers", "safetensors", "pillow", "numpy", "accelerate", "av")
+PACKAGES = (
+    "saccade",
+    "torch",
+    "transformers",
+    "safetensors",
+    "pillow",
+    "numpy",
+    "accelerate",
+    "av",
+    "matplotlib",
+)
 OPTIONAL = {
     "accelerate": "spread a model over devices",
     "av": "read video files (pip install 'saccade[video]')",
+    "matplotlib": "draw reports (pip install 'saccade[report]')",
 }
 
 
