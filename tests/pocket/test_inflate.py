@@ -87,8 +87,8 @@ def test_a_thousand_positions_at_width_1024_keep_their_argmax(
 def test_bfloat16_keeps_nearly_every_argmax_where_scaling_is_by_powers_of_two(
     small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    # 64 -> 256 and heads 32 -> 128. Sums may still be taken in another order, hence not every bit is promised.
-    assert "exact in every number format" in inflate(small, tmp_path / "wide", "256x5x2")
+    # 64 -> 256 and heads 32 -> 128. Sums may be taken in another order, which moves a tie now and then.
+    assert "scaled by powers of two only" in inflate(small, tmp_path / "wide", "256x5x2")
     here, there = (_logits(folder, inputs, torch.bfloat16) for folder in (small, tmp_path / "wide"))
     assert (here.argmax(-1) == there.argmax(-1)).float().mean() > 0.99
 
@@ -100,7 +100,7 @@ def test_grouped_heads_and_copies_of_the_stream_keep_the_function(
 
     monkeypatch.setitem(SHAPES, "grouped", module.Shape(512, 4, 8, 2, 64, 224))
     assert copies_of(64, 512) == 2
-    assert "exact up to rounding" in inflate(small, tmp_path / "wide", "grouped", dtype="float32")
+    assert "scaling rounds" in inflate(small, tmp_path / "wide", "grouped", dtype="float32")
     here, there = _logits(small, inputs), _logits(tmp_path / "wide", inputs)
     assert torch.equal(here.argmax(-1), there.argmax(-1))
 

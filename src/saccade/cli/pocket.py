@@ -14,6 +14,7 @@ app = typer.Typer(
     name="pocket",
     help="The built-in world of generated pictures and videos, and its models.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
 )
 

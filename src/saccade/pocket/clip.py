@@ -101,7 +101,8 @@ def film(rng: Random) -> Media:
                 continue
             events.append(chance[0])
             states.append(chance[1])
-        if len(events) == wanted:
+        seen = {event["thing"] for event in events}
+        if len(events) == wanted and all(t["there"] or i in seen for i, t in enumerate(things)):
             break
     shown = []
     for number in range(frames):

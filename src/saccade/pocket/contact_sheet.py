@@ -13,14 +13,16 @@ from saccade.pocket.sample import IMAGE_MARK, IMAGE_SIZE, Sample
 from saccade.pocket.video_file import write_video
 
 _SHOWN_FRAMES = 8
+_GAP = 4  # pixels between frames
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Samples of the pocket world</title>
 <style>
 body {{ font: 16px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem; padding: 0 1rem; }}
-article {{ border-top: 1px solid #8886; padding: 1rem 0; }}
+article {{ border-top: 1px solid #8886; padding: 1rem 0; display: flex; flex-wrap: wrap; gap: 0 1rem; }}
+article > div:last-child {{ flex: 1 1 24rem; }}
 img, video {{ image-rendering: pixelated; margin: 0 .4rem .4rem 0; }}
-video {{ width: 288px; }}
+video {{ width: 240px; }}
 p {{ margin: .3rem 0; }} .asked {{ font-weight: 600; }} .small {{ color: #777; font-size: .85rem; }}
 table {{ border-collapse: collapse; }} td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #16181c; color: #e8e8e8; }} .small {{ color: #aaa; }} }}
@@ -38,9 +40,10 @@ def _pictures(sample: Sample, stem: str, folder: Path, videos: bool) -> list[str
         frames = sample.video
         count = min(_SHOWN_FRAMES, len(frames))
         picked = [frames[round(i * (len(frames) - 1) / (count - 1))] for i in range(count)]
-        strip = Image.new("RGB", (IMAGE_SIZE * count, IMAGE_SIZE))
+        pitch = IMAGE_SIZE + _GAP
+        strip = Image.new("RGB", (pitch * count - _GAP, IMAGE_SIZE), (255, 255, 255))
         for i, frame in enumerate(picked):
-            strip.paste(frame, (i * IMAGE_SIZE, 0))
+            strip.paste(frame, (i * pitch, 0))
         strip.save(folder / f"{stem}-frames.png")
         if videos:
             write_video(folder / f"{stem}.mp4", frames, sample.fps or 1.0)
@@ -60,11 +63,12 @@ def _show(name: str, scale: int) -> str:
 
 def _article(sample: Sample, seed: int, names: Sequence[str]) -> str:
     shown = "".join(_show(name, 2 if len(names) == 1 else 1) for name in names)
-    parts = [f'<article id="{sample.task}-{seed}"><div>{shown}</div>']
+    parts = [f'<article id="{sample.task}-{seed}"><div>{shown}</div><div>']
     for question, answer in (*sample.turns, (sample.question, sample.answer)):
-        asked = escape(question).replace(escape(IMAGE_MARK), "🖼 ")
+        first, *captions = escape(question).split(escape(IMAGE_MARK))
+        asked = "".join([first, *(f"[{number}] {text}" for number, text in enumerate(captions, 1))])
         parts += [f'<p class="asked">{asked}</p>', f"<p>{escape(answer)}</p>"]
-    return "\n".join([*parts, f'<p class="small">seed {seed}</p></article>'])
+    return "\n".join([*parts, f'<p class="small">seed {seed}</p></div></article>'])
 
 
 def _chances(samples: Sequence[Sample]) -> str:

@@ -10,8 +10,9 @@ and so what a drafter gets accepted, are the small model's. For Llava-type model
 - new heads, neurons and layers have one factor 0 on every path to the stream and random numbers elsewhere, so that
   the hardware multiplies real numbers.
 
-Scaling is by powers of two, hence exact in every number format, when head sizes grow by a power of 4 and so does
-the width for the number of copies that is chosen.
+Scaling is by powers of two, which rounds in no number format, when head sizes grow by a power of 4 and so does the
+width for the number of copies that is chosen. What remains is the order in which the hardware sums: in float32 the
+argmax was the same at every position tried; in bfloat16 at 99.1 to 99.7 % with random weights at full width.
 """
 
 import json
@@ -198,9 +199,7 @@ def inflate(
     small = text.hidden_size
     widths = Widths(small, shape.width, copies_of(small, shape.width))
     rounding = (
-        "exact in every number format"
-        if widths.exact(text.head_dim, shape.head_dim)
-        else "exact up to rounding"
+        "scaled by powers of two only" if widths.exact(text.head_dim, shape.head_dim) else "scaling rounds"
     )
     out.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(_Source(source), text, shape, widths, Filler(seed, number_format))

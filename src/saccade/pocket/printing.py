@@ -12,8 +12,13 @@ from saccade.pocket.sample import IMAGE_SIZE
 
 __all__ = ["FONT", "LETTER", "page"]
 
-LETTER = 6  # pixels from one letter to the next
+LETTER = 7  # pixels from one letter to the next: one more than on receipts, so that letters do not touch
 _MARGIN, _PITCH = 5, 17
+
+
+def _write(canvas: ImageDraw.ImageDraw, x: int, y: int, text: str, ink: tuple[int, int, int]) -> None:
+    for i, letter in enumerate(text.upper()):
+        canvas.text((x + i * LETTER, y), letter, font=FONT, fill=ink)
 
 
 def page(rng: Random, title: str, lines: Sequence[tuple[str, str]]) -> Image.Image:
@@ -23,11 +28,10 @@ def page(rng: Random, title: str, lines: Sequence[tuple[str, str]]) -> Image.Ima
     canvas = ImageDraw.Draw(image)
     canvas.fontmode = "1"
     canvas.rectangle((0, 0, IMAGE_SIZE - 1, IMAGE_SIZE - 1), outline=ink)
-    canvas.text(((IMAGE_SIZE - LETTER * len(title)) // 2, 3), title.upper(), font=FONT, fill=ink)
+    _write(canvas, (IMAGE_SIZE - LETTER * len(title)) // 2, 3, title, ink)
     canvas.line([(_MARGIN, 16), (IMAGE_SIZE - _MARGIN, 16)], fill=ink)
     for i, (left, right) in enumerate(lines):
         y = 20 + i * _PITCH
-        canvas.text((_MARGIN, y), left.upper(), font=FONT, fill=ink)
-        start = IMAGE_SIZE - _MARGIN - LETTER * len(right)
-        canvas.text((start, y), right.upper(), font=FONT, fill=ink)
+        _write(canvas, _MARGIN, y, left, ink)
+        _write(canvas, IMAGE_SIZE - _MARGIN - LETTER * len(right), y, right, ink)
     return image
