@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,12 @@ def test_retention_compares_scores_on_the_same_prompts() -> None:
     assert result.retention.value == 0.75
     assert not result.lossless
     assert result.scores == {"x": 0.375}
+
+
+def test_loosened_tokens_are_those_with_another_mark() -> None:
+    loose = replace(record("a", "m", 1.0, tokens=4), marks=["target", "loose", "draft", "shifted"])
+    results = metrics.by_method([loose, record("a", "plain", 1.0)])
+    assert (results["m"].loosened, results["plain"].loosened) == (0.5, 0.0)
 
 
 def test_equal_answers_are_counted_among_those_compared() -> None:

@@ -15,6 +15,9 @@ from saccade.bench.suite import BASELINE
 _NOT_STAGES = ("total", "decode", "inputs")
 """Entries of ``stats["seconds"]`` that are no part of the total: sums of others, and what comes before it."""
 
+_STRICT = ("target", "draft")
+"""Marks of tokens that are the target's own choice; lossy rules add others."""
+
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
@@ -44,6 +47,7 @@ class MethodResult:
         scores: ground truth by fact, mean over answers.
         score: mean over facts and answers; None without ground truth.
         retention: score over plain decoding's on the same prompts.
+        loosened: share of the tokens that a lossy rule let pass although the target would have said another.
     """
 
     method: str
@@ -69,6 +73,7 @@ class MethodResult:
     scores: dict[str, float]
     score: float | None
     retention: Estimate | None
+    loosened: float = 0.0
 
 
 def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:
@@ -154,6 +159,7 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
         scores=_scores(records),
         score=_mean(s for r in records if (s := mean_score(r)) is not None),
         retention=_retention(records, baseline),
+        loosened=_mean(mark not in _STRICT for r in records for mark in r.marks) or 0.0,
     )
 
 

@@ -21,7 +21,7 @@ def results(run: Run) -> Table:
     scored = any(r.score is not None for r in found)
     lossy = any(not r.lossless for r in found)
     names = ["", "speed-up", "decode\nonly", "tokens/s", "block\nefficiency", "accepted\nlength", "equal"]
-    table = _table(*names, *["score"] * scored, *["retention"] * (scored and lossy))
+    table = _table(*names, *["score"] * scored, *["retention"] * (scored and lossy), *["loosened"] * lossy)
     for result in found:
         ours = result.method != BASELINE
         cells = [
@@ -37,6 +37,8 @@ def results(run: Run) -> Table:
             cells.append("-" if result.score is None else f"{result.score:.3f}")
         if scored and lossy:
             cells.append(_value(result.retention, ".1%") if ours else "-")
+        if lossy:
+            cells.append("-" if result.lossless else f"{result.loosened:.1%}")
         table.add_row(*cells)
     return table
 
@@ -44,7 +46,8 @@ def results(run: Run) -> Table:
 def times(run: Run) -> Table:
     """Shares of the stages, positions verified per token, and memory."""
     found = _in_order(run)
-    stages = list(dict.fromkeys(s for r in found for s, share in r.shares.items() if share > 0.0005))
+    known = dict.fromkeys(stage for r in found for stage in r.shares)
+    stages = [stage for stage in known if any(r.shares.get(stage, 0) > 0.0005 for r in found)]
     stages.sort(key=lambda stage: stage == "rest")
     names = [stage.replace("_", "\n") for stage in stages]
     table = _table("share of time", *names, "positions\nper token", "peak\nMB")
