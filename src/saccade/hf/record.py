@@ -61,8 +61,8 @@ class _Context(Context):
         super().__init__(*args)
         self._latest: list[Tensor] = []
 
-    def load(self, row: int, prompt: Prompt) -> Prefill:
-        result = super().load(row, prompt)
+    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
+        result = super().load(row, prompt, dropped)
         self._latest.append(result.logits[None, None])
         return result
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from saccade.target.cache import SlotCache
 from saccade.target.families import Family, ordinary_ids
 from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
+from saccade.target.selected import held_of, kept_of, only, shift_of
+from saccade.target.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Prefill:
 
     Attributes:
         logits: ``[V]`` after the last prompt token.
-        rope_delta: what to add to a sequence index to get the next text position (0 without M-RoPE).
+        rope_delta: what to add to a row's length to get its next text position (0 without M-RoPE or gaps).
         vision_seconds: time spent in the vision tower and projector.
     """
 
@@ -90,20 +92,28 @@ class Target:
 
     @torch.inference_mode()
     def prefill(
-        self, cache: SlotCache, row: int, prompt: Prompt, start: int = 0, hidden: Hidden | None = None
+        self,
+        cache: SlotCache,
+        row: int,
+        prompt: Prompt,
+        start: int = 0,
+        hidden: Hidden | None = None,
+        dropped: Sequence[int] = (),
     ) -> Prefill:
         """Run one row's prompt from position ``start`` on and commit it to the cache.
 
         Args:
             start: how many leading ids the row's cache already holds; never inside an image.
-            hidden: filled with the states of the ids from ``start`` on, ``[1, S - start, d]``.
+            hidden: filled with the states of the ids that run, ``[1, S - start, d]`` if none is dropped.
+            dropped: ascending positions, before ``start`` too, that the decoder never sees; the others keep theirs.
 
         Raises:
             InputError: the prompt is empty or longer than the model's context.
         """
         self.check_length(len(prompt))
-        if cache.lengths[row] != start:
-            raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {start} to go on from.")
+        held = held_of(start, dropped)
+        if cache.lengths[row] != held:
+            raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {held} to go on from.")
         spans = media_spans(self.config, prompt)
         media = [m for m, (first, _) in zip(prompt.media, spans, strict=True) if first >= start]
         ids = torch.tensor([prompt.ids], device=self.device)
@@ -114,21 +124,25 @@ class Target:
         positions, delta = self._positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions[..., start:]
-        elif start:
+        elif start or dropped:
             inputs["position_ids"] = torch.arange(start, len(prompt), device=self.device)[None]
-        if start:
-            inputs["attention_mask"] = self._continuation_mask(prompt, start)
+        kept = kept_of(start, len(prompt), dropped)
+        choosing: AbstractContextManager[None] = nullcontext()
+        if start or dropped:
+            mask = inputs["attention_mask"] = self._continuation_mask(prompt, start, kept, dropped)
+            if dropped:
+                choosing = only(self.decoder, [i - start for i in kept], mask)
         else:
             inputs["attention_mask"] = torch.ones_like(ids)
             types = type_ids(self.config, prompt.ids)
             inputs.update({name: value.to(self.device) for name, value in types.items()})
-        cache.writing_prompt(row, len(prompt) - start)
-        with _Stopwatch(self.model) as vision, self._tapped(hidden):
+        cache.writing_prompt(row, len(kept))
+        with Stopwatch(self.model) as vision, self._tapped(hidden), choosing:
             out = self.model(
                 input_ids=ids[:, start:], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
             )
-        cache.keep_first(row, len(prompt) - start)
-        return Prefill(out.logits[0, -1], delta, vision.seconds)
+        cache.keep_first(row, len(kept))
+        return Prefill(out.logits[0, -1], delta + len(dropped), vision.seconds)
 
     @torch.inference_mode()
     def forward(
@@ -139,6 +153,7 @@ class Target:
         depth: Tensor,
         deltas: Tensor,
         hidden: Hidden | None = None,
+        shift: Tensor | None = None,
     ) -> Tensor:
         """Run new tokens behind every row's committed and pending entries.
 
@@ -149,13 +164,14 @@ class Target:
             depth: ``[B or 1, T]`` positions of the uncommitted entries relative to their row's length.
             deltas: ``[B, 1]`` rope deltas from prefill.
             hidden: filled with the states of these tokens, ``[B, Q, d]``.
+            shift: gaps between the committed entries, see `MaskPlan.build`.
 
         Returns:
             Logits ``[B, Q, V]`` in the model's dtype.
         """
         count = tokens.shape[1]
         slots = cache.writing_nodes(count)
-        mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype)
+        mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype, shift)
         lengths: int | Tensor = cache.lengths[0]
         if min(cache.lengths) != max(cache.lengths):
             lengths = torch.tensor(cache.lengths, device=self.device)[:, None]
@@ -237,17 +253,23 @@ class Target:
         positions, delta = self._rope_index(ids, **known)
         return positions, int(delta.flatten()[0])
 
-    def _continuation_mask(self, prompt: Prompt, start: int) -> Tensor | dict[str, Tensor]:
-        """Causal mask of ``prompt.ids[start:]`` over the whole prompt, image blocks both ways where the family
-        has them so."""
-        new = len(prompt) - start
+    def _continuation_mask(
+        self, prompt: Prompt, start: int, kept: Sequence[int], dropped: Sequence[int]
+    ) -> Tensor | dict[str, Tensor]:
+        """Causal mask of the kept positions from ``start`` on over what the cache holds before them and themselves,
+        image blocks both ways where the family has them so."""
+        new, held = len(kept), held_of(start, dropped)
         allow = torch.ones(new, new, dtype=torch.bool, device=self.device).tril()
         if self.family.bidirectional_images:
             for first, last in media_spans(self.config, prompt):
                 if first >= start:
-                    allow[first - start : last - start, first - start : last - start] = True
-        depth = torch.arange(new, device=self.device)[None]
-        return self.family.masks.build(allow[None], [start], depth, len(prompt), self.dtype)
+                    block = slice(bisect_left(kept, first), bisect_left(kept, last))
+                    allow[block, block] = True
+        depth = torch.tensor(kept, device=self.device)[None] - start
+        shift = None
+        if dropped:
+            shift = torch.tensor([shift_of(start, dropped)], device=self.device, dtype=torch.long)
+        return self.family.masks.build(allow[None], [held], depth, held + new, self.dtype, shift)
 
 
 def _decoder(model: Any) -> Any:
@@ -267,40 +289,3 @@ def _place(module: nn.Module) -> torch.device:
     if execution is not None:
         return torch.device(execution) if not isinstance(execution, int) else torch.device("cuda", execution)
     return next(module.parameters()).device
-
-
-class _Stopwatch:
-    """Seconds spent in a model's vision tower and projector while the context is open."""
-
-    TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
-
-    def __init__(self, model: Any) -> None:
-        base = getattr(model, "base_model", model)
-        self._modules = [m for name in self.TOWERS if isinstance(m := getattr(base, name, None), nn.Module)]
-        self._handles: list[Any] = []
-        self._started = 0.0
-        self.seconds = 0.0
-
-    def __enter__(self) -> _Stopwatch:
-        for module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(self._start))
-            self._handles.append(module.register_forward_hook(self._stop))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _start(self, module: nn.Module, *_: Any) -> None:
-        _synchronize(module)
-        self._started = time.perf_counter()
-
-    def _stop(self, module: nn.Module, *_: Any) -> None:
-        _synchronize(module)
-        self.seconds += time.perf_counter() - self._started
-
-
-def _synchronize(module: nn.Module) -> None:
-    parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        torch.cuda.synchronize(parameter.device)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.inputs.batch import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Prefill, Target
+from saccade.target.attention import PromptAttention
 from saccade.target.cache import SlotCache
 from saccade.target.features import Hidden
+from saccade.target.selected import held_of, shift_of
 
 
 @dataclass(slots=True)
 class _Held:
-    """Ids in a row's cache, and where its media stand: (first, last, digest)."""
+    """Ids in a row's cache, where its media stand (first, last, digest), and which ids it has left out."""
 
     ids: list[int] = field(default_factory=list)
     media: list[tuple[int, int, str]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
 
 class Context:
@@ -30,6 +35,7 @@ class Context:
         deltas: ``[B, 1]`` rope deltas on the model's device.
         reused: prompt tokens that the last `load` found in the cache, per row.
         hidden: hidden states that every prefill and forward is to leave there; None for none.
+        attention: what every prefill is to leave there of the attention of the prompt's words; None for nothing.
     """
 
     def __init__(self, target: Target, batch: int, capacity: int) -> None:
@@ -38,6 +44,8 @@ class Context:
         self.deltas = torch.zeros(batch, 1, dtype=torch.long, device=target.device)
         self.reused = [0] * batch
         self.hidden: Hidden | None = None
+        self.attention: PromptAttention | None = None
+        self._shift: Tensor | None = None
         self._held = [_Held() for _ in range(batch)]
 
     @property
@@ -53,23 +61,44 @@ class Context:
         self.hidden.layers = tuple(sorted({*layers, layer}))
         return self.hidden
 
-    def load(self, row: int, prompt: Prompt) -> Prefill:
-        """Make the row hold ``prompt``: what it shares with the row's content is reused, the rest prefilled."""
+    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
+        """Make the row hold ``prompt``: what it shares with the row's content is reused, the rest prefilled.
+
+        Args:
+            dropped: ascending positions of visual tokens that the decoder never sees. In the part that is reused,
+                what was left out then stays left out.
+        """
         held = self._held[row]
         spans = media_spans(self.target.config, prompt)
         marks = [(a, b, m.digest) for (a, b), m in zip(spans, prompt.media, strict=True)]
         start = _shared(held, prompt.ids, marks)
-        self.cache.crop(row, start)
-        self.reused[row] = start
         held.ids, held.media = list(prompt.ids[:start]), [m for m in marks if m[1] <= start]
-        result = self.target.prefill(self.cache, row, prompt, start, self.hidden)
-        held.ids, held.media = list(prompt.ids), marks
+        held.dropped = [d for d in held.dropped if d < start]
+        gone = [*held.dropped, *(d for d in dropped if d >= start)]
+        self.cache.crop(row, held_of(start, gone))
+        self.reused[row] = start
+        reading = (
+            nullcontext() if self.attention is None else self.attention.reading(self.target, prompt, start)
+        )
+        with reading:
+            result = self.target.prefill(self.cache, row, prompt, start, self.hidden, gone)
+        held.ids, held.media, held.dropped = list(prompt.ids), marks, gone
         self.deltas[row] = result.rope_delta
+        self._note_gaps(row, len(prompt), gone)
         return result
+
+    def _note_gaps(self, row: int, length: int, dropped: Sequence[int]) -> None:
+        """Keep how far the row's entries stand before their slots, where windows ask for it."""
+        if self.target.family.masks.window is None or not (dropped or self._shift is not None):
+            return
+        shift = torch.tensor(shift_of(length, dropped), device=self.target.device, dtype=torch.long)
+        old = self._shift if self._shift is not None else self.deltas[:, :0]
+        self._shift = pad(old, (0, max(len(shift) - old.shape[1], 0)))
+        self._shift[row] = pad(shift, (0, self._shift.shape[1] - len(shift)))
 
     def forward(self, tokens: Tensor, allow: Tensor, depth: Tensor) -> Tensor:
         """Logits ``[B, Q, V]`` of new tokens; see `Target.forward`."""
-        return self.target.forward(self.cache, tokens, allow, depth, self.deltas, self.hidden)
+        return self.target.forward(self.cache, tokens, allow, depth, self.deltas, self.hidden, self._shift)
 
     def keep(self, chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of every row, whose token ids are ``ids``; drop the others."""

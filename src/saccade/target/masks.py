@@ -23,7 +23,13 @@ class MaskPlan:
     kinds: tuple[str, ...]
 
     def build(
-        self, allow: Tensor, lengths: Sequence[int], depth: Tensor, slots: int, dtype: torch.dtype
+        self,
+        allow: Tensor,
+        lengths: Sequence[int],
+        depth: Tensor,
+        slots: int,
+        dtype: torch.dtype,
+        shift: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Mask of Q new entries over everything that they may see.
 
@@ -34,6 +40,8 @@ class MaskPlan:
             depth: ``[B or 1, T]`` positions of the uncommitted entries relative to their row's length.
             slots: number of slots that attention sees (``K >= max(lengths) + T``).
             dtype: of the model.
+            shift: ``[B, S]`` how far the first S slots of every row stand before their own number (0 or less), where
+                positions have been left out between them; None where none have.
 
         Returns:
             ``[B, 1, Q, K]`` with 0 where allowed and the dtype's minimum elsewhere, or a dictionary of two.
@@ -42,7 +50,7 @@ class MaskPlan:
             full = additive_over(allow, lengths, slots, dtype)
             return dict.fromkeys(self.kinds, full) if self.kinds else full
         seen = visible(allow, lengths, slots)
-        near = seen & within_window(lengths, depth, allow.shape[1], slots, self.window)
+        near = seen & within_window(lengths, depth, allow.shape[1], slots, self.window, shift)
         if not self.kinds:
             return additive(near, dtype)
         masks = {"full_attention": seen, "sliding_attention": near}
@@ -78,14 +86,19 @@ def visible(allow: Tensor, lengths: Sequence[int], slots: int) -> Tensor:
     return seen.scatter_(2, places, allow.expand(batch, -1, -1))
 
 
-def within_window(lengths: Sequence[int], depth: Tensor, new: int, slots: int, window: int) -> Tensor:
+def within_window(
+    lengths: Sequence[int], depth: Tensor, new: int, slots: int, window: int, shift: Tensor | None = None
+) -> Tensor:
     """Which slots lie less than ``window`` positions before each of the last ``new`` uncommitted entries.
 
-    Positions count depth, not slots: siblings share one. Returns ``[B, Q, K]`` bool.
+    Positions count depth, not slots: siblings share one, and ``shift`` tells of gaps. Returns ``[B, Q, K]`` bool.
     """
     device, total = depth.device, depth.shape[1]
     start = torch.tensor(lengths, device=device)[:, None]
     position = torch.arange(slots, device=device).repeat(len(lengths), 1)
+    if shift is not None:
+        width = min(shift.shape[1], slots)
+        position[:, :width] += shift[:, :width]
     position.scatter_(1, start + torch.arange(total, device=device), start + depth)
     query = (start + depth)[:, total - new :]
     return position[:, None, :] > query[:, :, None] - window

@@ -1,0 +1,107 @@
+"""Prefill of chosen prompt positions: the stock model merges text and images, its decoder sees the rest alone.
+
+Pruned visual tokens (SpecVLM, SAGE, DREAM) are cut out where the model hands its embeddings to its decoder. All
+others keep their position ids, so that the decoder computes what it would if attention to the cut ones were masked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.errors import ModelError
+
+Mask = Tensor | dict[str, Tensor]
+
+_ALONG = {"inputs_embeds": 1, "input_ids": 1, "position_ids": -1, "visual_pos_masks": 1}
+"""Arguments of a decoder that have one entry per position, and the dimension that counts positions."""
+
+
+def kept_of(start: int, stop: int, dropped: Sequence[int]) -> list[int]:
+    """The positions from ``start`` to ``stop`` that are not among the dropped ones."""
+    gone = set(dropped)
+    return [i for i in range(start, stop) if i not in gone]
+
+
+def held_of(start: int, dropped: Sequence[int]) -> int:
+    """Cache entries of the first ``start`` positions, ``dropped`` being ascending."""
+    return start - bisect_left(dropped, start)
+
+
+def shift_of(start: int, dropped: Sequence[int]) -> list[int]:
+    """How far each cache entry of the first ``start`` positions stands before its slot (0 or less).
+
+    Slots are counted back from the row's end, where slot and position agree: attention windows are measured in
+    positions, and entries before a gap are further away than their slots tell.
+    """
+    kept = kept_of(0, start, dropped)
+    gap = start - len(kept)
+    return [position - slot - gap for slot, position in enumerate(kept)]
+
+
+@contextmanager
+def only(decoder: nn.Module, kept: Sequence[int], mask: Mask) -> Iterator[None]:
+    """Forwards of the model run its decoder on chosen positions while this is open.
+
+    Args:
+        kept: ascending indices into the positions that the model is given.
+        mask: what the decoder gets as attention mask, over the kept positions.
+
+    Raises:
+        ModelError: the decoder is called in a way in which positions cannot be chosen.
+    """
+    chosen = torch.tensor(list(kept))
+    calls = []
+
+    def choose(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        calls.append(module)
+        return args, {**_chosen(module, args, kwargs, chosen), "attention_mask": mask}
+
+    handle = decoder.register_forward_pre_hook(choose, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if len(calls) != 1:
+        raise ModelError(
+            f"{type(decoder).__name__} was called {len(calls)} times in one forward, where once was expected; its "
+            "visual tokens cannot be pruned."
+        )
+
+
+def _chosen(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Tensor
+) -> dict[str, Any]:
+    tokens = next((t for n in ("inputs_embeds", "input_ids") if (t := kwargs.get(n)) is not None), None)
+    if args or tokens is None or kwargs.get("position_ids") is None:
+        raise ModelError(
+            f"{type(module).__name__} is not called with tokens and positions by name; its visual tokens cannot be "
+            "pruned."
+        )
+    count = tokens.shape[1]
+    out: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in _ALONG and isinstance(value, Tensor):
+            out[name] = value.index_select(_ALONG[name], chosen.to(value.device))
+        elif name == "deepstack_visual_embeds" and value is not None:
+            out[name] = _features(value, kwargs["visual_pos_masks"], chosen)
+        elif name != "attention_mask" and isinstance(value, Tensor) and count in value.shape:
+            raise ModelError(
+                f"{type(module).__name__} takes {name} of shape {tuple(value.shape)}, which is not known to be one "
+                "entry per position or not; its visual tokens cannot be pruned."
+            )
+        else:
+            out[name] = value
+    return out
+
+
+def _features(features: Sequence[Tensor], visual: Tensor, chosen: Tensor) -> list[Tensor]:
+    """Rows of the features ``[n_visual, d]`` of every deepstack layer that belong to chosen positions."""
+    flags = visual[0].cpu()
+    rows = (flags.long().cumsum(0) - 1)[chosen][flags[chosen]]
+    return [f.index_select(0, rows.to(f.device)) for f in features]

@@ -1,0 +1,267 @@
+"""A pruned prefill computes what a full forward computes whose attention cannot see the pruned tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from plain import extended, plain, prompt, target
+from torch import Tensor
+
+from families import FAMILIES, VISUAL_FAMILIES, Inputs
+from saccade.draft.tree import TreeShape, ancestors_of
+from saccade.errors import ModelError
+from saccade.inputs.batch import media_spans, split, visual_mask
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.attention import PromptAttention
+from saccade.target.context import Context
+from saccade.target.features import FeatureTap, Hidden
+from saccade.target.selected import held_of, kept_of, only, shift_of
+
+CLOSE = {"rtol": 0.0, "atol": 2e-4}
+"""fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""
+CASES = [
+    (name, kind) for name in VISUAL_FAMILIES for kind in ("image", "video") if kind in FAMILIES[name].kinds
+]
+MORE = [20, 31, 42, 53]
+SHAPE = TreeShape.of([(0,), (1,), (0, 0)])
+
+
+def dropped_of(name: str, given: Prompt) -> list[int]:
+    """Two of three visual tokens."""
+    places = visual_mask(target(name).config, given.ids).nonzero()[:, 0].tolist()
+    return [place for i, place in enumerate(places) if i % 3 != 1]
+
+
+def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tensor]:
+    """What enters and leaves the decoder's layers in a full forward where nothing sees the dropped positions."""
+    own = target(name)
+    (given,) = split(own.config, inputs)
+    count, window = len(given), own.family.masks.window
+    seen = [[k <= q for k in range(count)] for q in range(count)]
+    if own.family.bidirectional_images:
+        for first, last in media_spans(own.config, given):
+            for q in range(first, last):
+                seen[q][first:last] = [True] * (last - first)
+    gone = set(dropped)
+    full = torch.tensor(
+        [[(s and k not in gone) or k == q for k, s in enumerate(r)] for q, r in enumerate(seen)]
+    )
+    near = full & torch.tensor(
+        [[window is None or k > q - window for k in range(count)] for q in range(count)]
+    )
+    masks = {
+        name: torch.zeros(1, 1, count, count).masked_fill(~m, torch.finfo().min)
+        for name, m in (("full_attention", full), ("sliding_attention", near))
+    }
+    more: dict[str, Any] = {"attention_mask": masks if own.family.masks.kinds else masks["sliding_attention"]}
+    positions, _ = own._positions(torch.tensor([given.ids]), given)
+    if positions is not None:
+        more["position_ids"] = positions
+    with FeatureTap(own, range(len(own.layers) + 1)) as tap:
+        plain(own.model, {**inputs, **more})
+    return tap.hidden
+
+
+def pruned(name: str, given: Prompt, dropped: Sequence[int]) -> Context:
+    context = Context(target(name), 1, 256)
+    context.hidden = Hidden(tuple(range(len(target(name).layers) + 1)))
+    context.load(0, given, dropped)
+    return context
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_kept_positions_have_the_states_of_a_masked_forward(name: str, kind: str) -> None:
+    given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    dropped = dropped_of(name, given)
+    context, full = pruned(name, given, dropped), masked(name, inputs, dropped)
+    kept = kept_of(0, len(given), dropped)
+    assert context.lengths == [len(kept)]
+    assert context.hidden is not None
+    for layer, states in context.hidden.states.items():
+        assert states.shape[1] == len(kept) < len(given)
+        torch.testing.assert_close(states, full[layer][:, kept], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_tree_behind_gaps_continues_at_the_original_positions(name: str, kind: str) -> None:
+    """Sliding windows too count what was left out."""
+    given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    dropped = dropped_of(name, given)
+    context = pruned(name, given, dropped)
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
+    context.forward(torch.tensor([MORE]), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth)
+    assert context.hidden is not None
+    last = len(target(name).layers)
+    for leaf, path in ((3, [0, 1, 3]), (2, [0, 2])):
+        full = masked(name, extended(inputs, [MORE[i] for i in path]), dropped)
+        torch.testing.assert_close(context.hidden.states[last][:, leaf], full[last][:, -1], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str) -> None:
+    """It brings media of its own, of which it leaves out some as well."""
+    case = FAMILIES[name]
+    kind = "images2" if name == "llava_onevision" and kind == "image" else kind  # whose lone images are tiled
+    first, inputs = prompt(name, kind), case.continued(kind, 0, MORE)
+    (longer,) = split(target(name).config, inputs)
+    dropped = dropped_of(name, first)
+    later = [d for d in dropped_of(name, longer) if d >= len(first)]
+    context = pruned(name, first, dropped)
+    context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
+    full = masked(name, inputs, [*dropped, *later])
+    kept = kept_of(len(first), len(longer), later)
+    assert context.reused == [len(first)]
+    assert context.lengths == [len(longer) - len(dropped) - len(later)]
+    assert context.hidden is not None
+    for layer, states in context.hidden.states.items():
+        torch.testing.assert_close(states, full[layer][:, kept], **CLOSE)
+    context.forward(torch.tensor([MORE[:1]]), torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1).long())
+    after = masked(name, extended(inputs, MORE[:1]), [*dropped, *later])
+    last = len(target(name).layers)
+    torch.testing.assert_close(context.hidden.states[last][:, -1], after[last][:, -1], **CLOSE)
+
+
+@pytest.mark.parametrize("name", VISUAL_FAMILIES)
+def test_dropped_tokens_never_reach_a_decoder_layer(name: str) -> None:
+    own, given = target(name), prompt(name, "image")
+    dropped, widths = dropped_of(name, given), []
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: widths.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+            with_kwargs=True,
+        )
+        for layer in own.layers
+    ]
+    result = Context(own, 1, 256).load(0, given, dropped)
+    for handle in handles:
+        handle.remove()
+    assert widths == [len(given) - len(dropped)] * len(own.layers)
+    assert len(own.decoder._forward_pre_hooks) == 0
+    assert result.logits.shape == (own.vocab_size,)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_5_vl"])
+def test_rows_with_and_without_gaps_share_a_batch(name: str) -> None:
+    """A row that is loaded anew forgets its gaps."""
+    own, kind = target(name), FAMILIES[name].kinds[0]
+    given = prompt(name, kind)
+    dropped = dropped_of(name, given) if FAMILIES[name].is_visual else [2, 3, 5]
+    one = torch.ones(1, 1, 1, dtype=torch.bool)
+    token = torch.tensor([[MORE[0]]])
+
+    def after(gone: Sequence[int]) -> Tensor:
+        alone = Context(own, 1, 256)
+        alone.load(0, given, gone)
+        return alone.forward(token, one, torch.zeros(1, 1).long())[0]
+
+    context = Context(own, 2, 256)
+    context.load(0, given, dropped)
+    context.load(1, given)
+    both = context.forward(token.expand(2, -1), one, torch.zeros(1, 1).long())
+    torch.testing.assert_close(both[0], after(dropped), **CLOSE)
+    torch.testing.assert_close(both[1], after([]), **CLOSE)
+    context.cache.drop_pending()
+    other = Prompt((MORE[2], *given.ids[1:]), given.media)
+    context.load(0, other)
+    context.load(0, given)
+    both = context.forward(token.expand(2, -1), one, torch.zeros(1, 1).long())
+    torch.testing.assert_close(both[0], after([]), **CLOSE)
+
+
+def test_gaps_are_counted_back_from_the_end() -> None:
+    assert kept_of(2, 7, [1, 3, 4]) == [2, 5, 6]
+    assert held_of(5, [1, 3, 4]) == 2
+    assert shift_of(6, [1, 3, 4]) == [-3, -2, 0]
+    assert shift_of(4, []) == [0, 0, 0, 0]
+
+
+# --------------------------------------------------------------------------- attention of the prompt's words
+
+
+def eager_columns(name: str, inputs: Inputs, queries: Sequence[int], layers: Sequence[int]) -> Tensor:
+    model = FAMILIES[name].model()
+    model.set_attn_implementation("eager")
+    attentions = plain(model, inputs, output_attentions=True).attentions
+    return torch.stack([attentions[i][0].mean(0)[list(queries)].sum(0) for i in layers]).mean(0)
+
+
+@pytest.mark.parametrize("layers", [None, (-1,)], ids=["all", "last"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_words_behind_the_image_are_asked_what_they_look_at(
+    name: str, kind: str, layers: tuple[int, ...] | None
+) -> None:
+    own, given, inputs = target(name), prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    context = Context(own, 1, 256)
+    context.attention = PromptAttention(layers)
+    context.load(0, given)
+    first = int(visual_mask(own.config, given.ids).nonzero()[-1]) + 1
+    expected = eager_columns(
+        name, inputs, range(first, len(given)), range(len(own.layers)) if layers is None else [-1]
+    )
+    assert context.attention.prompt == given
+    assert context.attention.columns is not None
+    torch.testing.assert_close(context.attention.columns, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_a_follow_up_in_words_looks_at_the_image_of_the_turn_before(name: str) -> None:
+    own, first = target(name), prompt(name, "image")
+    inputs = FAMILIES[name].continued("image", 0, MORE, follow_up="text")
+    (longer,) = split(own.config, inputs)
+    context = Context(own, 1, 256)
+    context.attention = PromptAttention()
+    context.load(0, first)
+    context.load(0, longer)
+    expected = eager_columns(name, inputs, range(len(first), len(longer)), range(len(own.layers)))
+    assert context.attention.columns is not None
+    torch.testing.assert_close(context.attention.columns, expected, rtol=0.0, atol=1e-5)
+
+
+def test_a_prompt_without_images_has_nothing_to_look_at() -> None:
+    context = Context(target("llava"), 1, 256)
+    context.attention = PromptAttention()
+    for kind in ("image", "text"):
+        context.load(0, prompt("llava", kind))
+    assert context.attention.columns is None
+    assert context.attention.prompt == prompt("llava", "text")
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+class Wrapper(torch.nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "message"),
+    [
+        ((torch.zeros(1),), {}, "not called with tokens and positions by name"),
+        ((), {"position_ids": None}, "not called with tokens and positions by name"),
+        ((), {"per_layer_inputs": torch.zeros(1, 5, 2)}, "takes per_layer_inputs of shape"),
+    ],
+)
+def test_decoders_whose_arguments_are_not_understood_are_refused(
+    args: tuple[Any, ...], more: dict[str, Any], message: str
+) -> None:
+    decoder = Wrapper()
+    given = {"inputs_embeds": torch.zeros(1, 5, 3), "position_ids": torch.arange(5)[None], **more}
+    with pytest.raises(ModelError, match=message), only(decoder, [0, 2], torch.zeros(1)):
+        decoder(*args, **given)
+    assert len(decoder._forward_pre_hooks) == 0
+
+
+def test_a_decoder_that_is_passed_by_is_noticed() -> None:
+    with pytest.raises(ModelError, match="was called 0 times"), only(Wrapper(), [0], torch.zeros(1)):
+        pass
+
+
+def test_a_cache_with_other_entries_is_refused() -> None:
+    own = Target(FAMILIES["llama"].model())
+    with pytest.raises(ModelError, match="holds 0 entries, not the 2"):
+        own.prefill(own.new_cache(1, 8), 0, Prompt((5, 6, 7, 8)), 3, None, [1])
