@@ -1,0 +1,241 @@
+"""View C: every image told in words (TABED, Lee et al. 2026, Section 6.1, Appendices E and I.2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from saccade.draft.model import ModelDraftSession
+from saccade.errors import MethodError
+from saccade.inputs.blind import _wrapped_spans as wrapped_spans
+from saccade.inputs.families import family_of
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A medium as it stands in a prompt.
+
+    Attributes:
+        medium: the image or video.
+        ids: its placeholders, with what is between and around them.
+    """
+
+    medium: Medium
+    ids: tuple[int, ...]
+
+
+Captioner = Callable[[Seen], str]
+"""Tells in a few words what an image or a video shows."""
+
+
+class Caption:
+    """C: ``image: `` and a caption in the place of every image (``video: `` for a video).
+
+    Args:
+        config: the draft model's Hugging Face configuration.
+        tokenizer: its tokenizer.
+        captioner: asked once for every medium, when a prompt with it is first read; `OwnCaptions`, or `PictureCaptions`
+            around any function of a PIL image.
+
+    Attributes:
+        captions: what was told, by the medium's digest.
+        seconds: spent on captions so far.
+    """
+
+    name = "C"
+
+    def __init__(self, config: Any, tokenizer: Any, captioner: Captioner) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._captioner = captioner
+        self.captions: dict[str, str] = {}
+        self.seconds = 0.0
+
+    def read(self, prompt: Prompt) -> Prompt:
+        if not prompt.media:
+            return prompt
+        spans = wrapped_spans(self._config, self._tokenizer, prompt)
+        ids: list[int] = []
+        end = 0
+        for (start, stop), medium in zip(spans, prompt.media, strict=True):
+            words = f"{medium.kind}: {self._caption(Seen(medium, prompt.ids[start:stop]))}"
+            ids += [*prompt.ids[end:start], *self._tokenizer.encode(words, add_special_tokens=False)]
+            end = stop
+        return Prompt((*ids, *prompt.ids[end:]))
+
+    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
+        session.load(row, prompt)
+
+    def _caption(self, seen: Seen) -> str:
+        digest = seen.medium.digest
+        if digest not in self.captions:
+            started = time.perf_counter()
+            self.captions[digest] = " ".join(self._captioner(seen).split())
+            self.seconds += time.perf_counter() - started
+        return self.captions[digest]
+
+
+class OwnCaptions:
+    """The draft VLM tells itself what it sees, greedily.
+
+    Args:
+        model: the adapter of the draft model.
+        processor: its inputs.
+        max_new_tokens: of a caption.
+        question: what it is asked; ``{kind}`` becomes image or video.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        processor: InputProcessor,
+        max_new_tokens: int = 32,
+        question: str = "Describe the {kind} in one sentence.",
+    ) -> None:
+        self._model = model
+        self._processor = processor
+        self._max_new_tokens = max_new_tokens
+        self._question = question
+
+    def prompt(self, seen: Seen) -> Prompt:
+        """The question about a medium: as it is asked about an empty picture, with the medium in its place."""
+        question = self._question.format(kind=seen.medium.kind)
+        if seen.medium.kind == "image":
+            empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
+        else:
+            empty = self._processor.prompt(question, videos=[np.zeros((4, 32, 32, 3), np.uint8)])
+        start, stop = wrapped_spans(self._processor.config, self._processor.tokenizer, empty)[0]
+        return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), (seen.medium,))
+
+    @torch.inference_mode()
+    def __call__(self, seen: Seen) -> str:
+        prompt, device = self.prompt(seen), self._model.device
+        context = Context(self._model, 1, len(prompt) + self._max_new_tokens)
+        itself = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        depth = torch.zeros(1, 1, dtype=torch.long, device=device)
+        token = int(context.load(0, prompt).logits.argmax())
+        answer: list[int] = []
+        while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
+            answer.append(token)
+            logits = context.forward(torch.tensor([[token]], device=device), itself, depth)
+            context.keep([[0]], [[token]])
+            token = int(logits.argmax())
+        return self._processor.decode(answer)
+
+
+class PictureCaptions:
+    """Any function from a PIL image to words: BLIP, Florence-2, or one's own.
+
+    Args:
+        processor: the draft model's inputs, whose tensors are turned back into pictures.
+        tell: the function; a video is told by its middle frame.
+    """
+
+    def __init__(self, processor: InputProcessor, tell: Callable[[Image.Image], str]) -> None:
+        self._processor = processor
+        self._tell = tell
+
+    def __call__(self, seen: Seen) -> str:
+        return self._tell(picture(self._processor, seen.medium))
+
+
+class CheckpointCaptions:
+    """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words.
+
+    Args:
+        path: checkpoint folder or hub id.
+        max_new_tokens: of a caption.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded.
+    """
+
+    def __init__(self, path: str, max_new_tokens: int = 32) -> None:
+        from transformers import AutoProcessor
+
+        from saccade.loading import load_model
+
+        self._model = load_model(path).eval()
+        self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+        self._max_new_tokens = max_new_tokens
+
+    @torch.inference_mode()
+    def __call__(self, image: Image.Image) -> str:
+        task = {"text": "<CAPTION>"} if self._model.config.model_type == "florence2" else {}
+        inputs = self._processor(images=image, return_tensors="pt", **task)
+        for name, value in inputs.items():
+            dtype = self._model.dtype if value.is_floating_point() else None
+            inputs[name] = value.to(device=self._model.device, dtype=dtype)
+        ids = self._model.generate(
+            **inputs, max_new_tokens=self._max_new_tokens, do_sample=False, num_beams=1
+        )
+        return str(self._processor.batch_decode(ids, skip_special_tokens=True)[0])
+
+
+def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
+    """The picture that a medium's tensors show: the whole image where it was also cut into tiles, the middle frame of
+    a video.
+
+    Raises:
+        MethodError: the family's tensors are not understood.
+    """
+    pixels = _pixels(processor.config, medium)
+    settings = processor._parts.image_processor
+    mean, std = (torch.tensor(v)[:, None, None] for v in (settings.image_mean, settings.image_std))
+    values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255
+    return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def _pixels(config: Any, medium: Medium) -> Tensor:
+    """``[3, H, W]`` as the image processor left them."""
+    family = family_of(config)
+    layout = family.layout if family else "text"
+    tensors = medium.tensors
+    if layout == "grid":
+        return _from_patches(config, medium)
+    if medium.kind == "video" and "pixel_values_videos" in tensors:
+        frames = tensors["pixel_values_videos"][0]  # [T, 3, H, W]
+        return frames[len(frames) // 2]
+    pixels = tensors.get("pixel_values")
+    if pixels is None or layout == "text":
+        raise MethodError(
+            f"Captions from pictures need a family whose image tensors are known, not {config.model_type}; "
+            "let the drafter caption for itself."
+        )
+    if layout == "anyres":
+        return pixels[0, 0]
+    if layout == "tiles":
+        return pixels[0, -1]
+    if layout == "pixtral":
+        height, width = (int(n) for n in tensors["image_sizes"][0])
+        return pixels[0, :, :height, :width]
+    return pixels[-1] if layout == "runs" else pixels[0]
+
+
+def _from_patches(config: Any, medium: Medium) -> Tensor:
+    """Put Qwen-VL's patches, which come block by block, back on their grid."""
+    name = "image" if medium.kind == "image" else "video"
+    values = medium.tensors["pixel_values" if name == "image" else "pixel_values_videos"]
+    times, rows, columns = (int(n) for n in medium.tensors[f"{name}_grid_thw"][0])
+    vision = config.vision_config
+    side, merge, frames = (
+        int(vision.patch_size),
+        int(vision.spatial_merge_size),
+        int(vision.temporal_patch_size),
+    )
+    grid = values.view(
+        times, rows // merge, columns // merge, merge, merge, -1, frames, side, side
+    )  # t, block row, block column, row, column, channel, frame, y, x
+    middle = grid[times // 2, :, :, :, :, :, 0]
+    return middle.permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, rows * side, columns * side)

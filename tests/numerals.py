@@ -1,0 +1,45 @@
+"""A tokenizer for the vocabulary of `families`, whose ids have no text: one ordinary id for every character."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from families import (
+    FIRST_WORD,
+    IMAGE,
+    IMAGE_BREAK,
+    IMAGE_END,
+    LAST_WORD,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCAB,
+)
+
+_SPECIAL = {
+    IMAGE: "<image>",
+    VIDEO: "<video>",
+    VISION_START: "<|vision_start|>",
+    VISION_END: "<|vision_end|>",
+    IMAGE_BREAK: "[IMG_BREAK]",
+    IMAGE_END: "[IMG_END]",
+}
+
+
+class Numerals:
+    """What views ask of a Hugging Face tokenizer."""
+
+    def __len__(self) -> int:
+        return VOCAB
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [FIRST_WORD + ord(character) % (LAST_WORD + 1 - FIRST_WORD) for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + i % 26) for i in ids if not (skip_special_tokens and i in _SPECIAL))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return _SPECIAL.get(token, f"word{token}")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {self.convert_ids_to_tokens(i): i for i in range(VOCAB)}
