@@ -1,0 +1,241 @@
+"""How much each draft view counts, learned from the positions that verification has already labelled.
+
+TABED (Lee et al. 2026), Section 5.1, Algorithm 1 and Appendix B. One weight vector per row and block, chosen when the
+block starts. All state stays on the device; nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from saccade.draft.controls import Fixed, Random
+from saccade.draft.history import TINY, History, Verified, distances, simplex
+
+Distance = Literal["kl", "tv", "match"]
+ERROR_FLOOR = 1e-4
+"""Least accumulated error, in nats, that a view is taken to have made."""
+_MOST_VALUES = 1 << 24
+"""Values of candidate mixtures that are held at a time."""
+
+
+class Weights(Protocol):
+    """A weighting at work on the rows of one session."""
+
+    def load(self, row: int, ids: Sequence[int]) -> None:
+        """A row's new prompt."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """Drop the row's history."""
+        ...
+
+    def choose(self) -> Tensor:
+        """``[B, m]`` non-negative weights of sum one for the block that starts now."""
+        ...
+
+    def learn(self, seen: Verified) -> None:
+        """Take in what the last block's verification has shown."""
+        ...
+
+
+class Weighting(Protocol):
+    """A way to weigh views."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it looks at verified positions at all."""
+        ...
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        """Start on ``batch`` rows without history."""
+        ...
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The best point of a grid over all weights: MT* with two views (Appendix B.2).
+
+    Attributes:
+        steps: n; the weights are the multiples of 1/n that sum to one (11 points for two views).
+        distance: what is least over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``, the most
+            positions where the mixture's likeliest token was emitted, of equals the least KL.
+        window: h, verified positions that count; None for all.
+    """
+
+    steps: int = 10
+    distance: Distance = "kl"
+    window: int | None = None
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check(window=self.window, steps=self.steps)
+        if self.distance not in get_args(Distance):
+            raise ValueError(
+                f"distance must be one of {', '.join(get_args(Distance))}, not {self.distance!r}."
+            )
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        grid = simplex(views, self.steps).to(device)  # [G, m]
+        matching = self.distance == "match"
+
+        def measure(seen: Verified) -> Tensor:
+            vocab, positions = seen.p.shape[2], seen.known.numel()
+            parts = grid.split(max(1, _MOST_VALUES // (positions * vocab)))
+            return torch.cat([self._errors(seen, part) for part in parts], 2).flatten(2)
+
+        def decide(total: Tensor, count: Tensor) -> Tensor:
+            errors = total.view(batch, len(grid), -1)
+            error = errors[..., 0]
+            if matching:
+                hits = errors[..., 1]
+                error = error.masked_fill(hits < hits.amax(1, keepdim=True), float("inf"))
+            return grid[error.argmin(1)]
+
+        return _Learned(batch, views, len(grid) * (1 + matching), self.window, device, measure, decide)
+
+    def _errors(self, seen: Verified, grid: Tensor) -> Tensor:
+        """``[B, T, G, 1]`` distances, or ``[B, T, G, 2]`` KL and matches."""
+        mixed = torch.einsum("gm,bmtv->bgtv", grid, seen.q)
+        error = distances(seen.p, mixed, "tv" if self.distance == "tv" else "kl")
+        if self.distance != "match":
+            return error[..., None]
+        hits = (mixed.argmax(-1) == seen.label[:, None]).transpose(1, 2)
+        return torch.stack([error, hits.to(error)], -1)
+
+
+@dataclass(frozen=True)
+class InverseError:
+    """softmax((1 / e) / temperature), e the accumulated KL of every view: MTCP* (Appendix B.2).
+
+    Attributes:
+        temperature: tau.
+        average: take the mean error instead of the paper's sum. A sum grows without end and its inverse vanishes, so
+            that over all positions the weights tend to equal ones.
+        window: h, verified positions that count; None for all.
+    """
+
+    temperature: float = 1.0
+    average: bool = False
+    window: int | None = None
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check(window=self.window)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}.")
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        def decide(total: Tensor, count: Tensor) -> Tensor:
+            error = total / count.clamp(min=1)[:, None] if self.average else total
+            return (1 / error.clamp(min=ERROR_FLOOR) / self.temperature).softmax(-1)
+
+        return _Learned(batch, views, views, self.window, device, lambda s: distances(s.p, s.q, "kl"), decide)
+
+
+@dataclass(frozen=True)
+class AdaBoost:
+    """ln(1 / eps - 1) + C ln(K - 1), eps a view's share of wrong likeliest tokens, K tokens (Eq. 2).
+
+    The paper does not say where eps comes from; it is taken over the history, half an error and half a success added,
+    so that it is never 0 or 1. Weights below 0 become 0, and the rest is scaled to sum one.
+
+    Attributes:
+        constant: C; 1 is SAMME's (Hastie et al. 2009).
+        window: h, verified positions that count; None for all.
+    """
+
+    constant: float = 1.0
+    window: int | None = None
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check(window=self.window)
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        vocab = 2
+
+        def measure(seen: Verified) -> Tensor:
+            nonlocal vocab
+            vocab = seen.q.shape[3]
+            return (seen.q.argmax(-1) != seen.label[:, None]).transpose(1, 2).float()
+
+        def decide(total: Tensor, count: Tensor) -> Tensor:
+            eps = (total + 0.5) / (count + 1)[:, None]
+            stage = torch.log(1 / eps - 1) + self.constant * math.log(max(vocab - 1, 1))
+            stage = stage.clamp(min=0)
+            whole = stage.sum(1, keepdim=True)
+            return torch.where(whole > 0, stage / whole.clamp(min=TINY), 1 / views)
+
+        return _Learned(batch, views, views, self.window, device, measure, decide)
+
+
+def by_name(
+    name: str, views: int, *, distance: Distance = "kl", window: int | None = None, seed: int = 0
+) -> Weighting:
+    """A weighting by its name in options.
+
+    Args:
+        name: ``grid``, ``inverse-error``, ``adaboost``, ``random``, ``static``, or ``auto``: the paper's choice, a grid
+            for two views and inverse errors for more.
+
+    Raises:
+        ValueError: unknown name, or a value out of range.
+    """
+    if name == "auto":
+        name = "grid" if views <= 2 else "inverse-error"
+    makers: dict[str, Callable[[], Weighting]] = {
+        "grid": lambda: Grid(distance=distance, window=window),
+        "inverse-error": lambda: InverseError(window=window),
+        "adaboost": lambda: AdaBoost(window=window),
+        "random": lambda: Random(seed),
+        "static": Fixed,
+    }
+    if name not in makers:
+        raise ValueError(f"Unknown weighting {name!r}; expected auto or one of {', '.join(makers)}.")
+    return makers[name]()
+
+
+class _Learned:
+    """Weights decided from sums of what is measured at every verified position."""
+
+    def __init__(
+        self,
+        batch: int,
+        views: int,
+        size: int,
+        window: int | None,
+        device: torch.device,
+        measure: Callable[[Verified], Tensor],
+        decide: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self.history = History(batch, size, window, device)
+        self._views = views
+        self._measure = measure
+        self._decide = decide
+
+    def load(self, row: int, ids: Sequence[int]) -> None:
+        """A prompt says nothing about the views."""
+
+    def forget(self, row: int) -> None:
+        self.history.forget(row)
+
+    def choose(self) -> Tensor:
+        count = self.history.count
+        weights = self._decide(self.history.total, count)
+        return torch.where(count[:, None] > 0, weights, 1 / self._views)
+
+    def learn(self, seen: Verified) -> None:
+        self.history.add(self._measure(seen), seen.known)
+
+
+def _check(*, window: int | None, steps: int = 1) -> None:
+    if steps < 1 or (window is not None and window < 1):
+        raise ValueError(
+            f"steps and window must be at least 1 (window None for all), not {steps} and {window}."
+        )
