@@ -19,13 +19,12 @@ def results(run: Run) -> Table:
     """One line per method over all tasks."""
     found = _in_order(run)
     scored = any(r.score is not None for r in found)
-    lossy = any(not r.lossless for r in found)
     names = ["", "speed-up", "decode\nonly", "tokens/s", "block\nefficiency", "accepted\nlength", "equal"]
-    table = _table(*names, *["score"] * scored, *["retention"] * (scored and lossy), *["loosened"] * lossy)
+    table = _table(*names, *["score"] * scored)
     for result in found:
         ours = result.method != BASELINE
         cells = [
-            result.method + ("" if result.lossless else " (lossy)"),
+            result.method,
             _times(result.speedup) if ours else "-",
             _value(result.decode_speedup, ".2f", "x") if ours else "-",
             _value(result.rate, ".0f"),
@@ -35,11 +34,23 @@ def results(run: Run) -> Table:
         ]
         if scored:
             cells.append("-" if result.score is None else f"{result.score:.3f}")
-        if scored and lossy:
-            cells.append(_value(result.retention, ".1%") if ours else "-")
-        if lossy:
-            cells.append("-" if result.lossless else f"{result.loosened:.1%}")
         table.add_row(*cells)
+    return table
+
+
+def quality(run: Run) -> Table | None:
+    """What lossy methods cost; None when all are lossless."""
+    lossy = [r for r in _in_order(run) if not r.lossless]
+    if not lossy:
+        return None
+    table = _table("lossy methods", "score", "retention", "loosened\ntokens")
+    for result in lossy:
+        score = "-" if result.score is None else f"{result.score:.3f}"
+        retained = result.retention
+        retention = _value(retained, ".1%")
+        if retained is not None and retained.low is not None and retained.high is not None:
+            retention += f" {retained.low:.1%}-{retained.high:.1%}"
+        table.add_row(result.method, score, retention, f"{result.loosened:.1%}")
     return table
 
 
@@ -147,6 +158,8 @@ def _value(estimate: Estimate | None, form: str, unit: str = "") -> str:
 
 
 def _equal(result: MethodResult) -> str:
+    if not result.lossless:
+        return "LOSSY"
     if not result.compared:
         return "-"
     return "all" if result.equal == result.compared else f"{result.equal}/{result.compared}"

@@ -247,7 +247,7 @@ def _show(run: Run, spent: Spent, as_json: bool) -> None:
         print(json.dumps({"run": str(run.folder), "methods": results, "predictions": predictions}))
         return
     console = screen.out()
-    for part in (table.results(run), table.times(run), table.predicted(run)):
+    for part in (table.results(run), table.quality(run), table.times(run), table.predicted(run)):
         if part is not None:
             console.print(part)
             console.print()
