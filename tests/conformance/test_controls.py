@@ -55,8 +55,10 @@ def test_without_a_planted_mistake_the_same_code_is_right(policy: str) -> None:
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> None:
     def leak(forward: Forward) -> Forward:
-        def wrong(cache: Any, ids: Any, allow: torch.Tensor, depth: Any, deltas: Any) -> torch.Tensor:
-            return forward(cache, ids, torch.ones_like(allow).tril(), depth, deltas)
+        def wrong(
+            cache: Any, ids: Any, allow: torch.Tensor, depth: Any, deltas: Any, *more: Any
+        ) -> torch.Tensor:
+            return forward(cache, ids, torch.ones_like(allow).tril(), depth, deltas, *more)
 
         return wrong
 
@@ -67,8 +69,10 @@ def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> Non
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_positions_by_node_index_are_noticed(name: str, policy: str) -> None:
     def number(forward: Forward) -> Forward:
-        def wrong(cache: Any, ids: Any, allow: Any, depth: torch.Tensor, deltas: Any) -> torch.Tensor:
-            return forward(cache, ids, allow, torch.arange(depth.shape[1])[None], deltas)
+        def wrong(
+            cache: Any, ids: Any, allow: Any, depth: torch.Tensor, deltas: Any, *more: Any
+        ) -> torch.Tensor:
+            return forward(cache, ids, allow, torch.arange(depth.shape[1])[None], deltas, *more)
 
         return wrong
 
@@ -92,9 +96,11 @@ def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> N
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_missing_rope_delta_is_noticed(name: str, kind: str, policy: str) -> None:
     def forget(forward: Forward) -> Forward:
-        def wrong(cache: Any, ids: Any, allow: Any, depth: Any, deltas: torch.Tensor) -> torch.Tensor:
+        def wrong(
+            cache: Any, ids: Any, allow: Any, depth: Any, deltas: torch.Tensor, *more: Any
+        ) -> torch.Tensor:
             assert deltas.abs().min() > 0
-            return forward(cache, ids, allow, depth, torch.zeros_like(deltas))
+            return forward(cache, ids, allow, depth, torch.zeros_like(deltas), *more)
 
         return wrong
 
