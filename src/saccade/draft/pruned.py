@@ -1,0 +1,68 @@
+"""A draft model that sees a part of the visual tokens: a smaller one of the family, or the target itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.policy import TreePolicy
+from saccade.draft.pruning import Pruning
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.attention import PromptAttention
+from saccade.target.context import Context
+
+
+class PrunedDrafter(ModelDrafter):
+    """A draft VLM behind pruned visual tokens (SpecVLM, Ji et al. 2025).
+
+    Args:
+        model: the adapter of the draft model. The target's own makes it self-speculation: the weights are shared, and
+            a second, pruned context is what makes drafting cheaper.
+        policy: which guesses are worth verifying.
+        vocab_size: as in `ModelDrafter`.
+        pruning: which visual tokens stay.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        policy: TreePolicy,
+        vocab_size: int | None = None,
+        pruning: Pruning | None = None,
+    ) -> None:
+        super().__init__(model, policy, vocab_size)
+        self.pruning = pruning or Pruning()
+
+    def open(self, batch: int, target: Context) -> PrunedDraftSession:
+        return PrunedDraftSession(self, batch, target)
+
+
+class PrunedDraftSession(ModelDraftSession):
+    """A draft model's KV cache without the pruned tokens, at the original positions."""
+
+    def __init__(self, drafter: PrunedDrafter, batch: int, target: Context) -> None:
+        super().__init__(drafter, batch)
+        self._pruning = drafter.pruning
+        self._target = target
+        self._room = 0
+        if self._pruning.needs_attention and target.attention is None:
+            target.attention = PromptAttention(self._pruning.layers)
+
+    def grow(self, capacity: int) -> None:
+        """Room is made when a prompt is loaded and its gaps are known: most of it would never be written."""
+        self._room = capacity
+
+    def load(self, row: int, prompt: Prompt) -> None:
+        prompt = replace(prompt, ids=tuple(self._readable(prompt.ids)))
+        dropped = self._dropped(prompt)
+        super().grow(self._room - len(dropped))
+        self.context.load(row, prompt, dropped)
+
+    def _dropped(self, prompt: Prompt) -> list[int]:
+        config, attention = self.context.target.config, self._target.attention
+        if not self._pruning.needs_attention or attention is None:
+            return self._pruning.dropped(config, prompt)
+        return self._pruning.dropped(
+            config, prompt, attention.prompt, attention.columns, self._target.target.config
+        )

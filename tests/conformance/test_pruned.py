@@ -1,0 +1,118 @@
+"""Drafting behind pruned visual tokens changes no token, with a smaller model and with the target itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from harness import draft, prompts, target, tokens
+
+from families import FAMILIES, pristine, reference_greedy
+from saccade.draft.pruned import PrunedDrafter
+from saccade.draft.pruning import Pruning
+from saccade.draft.sage import SageTree
+from saccade.draft.static import Chain
+from saccade.engine import Engine, Request
+
+NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
+NEW = 32
+POLICIES: dict[str, Any] = {"chain": Chain(4), "sage": SageTree()}
+CASES = [(name, kind) for name in NAMES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
+
+
+@cache
+def engine(name: str, drafter: str, policy: str, select: Any = "specvlm") -> Engine:
+    model = target(name) if drafter == "self" else draft(name)
+    pruning = Pruning(select, images=0.5, videos=0.5)
+    return Engine(target(name), PrunedDrafter(model, POLICIES[policy], pruning=pruning))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafter", ["smaller", "self"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_tokens_equal_generate(name: str, kind: str, drafter: str, policy: str, rows: int) -> None:
+    case = FAMILIES[name]
+    requests = [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows))]
+    outputs = engine(name, drafter, policy).generate(requests, max_new_tokens=NEW)
+    assert tokens(outputs) == case.reference(kind, rows, n=NEW)
+    assert sum(output.stats.drafted_tokens for output in outputs) > 0
+    if rows == 3:
+        assert sum(output.stats.accepted_tokens for output in outputs) > 0
+
+
+@pytest.mark.parametrize("select", ["uniform", "attention"])
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl"])
+def test_other_selections_equal_generate(name: str, select: str) -> None:
+    case = FAMILIES[name]
+    requests = [Request(prompt) for prompt in prompts(case, case.inputs("images2", 3))]
+    outputs = engine(name, "smaller", "sage", select).generate(requests, max_new_tokens=NEW)
+    assert tokens(outputs) == case.reference("images2", 3, n=NEW)
+
+
+@pytest.mark.parametrize("drafter", ["smaller", "self"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_with_a_new_image_equals_one_shot(name: str, drafter: str) -> None:
+    case, under_test = FAMILIES[name], engine(name, drafter, "chain")
+    session = under_test.open(1)
+    (first,) = prompts(case, case.row_inputs("image", 0))
+    (answer,) = under_test.generate([Request(first)], max_new_tokens=NEW, session=session)
+    inputs = case.continued("image", 0, answer.tokens)
+    (longer,) = prompts(case, inputs)
+    (output,) = under_test.generate([Request(longer)], max_new_tokens=NEW, session=session)
+    assert output.tokens == reference_greedy(pristine(name), inputs, NEW)[0]
+    assert output.stats.reused_tokens == len(first) + NEW - 1
+    drafting: Any = session.drafting
+    assert drafting.context.reused[0] >= len(first)  # what was emitted last it has not been shown
+    assert drafting.context._held[0].dropped[0] < len(first) < drafting.context._held[0].dropped[-1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_rows_with_and_without_images_share_a_batch(name: str) -> None:
+    case = FAMILIES[name]
+    kinds = ["text", "image", "images2"]
+    requests = [Request(prompts(case, case.row_inputs(kind, 0))[0]) for kind in kinds]
+    for drafter in ("smaller", "self"):
+        outputs = engine(name, drafter, "sage").generate(requests, max_new_tokens=NEW)
+        assert tokens(outputs) == [case.reference(kind, n=NEW)[0] for kind in kinds]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_a_row_s_draws_do_not_depend_on_its_neighbours(name: str) -> None:
+    """Drawn children of a chain, and point masses of a SAGE tree."""
+    case = FAMILIES[name]
+    rows = prompts(case, case.inputs("image", rows=3))
+    requests = [Request(prompt, seed=60 + row) for row, prompt in enumerate(rows)]
+    options = {"do_sample": True, "max_new_tokens": NEW, "temperature": 0.7, "top_k": 20}
+    for policy in POLICIES:
+        method = engine(name, "smaller", policy)
+        together = tokens(method.generate(requests, **options))
+        assert together == [tokens(method.generate([request], **options))[0] for request in requests]
+
+
+def test_without_pruning_self_speculation_is_always_right() -> None:
+    """Two contexts on the same weights, one of them filled by way of the other's prompt."""
+    case, own = FAMILIES["qwen3_vl"], target("qwen3_vl")
+    drafter = PrunedDrafter(own, Chain(4), pruning=Pruning(images=1.0, videos=1.0))
+    (prompt,) = prompts(case, case.row_inputs("image", 0))
+    (output,) = Engine(own, drafter).generate([Request(prompt)], max_new_tokens=61)
+    assert output.tokens == case.reference("image", n=61)[0]
+    assert output.stats.target_passes == 12
+    assert output.stats.accepted_tokens == 48
+
+
+def test_the_target_s_prompt_is_read_once() -> None:
+    """Attention comes from the target's own prefill: no second pass is made for it."""
+    case, own = FAMILIES["llava"], target("llava")
+    widths: list[int] = []
+
+    def note(_: torch.nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        widths.append(kwargs["inputs_embeds"].shape[1])
+
+    handle = own.decoder.register_forward_pre_hook(note, with_kwargs=True)
+    (prompt,) = prompts(case, case.row_inputs("image", 0))
+    engine("llava", "smaller", "chain").generate([Request(prompt)], max_new_tokens=2)
+    handle.remove()
+    assert widths == [len(prompt)]

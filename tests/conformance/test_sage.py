@@ -1,0 +1,111 @@
+"""SAGE's trees change no token and no distribution, whatever their switches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ManyUniforms, Table, Trial, exact, histogram, p_value
+from harness import assert_partly_accepted, draft, prompts, target, tokens
+from test_sampling import (
+    BATCH,
+    BATCHES,
+    LIKELY,
+    NEW,
+    OPTIONS,
+    PROMPT,
+    SMALL,
+    processed,
+    small_model,
+)
+
+from families import FAMILIES
+from saccade.draft.model import ModelDrafter
+from saccade.draft.sage import SageTree
+from saccade.draft.sampling import TopProposer
+from saccade.engine import Engine, Request
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.verify.sampling import Sampling
+
+SWITCHES: dict[str, SageTree] = {
+    "as published": SageTree(),
+    "own probabilities": SageTree(probability="own", threshold=0.2),
+    "same step": SageTree(lookahead=False),
+    "top probability": SageTree(signal="top"),
+    "no history": SageTree(window=0),
+    "few nodes": SageTree(total=6),
+}
+
+
+@cache
+def engine(name: str, switch: str) -> Engine:
+    return Engine(target(name), ModelDrafter(draft(name), SWITCHES[switch]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_tokens_equal_generate(name: str, rows: int) -> None:
+    case = FAMILIES[name]
+    requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows))]
+    outputs = engine(name, "as published").generate(requests, max_new_tokens=40)
+    assert tokens(outputs) == case.reference(case.kinds[0], rows, n=40)
+    assert_partly_accepted(outputs)
+
+
+@pytest.mark.parametrize("switch", list(SWITCHES)[1:])
+@pytest.mark.parametrize("name", ["llama", "qwen3_vl", "gemma3"])
+def test_every_switch_leaves_the_tokens_alone(name: str, switch: str) -> None:
+    case = FAMILIES[name]
+    requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
+    outputs = engine(name, switch).generate(requests, max_new_tokens=40)
+    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=40)
+    assert_partly_accepted(outputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the host does not read how many nodes there are; padding takes their place."""
+    monkeypatch.setattr("saccade.draft.sage_growth.SageGrowth._count", lambda self, flags, bound: bound)
+    case = FAMILIES[name]
+    requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
+    outputs = engine(name, "as published").generate(requests, max_new_tokens=24)
+    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=24)
+    monkeypatch.undo()
+    exact_sizes = engine(name, "as published").generate(requests, max_new_tokens=24)
+    assert [o.stats.drafted_tokens for o in outputs] == [o.stats.drafted_tokens for o in exact_sizes]
+
+
+@pytest.mark.parametrize("draft_seed", [1, 2])
+@pytest.mark.parametrize("step", ["first", "second"])
+def test_one_pass_draws_from_the_target(step: str, draft_seed: int) -> None:
+    """The static first tree, and one that the draft's own probabilities have shaped."""
+    rows, length = 20_000, 5 if step == "first" else 4
+    policy = SageTree(depth=3, ceiling=3, width=4, total=12, threshold=0.05)
+    shaping: Any = policy.open(rows, torch.device("cpu"))
+    tables = Table(4, 6, seed=1), Table(4, 6, seed=draft_seed)
+    setup = Trial(*tables, shaping, TopProposer(), Sampling(), ManyUniforms(rows))
+    if step == "second":
+        setup._grow(rows)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sequences, accepted = setup.sequences(rows, length)
+    assert accepted.float().mean() > 0
+    assert p_value(histogram(sequences, 4), setup.target.exact(length)) > LIKELY
+
+
+@pytest.mark.parametrize("option", ["temperature", "top_p", "repetition_penalty"])
+def test_the_engine_draws_from_the_target(option: str) -> None:
+    policy = SageTree(min_depth=1, depth=2, ceiling=3, width=3)
+    method = Engine(Target(small_model(1)), ModelDrafter(Target(small_model(2)), policy))
+    session, found, options = method.open(BATCH), [], OPTIONS[option]
+    for batch in range(BATCHES):
+        requests = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
+        outputs = method.generate(requests, do_sample=True, max_new_tokens=NEW, session=session, **options)
+        found += [output.tokens for output in outputs]
+    probabilities = exact(small_model(1), PROMPT, NEW, processed(**options))
+    assert p_value(histogram(torch.tensor(found), SMALL), probabilities) > LIKELY

@@ -1,0 +1,139 @@
+"""A pruned drafter's context holds what was kept, and without pruning it drafts as the unpruned one does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES
+from saccade.draft.drafter import DraftSession
+from saccade.draft.model import ModelDrafter
+from saccade.draft.pruned import PrunedDrafter
+from saccade.draft.pruning import Pruning
+from saccade.draft.sage import SageTree
+from saccade.draft.sampling import TopProposer
+from saccade.draft.static import Chain
+from saccade.draft.tree import DraftTree
+from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]
+NEW = [[20], [31, 42], [53, 64, 75], [86]]
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(FAMILIES[name].model())
+
+
+@cache
+def draft(name: str) -> Target:
+    return Target(FAMILIES[name].draft_model())
+
+
+def prompt(name: str, kind: str = "image", row: int = 0) -> Prompt:
+    return split(target(name).config, FAMILIES[name].row_inputs(kind, row))[0]
+
+
+def loaded(drafter: ModelDrafter, name: str, given: Prompt, room: int = 40) -> tuple[Any, Context]:
+    context = Context(target(name), 1, len(given) + room)
+    session = drafter.open(1, context)
+    session.grow(len(given) + room)
+    context.load(0, given)
+    session.load(0, given)
+    return session, context
+
+
+def proposals(session: DraftSession) -> list[DraftTree]:
+    return [session.propose([new], TopProposer()) for new in NEW]
+
+
+@pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: str, select: Any) -> None:
+    everything = Pruning(select, images=1.0, videos=1.0)
+    for policy in (Chain(3), SageTree()):
+        ours, _ = loaded(PrunedDrafter(draft(name), policy, pruning=everything), name, prompt(name))
+        theirs, _ = loaded(ModelDrafter(draft(name), policy), name, prompt(name))
+        for one, other in zip(proposals(ours), proposals(theirs), strict=True):
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.parents.expand_as(one.tokens), other.parents.expand_as(one.tokens))
+
+
+@pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> None:
+    given = prompt(name)
+    session, _ = loaded(
+        PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, images=0.25)), name, given
+    )
+    visual = int(visual_mask(target(name).config, given.ids).sum())
+    kept = max(1, int(0.25 * visual + 0.5))
+    assert session.context.lengths == [len(given) - visual + kept]
+    room = session.context.cache.capacity
+    assert room == len(given) + 40 - (visual - kept) + session._slack
+    proposals(session)
+    assert session.context.cache.capacity == room
+
+
+def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
+    for select, expected in (("uniform", False), ("attention", True), ("specvlm", True)):
+        pruning = Pruning(select, images=0.5)  # type: ignore[arg-type]
+        _, context = loaded(
+            PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava")
+        )
+        assert (context.attention is not None) == expected
+    _, context = loaded(
+        PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=(-1,))), "llava", prompt("llava")
+    )
+    assert context.attention is not None
+    assert context.attention.layers == (-1,)
+
+
+def test_it_keeps_what_the_target_looks_at() -> None:
+    name, given = "qwen2_5_vl", prompt("qwen2_5_vl")
+    pruning = Pruning("attention", images=0.5)
+    session, context = loaded(PrunedDrafter(draft(name), Chain(2), pruning=pruning), name, given)
+    assert context.attention is not None
+    assert context.attention.columns is not None
+    places = visual_mask(target(name).config, given.ids).nonzero()[:, 0]
+    best = places[context.attention.columns[places].topk(len(places) // 2).indices].tolist()
+    dropped = session.context._held[0].dropped
+    assert sorted([*best, *dropped]) == places.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_keeps_the_gaps_of_the_first(name: str) -> None:
+    case, first = FAMILIES[name], prompt(name)
+    (longer,) = split(target(name).config, case.continued("image", 0, NEW[2]))
+    session, context = loaded(
+        PrunedDrafter(draft(name), Chain(2), pruning=Pruning(images=0.5)), name, first, room=80
+    )
+    gaps = session.context._held[0].dropped
+    session.propose([NEW[2]], TopProposer())
+    context.keep([range(0)], [[]])
+    context.load(0, longer)
+    session.load(0, longer)
+    assert session.context.reused == [len(first) + len(NEW[2])]
+    assert session.context._held[0].dropped[: len(gaps)] == gaps
+    assert session.context.lengths == [len(longer) - len(session.context._held[0].dropped)]
+    assert len(session.context._held[0].dropped) > len(gaps)
+
+
+def test_a_prompt_without_images_is_read_whole() -> None:
+    given = prompt("llava", "text")
+    session, _ = loaded(PrunedDrafter(draft("llava"), Chain(2)), "llava", given)
+    assert session.context.lengths == [len(given)]
+
+
+def test_self_speculation_shares_the_weights() -> None:
+    own = target("qwen3_vl")
+    drafter = PrunedDrafter(own, Chain(3), pruning=Pruning(images=0.25))
+    session, context = loaded(drafter, "qwen3_vl", prompt("qwen3_vl"))
+    assert session.context.target is context.target is own
+    assert session.context.lengths[0] < context.lengths[0]
