@@ -141,8 +141,8 @@ def test_a_window_in_slots_instead_of_positions_is_noticed(policy: str) -> None:
     class Slots(MaskPlan):
         __slots__ = ()
 
-        def build(self, allow: Any, lengths: Any, depth: torch.Tensor, slots: Any, dtype: Any) -> Any:
-            return super().build(allow, lengths, torch.arange(depth.shape[1])[None], slots, dtype)
+        def build(self, allow: Any, lengths: Any, depth: torch.Tensor, *more: Any) -> Any:
+            return super().build(allow, lengths, torch.arange(depth.shape[1])[None], *more)
 
     target = Target(FAMILIES["mistral"].model())
     plan = target.family.masks

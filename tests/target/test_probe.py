@@ -113,8 +113,8 @@ def test_models_that_only_run_eagerly_are_probed_too(model_type: str) -> None:
     config = AutoConfig.for_model(
         model_type, **_text(2, head_dim=16, sliding_window=8, num_local_experts=4, attn_logit_softcapping=0.5)
     )
-    own = Target(AutoModelForCausalLM.from_config(config))
-    assert own.text_config._attn_implementation == "eager"
+    # Early versions of transformers run Gemma 2 fused by default, without its soft caps.
+    own = Target(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     ids = prompt("llama", "text")
     attentions = plain(own.model, {"input_ids": torch.tensor([ids.ids])}, output_attentions=True).attentions
     with AttentionProbe(own, queries=[2, -1]) as probe:

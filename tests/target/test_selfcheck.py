@@ -66,9 +66,9 @@ def test_rounding_of_a_low_precision_is_forgiven(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("model_type", ["mamba", "jamba", "qwen3_next", "recurrent_gemma"])
 def test_recurrent_layers_are_refused(model_type: str) -> None:
-    with pytest.raises(
-        ModelError, match=f"{model_type}' cannot be verified on trees: it has layers of type linear"
-    ):
+    # Early versions of transformers name RecurrentGemma's layers otherwise, and its forward is what fails.
+    reason = "(it has layers of type linear|its forward failed)"
+    with pytest.raises(ModelError, match=f"{model_type}' cannot be verified on trees: {reason}"):
         self_check(untested(model_type))
 
 
