@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from saccade.pocket import Sample
     from saccade.vlm import VLM
 
-TRAINED_SEEDS = 2**31
-"""Seeds from here on are never used for training."""
+FRESH = 10**6
+"""Training takes its samples from numbers of a million on; the ones below it has never seen."""
 
 
 def demo(
@@ -46,9 +46,11 @@ def demo(
         raise InputError(f"--repeats must be at least 1, not {repeats}.")
     if task is not None and task not in TASKS:
         raise InputError(f"There is no task {task!r}; choose one of {', '.join(TASKS)}.")
-    seed = random.randrange(10**6) if seed is None else seed
+    seed = random.randrange(FRESH) if seed is None else seed
+    if not 0 <= seed < FRESH:
+        raise InputError(f"--seed must be from 0 to {FRESH - 1}; training has seen what lies beyond.")
     task = task or random.Random(seed).choice(sorted(TASKS))
-    sample = draw(TRAINED_SEEDS + seed, task)
+    sample = draw(seed, task)
     try:
         sample.image.save(save)
     except (OSError, ValueError) as problem:
