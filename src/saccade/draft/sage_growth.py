@@ -42,16 +42,14 @@ class Shape:
     Attributes:
         levels: bounds, as many as the deepest row's tree may have.
         widest: largest ``W(alpha)`` of a row.
-        width: ``[B, 1]`` each row's ``W(alpha)`` (Eq. 11).
-        depth: ``[B, 1]`` each row's depth in whole levels.
-        threshold: ``[B, 1]`` of level 1; that of level l is l times as high.
+        width: ``[L, B, 1]`` each row's ``W(alpha)`` (Eq. 11), divided by the level.
+        threshold: ``[L, B, 1]`` what a node's probability must exceed; more than 1 below a row's last level.
         starting: ``[B, 1]`` which rows have their static first tree, None when no row has.
     """
 
     levels: tuple[Level, ...]
     widest: float
     width: Tensor
-    depth: Tensor
     threshold: Tensor
     starting: Tensor | None
 
@@ -61,12 +59,12 @@ class Shape:
     ) -> Shape:
         """``numbers`` ``[3, B]``: ``D(alpha)``, ``W(alpha)``, and 1 for rows with their static first tree."""
         depth, width, first = numbers[..., None]
+        level = torch.arange(1, len(levels) + 1, device=numbers.device)[:, None, None]
         return cls(
             levels=levels,
             widest=widest,
-            width=width,
-            depth=(depth + 0.5).floor(),
-            threshold=policy.threshold / depth,
+            width=width / level,
+            threshold=torch.where(level <= (depth + 0.5).floor(), policy.threshold * level / depth, 2.0),
             starting=first > 0 if starting else None,
         )
 
@@ -188,17 +186,17 @@ class SageGrowth:
 
     def _kept(self, shape: Shape, own: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
         """Which candidates become nodes ``[B, F, C]``, and their places in the static first tree."""
-        rank = torch.arange(own.shape[2], device=own.device)
-        width = shape.width
+        width = shape.width[self._level - 1]
         if self._level > 1:
-            width = width / self._level * (0.5 + self._own)  # Eq. 12
-        width = (width + 0.5).floor().clamp(min=1)
-        keep = rank < width[..., None]
-        threshold = self._level * shape.threshold[..., None]
-        keep = keep & ((path if self._on_path else own) > threshold)
+            width = width * (0.5 + self._own)  # Eq. 12
+        # Rank r is below the width rounded half up, at least 1, just where r = 0 or r + 1/2 reaches up to the width.
+        ranks = torch.arange(own.shape[2], device=own.device) + 0.5
+        ranks[0] = 0.0
+        judged = path if self._on_path else own
+        keep = (ranks <= width[..., None]) & (judged > shape.threshold[self._level - 1][..., None])
         if self._level == 1:
             keep[..., 0] = True  # the best child of the root, however unlikely
-        keep = keep & (self._real & (self._level <= shape.depth))[..., None]
+        keep = keep & self._real[..., None]
         if shape.starting is None or self._form is None:
             return keep, None
         form = _places(self._policy.start, own)[self._form][..., : own.shape[2]]
@@ -207,9 +205,9 @@ class SageGrowth:
 
     def _expanded(self, shape: Shape, scores: Tensor, form: Tensor | None) -> Tensor:
         """Which of a level's nodes ``[B, n]`` may have children."""
-        more = (scores >= 0) & (self._level < shape.depth)
-        if self._on_path:  # no child is likelier than its parent
-            more = more & (scores > (self._level + 1) * shape.threshold)
+        threshold = shape.threshold[self._level]
+        # No child's path is likelier than its parent's.
+        more = scores > threshold if self._on_path else (scores >= 0) & (threshold <= 1)
         if shape.starting is None or form is None:
             return more
         has_children = (_places(self._policy.start, scores) > 0).any(1)
