@@ -1,0 +1,369 @@
+"""An ensemble of views stays lossless, is its views where there is one, and verifies with what it drew from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ManyUniforms, Table, Trial, _paths, exact, histogram, p_value
+from harness import POLICIES, assert_partly_accepted, draft, engine, prompts, target, tokens
+from test_sampling import LIKELY, NEW, OPTIONS, PROMPT, SMALL, UNLIKELY, identity, processed, small_model
+from test_turns import second_turn
+from torch import Tensor
+
+from families import FAMILIES, pristine, reference_greedy
+from numerals import Numerals
+from saccade.draft.captions import Caption
+from saccade.draft.controls import Fixed, Random
+from saccade.draft.ensemble import EnsembleDrafter, _Mixture
+from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.draft.static import Chain, StaticTree
+from saccade.draft.tree import DraftTree
+from saccade.draft.views import Multimodal, Pooled, TextOnly, View
+from saccade.draft.weights import Grid, InverseError, Weighting
+from saccade.draft.width import WidthTree
+from saccade.engine import Engine, Request
+from saccade.inputs.prompt import Prompt
+from saccade.output import Output
+from saccade.target.adapter import Target
+from saccade.verify.sampling import Sampling
+
+WORDS = Numerals()
+TREES: dict[str, Any] = {**POLICIES, "width": WidthTree(2, 4)}
+NEW_TOKENS = 40
+
+
+@cache
+def views(name: str, letters: str) -> list[View]:
+    config = draft(name).config
+    makers: dict[str, Any] = {
+        "M": Multimodal,
+        "T": lambda: TextOnly(config, WORDS),
+        "C": lambda: Caption(config, WORDS, lambda seen: f"picture {seen.medium.digest[:6]}"),
+        "P": lambda: Pooled(draft(name)),
+    }
+    return [makers[letter]() for letter in letters]
+
+
+@cache
+def ensemble(name: str, letters: str, policy: str, weighting: Weighting | None = None) -> Engine:
+    return Engine(target(name), EnsembleDrafter(draft(name), TREES[policy], views(name, letters), weighting))
+
+
+def requests(name: str, kind: str, rows: int) -> list[Request]:
+    case = FAMILIES[name]
+    return [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows))]
+
+
+def course(output: Output) -> tuple[Any, ...]:
+    """What was said, and which of it had been guessed in which pass."""
+    return output.tokens, output.marks, output.stats.accepted_histogram, output.stats.drafted_tokens
+
+
+# --------------------------------------------------------------------------- greedy
+
+VIEWS = {
+    "llava": "MTCP",
+    "llava_next": "MTP",
+    "llava_onevision": "MTP",
+    "llava_pixtral": "MT",
+    "qwen2_5_vl": "MTC",
+    "qwen3_vl": "MT",
+    "smolvlm": "MTCP",
+    "gemma3": "MTP",
+    "internvl": "TP",
+    "mistral": "MT",
+}
+WEIGHTINGS: dict[str, Weighting] = {
+    "grid": Grid(steps=4),
+    "match": Grid(steps=4, distance="match", window=4),
+    "inverse": InverseError(),
+    "random": Random(),
+}
+
+
+CASES = [(name, policy, 3) for name in VIEWS for policy in ("chain", "dynamic")]
+CASES += [(name, "chain", 1) for name in VIEWS]
+CASES += [(name, policy, 3) for name in ("llava", "qwen2_5_vl") for policy in ("static", "width")]
+
+
+@pytest.mark.parametrize(("name", "policy", "rows"), CASES)
+def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
+    kind = FAMILIES[name].kinds[0]
+    outputs = ensemble(name, VIEWS[name], policy).generate(
+        requests(name, kind, rows), max_new_tokens=NEW_TOKENS
+    )
+    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=NEW_TOKENS)
+    assert_partly_accepted(outputs)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize(("name", "kind"), [("llava", "images2"), ("qwen2_5_vl", "video")])
+def test_no_weighting_changes_a_token(name: str, kind: str, weighting: str) -> None:
+    method = ensemble(name, "MT", "dynamic", WEIGHTINGS[weighting])
+    outputs = method.generate(requests(name, kind, 3), max_new_tokens=NEW_TOKENS)
+    assert tokens(outputs) == FAMILIES[name].reference(kind, 3, n=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "mistral"])
+def test_the_multimodal_view_alone_is_the_plain_draft_model(name: str, policy: str) -> None:
+    kind = FAMILIES[name].kinds[0]
+    asked = requests(name, kind, 3)
+    alone = ensemble(name, "M", policy).generate(asked, max_new_tokens=NEW_TOKENS)
+    plain = engine(name, policy).generate(asked, max_new_tokens=NEW_TOKENS)
+    for ours, theirs in zip(alone, plain, strict=True):
+        assert course(ours) == course(theirs)
+
+
+@pytest.mark.parametrize("weighting", [None, Fixed((0, 1))], ids=["alone", "all-weight"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_the_text_view_is_the_draft_model_on_the_text(
+    name: str, policy: str, weighting: Weighting | None
+) -> None:
+    """Alone, or beside another view that has no weight."""
+    asked = requests(name, "image", 3)
+    method = ensemble(name, "T" if weighting is None else "MT", policy, weighting)
+    ours = method.generate(asked, max_new_tokens=NEW_TOKENS)
+    blind = [Request(r.prompt, draft_prompt=views(name, "T")[0].read(r.prompt)) for r in asked]
+    theirs = engine(name, policy).generate(blind, max_new_tokens=NEW_TOKENS)
+    assert list(map(course, ours)) == list(map(course, theirs))
+
+
+def test_a_drafter_that_only_reads_takes_the_text_view_too() -> None:
+    case = FAMILIES["llava"]
+    blind = Target(case.text_draft_model())
+    reads = EnsembleDrafter(blind, TREES["static"], [TextOnly(target("llava").config, WORDS)])
+    outputs = Engine(target("llava"), reads).generate(requests("llava", "image", 3), max_new_tokens=24)
+    assert tokens(outputs) == case.reference("image", 3, n=24)
+
+
+# --------------------------------------------------------------------------- rows and turns
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(name: str, weighting: str) -> None:
+    case = FAMILIES[name]
+    method = ensemble(name, "MT", "static", WEIGHTINGS[weighting])
+    rows = [
+        Request(prompt, seed=60 + row) for row, prompt in enumerate(prompts(case, case.inputs("image", 3)))
+    ]
+    for options in (
+        {"max_new_tokens": 24},
+        {"do_sample": True, "max_new_tokens": 24, "temperature": 0.7, "top_k": 20},
+    ):
+        together = method.generate(rows, **options)
+        for ours, row in zip(together, rows, strict=True):
+            (alone,) = method.generate([row], **options)
+            assert course(alone) == course(ours)
+
+
+@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: bool) -> None:
+    case = FAMILIES[name]
+    drafter = EnsembleDrafter(draft(name), Chain(4), views(name, "MT"), Grid(), carry=carry)
+    method = Engine(target(name), drafter)
+    session = method.open(1)
+    method.generate(requests(name, "image", 1), max_new_tokens=24, session=session)
+    drafting: Any = session.drafting
+    learned = drafting._weights.history.count.clone()
+    assert learned.item() > 0
+    (longer,) = prompts(case, second_turn(name, "image", 0))
+    run = method.start([Request(longer)], _plan(method, longer), session)
+    steps = iter(run.steps)
+    next(steps)  # prefill
+    assert drafting._weights.history.count.item() == (learned.item() if carry else 0)
+    for _ in steps:
+        pass
+    inputs = second_turn(name, "image", 0)
+    assert run.outputs[0].tokens == reference_greedy(pristine(name), inputs, 24)[0]
+    for row, view in enumerate("MT"):  # every view's row has grown by the answer and the new question
+        held = len(views(name, view)[0].read(longer))
+        assert session.drafting.context.lengths[row] > held  # type: ignore[union-attr]
+
+
+def _plan(method: Engine, prompt: Prompt) -> Any:
+    from saccade.generation import plan
+
+    return plan(method.target, [prompt], max_new_tokens=24)
+
+
+# --------------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic", "width"])
+def test_a_good_view_beside_a_random_one_gets_the_weight(policy: str) -> None:
+    """The second view reads other words, so it knows nothing."""
+    own = Target(FAMILIES["llava"].model())
+    drafter = EnsembleDrafter(own, TREES[policy], [Multimodal(), _Elsewhere()], Grid())
+    method = Engine(target("llava"), drafter)
+    session = method.open(3)
+    outputs = method.generate(requests("llava", "image", 3), max_new_tokens=40, session=session)
+    drafting: Any = session.drafting
+    assert torch.equal(drafting._weights.choose(), torch.tensor([[1.0, 0.0]] * 3))
+    alone = Engine(target("llava"), ModelDrafter(own, TREES[policy]))
+    perfect = alone.generate(requests("llava", "image", 3), max_new_tokens=40)
+    for output, plain in zip(outputs, perfect, strict=True):
+        assert output.stats.target_passes <= plain.stats.target_passes + 2
+
+
+class _Elsewhere:
+    name = "X"
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return Prompt(tuple(reversed([i for i in prompt.ids if i < 180])))
+
+    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
+        session.load(row, prompt)
+
+
+# --------------------------------------------------------------------------- exact under sampling
+
+ROWS = 60_000
+VOCAB, DEPTH = 4, 3
+STATIC = StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 0, 1), (2, 0, 0)])
+FORMS: dict[str, Any] = {
+    "chain": Chain(DEPTH),
+    "static": STATIC,
+    "dynamic": POLICIES["dynamic"],
+    "width": WidthTree(2, DEPTH),
+}
+
+
+@dataclass(frozen=True)
+class Mixed(Trial):
+    """One verification pass of many rows whose draft is a mixture of tables."""
+
+    others: Sequence[Table] = ()
+    weights: tuple[float, ...] = ()
+
+    def _grow(self, rows: int) -> DraftTree:
+        tables = [self.draft, *self.others]
+        views = len(tables)
+        policy = _Mixture(self.policy, rows, views, torch.device("cpu"), learns=False)
+        policy.weights = torch.tensor([self.weights] * rows)
+        growth = policy.begin(torch.zeros(rows * views, dtype=torch.long), self.proposer)
+
+        def logits(contexts: Tensor) -> Tensor:  # [B * m, W, d]
+            said = [t.logits(contexts[i::views]) for i, t in enumerate(tables)]
+            return torch.stack(said, 1).flatten(0, 1)
+
+        ran = torch.zeros(rows * views, 0, dtype=torch.long)
+        frontier = growth.expand(logits(torch.zeros(rows * views, 1, 0, dtype=torch.long)))
+        while frontier is not None:
+            ran = torch.cat([ran, frontier.tokens], 1)
+            frontier = growth.expand(logits(_paths(ran, frontier.allow, frontier.depth)))
+        return growth.tree()
+
+
+def mixed(form: str, proposer: Any = None, drawn: bool = True) -> Mixed:
+    uniforms: Any = ManyUniforms(ROWS)
+    proposer = proposer or (DrawProposer(identity, uniforms) if drawn else TopProposer())
+    tables = [Table(VOCAB, DEPTH, seed=seed) for seed in (2, 3)]
+    return Mixed(
+        Table(VOCAB, DEPTH + 1, seed=1),
+        tables[0],
+        FORMS[form],
+        proposer,
+        Sampling(),
+        uniforms,
+        tables[1:],
+        (0.7, 0.3),
+    )
+
+
+def p_of(setup: Trial) -> float:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sequences, accepted = setup.sequences(ROWS, DEPTH + 1)
+    assert accepted.float().mean() > 0
+    return p_value(histogram(sequences, VOCAB), setup.target.exact(DEPTH + 1))
+
+
+@pytest.mark.parametrize(
+    ("form", "drawn"), [(f, d) for f in FORMS for d in (True, False) if FORMS[f].can_sample or not d]
+)
+def test_one_pass_of_a_mixture_draws_from_the_target(form: str, drawn: bool) -> None:
+    assert p_of(mixed(form, drawn=drawn)) > LIKELY
+
+
+class _OneViewsDistribution(DrawProposer):
+    """Draws from the mixture and says that it drew from the first view."""
+
+    def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+        drawn, _ = super().children(logits, width)
+        return drawn, self.first.softmax(-1)
+
+    first: Tensor
+
+
+@pytest.mark.parametrize("form", ["chain", "static"])
+def test_verifying_with_one_view_s_distribution_is_noticed(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from saccade.draft import ensemble as module
+
+    uniforms: Any = ManyUniforms(ROWS)
+    proposer = _OneViewsDistribution(identity, uniforms)
+    right = module.mixture
+
+    def noted(logits: Tensor, weights: Tensor) -> Tensor:
+        proposer.first = logits[:, 0]
+        return right(logits, weights)
+
+    monkeypatch.setattr(module, "mixture", noted)
+    setup = mixed(form, proposer)
+    assert p_of(setup) < UNLIKELY
+
+
+class _Forgetful:
+    """Reads all but the first words: another opinion of a language model."""
+
+    name = "F"
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return Prompt(prompt.ids[3:])
+
+    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
+        session.load(row, prompt)
+
+
+@pytest.mark.parametrize(
+    ("form", "option"), [("chain", "top_p"), ("static", "repetition_penalty"), ("width", "temperature")]
+)
+def test_the_engine_draws_from_the_target(form: str, option: str) -> None:
+    """The warpers act on the mixture, whose weights change from block to block."""
+    forms: dict[str, Any] = {
+        "chain": Chain(2),
+        "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
+        "width": WidthTree(2, 2),
+    }
+    drafter = EnsembleDrafter(
+        Target(small_model(2)), forms[form], [Multimodal(), _Forgetful()], Grid(steps=4)
+    )
+    method = Engine(Target(small_model(1)), drafter)
+    options, session, found, accepted = OPTIONS[option], method.open(256), [], 0
+    for batch in range(3):
+        asked = [Request(Prompt(tuple(PROMPT)), seed=batch * 256 + row) for row in range(256)]
+        outputs = method.generate(asked, do_sample=True, max_new_tokens=NEW, session=session, **options)
+        found += [output.tokens for output in outputs]
+        accepted += sum(output.stats.accepted_tokens for output in outputs)
+    assert accepted > 0
+    probabilities = exact(small_model(1), PROMPT, NEW, processed(**options))
+    assert p_value(histogram(torch.tensor(found), SMALL), probabilities) > LIKELY
+
+
+def test_the_plain_draft_model_and_the_ensemble_share_one_loop() -> None:
+    """What a draft session learns to do, an ensemble does too."""
+    drafter = EnsembleDrafter(draft("llava"), Chain(3), views("llava", "MT"))
+    session = drafter.open(2, engine("llava", "plain").open(2).context)
+    assert isinstance(session._session, ModelDraftSession)
+    assert isinstance(session._session._drafter, ModelDrafter)

@@ -1,0 +1,234 @@
+"""The mixture of views, and which positions teach an ensemble about them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import FAMILIES
+from numerals import Numerals
+from saccade.draft.captions import Caption
+from saccade.draft.controls import Fixed
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.ensemble import EnsembleDrafter, _Mixture, mixture, verified
+from saccade.draft.history import Verified
+from saccade.draft.sampling import TopProposer
+from saccade.draft.static import Chain, StaticTree
+from saccade.draft.tree import DraftTree
+from saccade.draft.views import Multimodal, TextOnly
+from saccade.draft.weights import Grid
+from saccade.draft.width import WidthTree
+from saccade.engine import Engine, Request
+from saccade.inputs.batch import split
+from saccade.target.adapter import Target
+from saccade.verify.rule import Verdict, path_to
+
+BATCH, VIEWS, VOCAB = 5, 3, 11
+CPU = torch.device("cpu")
+POLICIES: dict[str, Any] = {
+    "chain": Chain(4),
+    "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
+    "dynamic": DynamicTree(top=3, max_depth=4, total=12),
+    "width": WidthTree(3, 4),
+}
+
+
+def test_the_mixture_is_the_weighted_mean_of_probabilities() -> None:
+    logits = 3 * torch.randn(BATCH, VIEWS, 2, VOCAB)
+    weights = torch.rand(BATCH, VIEWS)
+    weights /= weights.sum(1, keepdim=True)
+    expected = torch.zeros(BATCH, 2, VOCAB)
+    for b in range(BATCH):
+        for i in range(VIEWS):
+            expected[b] += weights[b, i] * logits[b, i].softmax(-1)
+    assert torch.allclose(mixture(logits, weights).exp(), expected, atol=1e-6)
+
+
+def test_the_mixture_s_logits_are_finite_where_no_view_sees_a_token() -> None:
+    """Policies add log-probabilities up and multiply them by probabilities."""
+    logits = torch.tensor([0.0, -500.0, -math.inf]).expand(1, 2, 1, 3)
+    mixed = mixture(logits, torch.tensor([[1.0, 0.0]]))
+    assert torch.isfinite(mixed).all()
+    assert torch.allclose(mixed.softmax(-1), torch.tensor([1.0, 0.0, 0.0]))
+
+
+def test_a_half_precision_model_s_views_are_mixed_in_single_precision() -> None:
+    logits = torch.randn(1, 2, 1, VOCAB).bfloat16()
+    assert mixture(logits, torch.full((1, 2), 0.5)).dtype == torch.float32
+
+
+# --------------------------------------------------------------------------- which positions are learned from
+
+
+def logits_after(paths: list[tuple[int, ...]], view: int) -> Tensor:
+    """A draft model of its own for every view: ``[len(paths), V]``."""
+    rows = []
+    for path in paths:
+        seed = hash((view, *path)) % 2**31
+        rows.append(2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(rows)
+
+
+def grown(policy: Any) -> tuple[_Mixture, DraftTree, list[set[tuple[int, ...]]]]:
+    """Trees of all rows, and the paths that were run in each (the root's is empty)."""
+    mixing = _Mixture(policy, BATCH, VIEWS, CPU, learns=True)
+    mixing.weights = torch.tensor([[0.5, 0.3, 0.2]] * BATCH)
+    growth = mixing.begin(torch.arange(BATCH).repeat_interleave(VIEWS), TopProposer())
+    entries: list[list[tuple[int, ...]]] = [[] for _ in range(BATCH)]
+    ran: list[set[tuple[int, ...]]] = [{()} for _ in range(BATCH)]
+
+    def said(paths: list[list[tuple[int, ...]]]) -> Tensor:
+        return torch.stack(
+            [logits_after([(b, *p) for p in paths[b]], i) for b in range(BATCH) for i in range(VIEWS)]
+        )
+
+    frontier = growth.expand(said([[()] for _ in range(BATCH)]))
+    while frontier is not None:
+        assert torch.equal(frontier.tokens[::VIEWS], frontier.tokens[1::VIEWS])
+        allow = frontier.allow.expand(BATCH * VIEWS, -1, -1)[::VIEWS]
+        paths = []
+        for b in range(BATCH):
+            tokens = frontier.tokens[b * VIEWS].tolist()
+            new = []
+            for w, token in enumerate(tokens):
+                above = [entries[b][e] for e in range(len(entries[b])) if allow[b, w, e]]
+                new.append((*max(above, key=len, default=()), token))
+            entries[b] += new
+            ran[b].update(new)
+            paths.append(new)
+        frontier = growth.expand(said(paths))
+    return mixing, growth.tree(), ran
+
+
+def slowly(
+    tree: DraftTree, scores: Tensor, verdict: Verdict, ran: list[set[tuple[int, ...]]]
+) -> list[list[Any]]:
+    """Per row the labelled positions as (p, q of every view, label), by walking down the path."""
+    found = []
+    for b in range(BATCH):
+        nodes = verdict.path[b, : int(verdict.count[b]) + 1].tolist()
+        tokens = [int(tree.tokens[b, n]) for n in nodes[1:]]
+        row = []
+        for t, node in enumerate(nodes):
+            if tuple(tokens[:t]) not in ran[b]:
+                continue
+            label = tokens[t] if t < len(tokens) else int(verdict.token[b])
+            q = torch.stack([logits_after([(b, *tokens[:t])], i)[0].softmax(-1) for i in range(VIEWS)])
+            row.append((scores[b, node].softmax(-1)[:VOCAB], q, label))
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("larger", [0, 3], ids=["same-vocabulary", "larger-vocabulary"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, larger: int) -> None:
+    mixing, tree, ran = grown(POLICIES[policy])
+    size = tree.tokens.shape[1]
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step)
+        scores = torch.randn(BATCH, size, VOCAB + larger, generator=generator)
+        last = torch.randint(0, size, (BATCH,), generator=generator)
+        depth = tree.depth.expand(BATCH, -1).gather(1, last[:, None])[:, 0]
+        token = torch.randint(0, VOCAB, (BATCH,), generator=generator)
+        verdict = Verdict(path_to(tree, last), depth, token)
+        seen = verified(mixing.levels, tree, scores, verdict)
+        for b, expected in enumerate(slowly(tree, scores, verdict, ran)):
+            places = seen.known[b].nonzero()[:, 0].tolist()
+            assert places == list(range(len(expected)))
+            for t, (p, q, label) in enumerate(expected):
+                assert torch.allclose(seen.p[b, t], p, atol=1e-6)
+                assert torch.allclose(seen.q[b, :, t], q, atol=1e-6)
+                assert seen.label[b, t] == label
+
+
+class _Watched(Grid):
+    """Remembers what it was taught."""
+
+    def open(self, batch: int, views: int, device: torch.device) -> Any:
+        weights: Any = super().open(batch, views, device)
+        self.__dict__["seen"] = seen = list[Verified]()
+        learn = weights.learn
+        weights.learn = lambda block: (seen.append(block), learn(block))
+        return weights
+
+
+def test_rows_that_have_ended_teach_nothing() -> None:
+    case = FAMILIES["llava"]
+    target, weighting = Target(case.model()), _Watched()
+    drafter = EnsembleDrafter(
+        Target(case.draft_model()), Chain(4), [Multimodal(), TextOnly(target.config, Numerals())], weighting
+    )
+    expected = case.reference("image", rows=3)
+    eos = expected[1][9]
+    requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=3))]
+    outputs = Engine(target, drafter).generate(requests, max_new_tokens=40, eos_token_id=eos)
+    assert len({len(output.tokens) for output in outputs}) > 1
+    blocks: list[Verified] = weighting.__dict__["seen"]
+    for row, output in enumerate(outputs):
+        taught = sum(bool(block.known[row].any()) for block in blocks)
+        assert taught == output.stats.target_passes
+
+
+def test_weights_that_never_change_keep_no_distributions() -> None:
+    mixing = _Mixture(Chain(3), 1, 2, CPU, learns=Fixed().learns)
+    growth = mixing.begin(torch.zeros(2, dtype=torch.long), TopProposer())
+    growth.expand(torch.randn(2, 1, VOCAB))
+    assert mixing.levels == []
+
+
+def test_an_ensemble_without_views_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one view"):
+        EnsembleDrafter(Target(FAMILIES["llama"].model()), Chain(2), [])
+
+
+def test_a_caption_longer_than_its_image_finds_room() -> None:
+    """The engine sizes caches by the prompt as it is."""
+    case = FAMILIES["smolvlm"]
+    target = Target(case.model())
+    view = Caption(target.config, Numerals(), lambda seen: "a very long story " * 12)
+    drafter = EnsembleDrafter(Target(case.draft_model()), Chain(4), [Multimodal(), view])
+    requests = [Request(prompt) for prompt in split(target.config, case.inputs("images2", rows=2))]
+    outputs = Engine(target, drafter).generate(requests, max_new_tokens=24)
+    assert [output.tokens for output in outputs] == case.reference("images2", rows=2, n=24)
+
+
+# --------------------------------------------------------------------------- trees of width d
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int) -> None:
+    policy = WidthTree(width, 4)
+    growth = policy.open(BATCH, CPU).begin(torch.arange(BATCH), TopProposer())
+    beams: list[dict[tuple[int, ...], float]] = [{(): 0.0} for _ in range(BATCH)]
+    every: list[set[tuple[int, ...]]] = [{()} for _ in range(BATCH)]
+    frontier: Any = True
+    while frontier is not None:
+        order = [sorted(beam, key=lambda p, beam=beam: -beam[p]) for beam in beams]  # type: ignore[misc]
+        said = torch.stack([logits_after([(b, *p) for p in order[b]], 0) for b in range(BATCH)])
+        frontier = growth.expand(said)
+        for b in range(BATCH):
+            wider = {
+                (*path, token): beams[b][path] + float(logprob)
+                for path, logits in zip(order[b], said[b], strict=True)
+                for token, logprob in enumerate(logits.log_softmax(-1))
+            }
+            beams[b] = {p: wider[p] for p in sorted(wider, key=lambda p: -wider[p])[:width]}
+            every[b].update(beams[b])
+    tree = growth.tree()
+    assert tree.size == policy.max_nodes == 4 * width + 1
+    for b in range(BATCH):
+        found = set()
+        for node in range(tree.size):
+            path = path_to(tree, torch.full((BATCH,), node))[b, 1 : int(tree.depth[0, node]) + 1]
+            found.add(tuple(tree.tokens[b, path].tolist()))
+        assert found == every[b]
+
+
+def test_a_width_or_depth_below_one_is_refused() -> None:
+    for wrong in ({"width": 0}, {"depth": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            WidthTree(**wrong)
