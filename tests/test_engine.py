@@ -18,7 +18,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, Session
 from saccade.errors import InputError, ModelError
-from saccade.generation import plan
+from saccade.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
@@ -297,3 +297,14 @@ def test_what_cannot_be_generated_is_refused(
     under_test, asked = engine("chain"), [Request(Prompt((50,) * length)) for length in lengths]
     with pytest.raises(InputError, match=message):
         under_test.generate(asked, max_new_tokens=n, session=under_test.open(rows) if rows else None)
+
+
+def test_nobody_saying_how_long_means_the_default_within_the_context() -> None:
+    model = FAMILIES["llama"].model()
+    assert model.generation_config.max_length is None
+    (prompt,) = split(model.config, FAMILIES["llama"].inputs("text"))
+    (row,) = plan(Target(model), [prompt]).rows
+    context = model.config.max_position_embeddings
+    assert row.max_new_tokens == min(DEFAULT_NEW_TOKENS, context - len(prompt))
+    (short,) = plan(Target(model), [prompt], max_length=len(prompt) + 3).rows
+    assert short.max_new_tokens == 3

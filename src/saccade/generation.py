@@ -115,8 +115,10 @@ def plan(
             "expected options of Hugging Face's GenerationConfig."
         )
     check_options(config)
-    limits = [_new_tokens(config, len(p)) for p in prompts]
-    asked_max_length = config.max_length
+    sources = (options.get("max_length"), getattr(generation_config, "max_length", None))
+    # Not the resolved one, which falls back to `generate`'s 20 when nobody has said anything.
+    longest = next((n for n in (*sources, model.generation_config.max_length) if n is not None), None)
+    limits = [_new_tokens(config.max_new_tokens, longest, len(p), target.family.context) for p in prompts]
     rows = []
     for index, prompt in enumerate(prompts):
         config.max_new_tokens = limits[index]
@@ -133,7 +135,6 @@ def plan(
                 tokenizer,
             )
         rows.append(row)
-        config.max_length = asked_max_length
     return Plan(do_sample=bool(config.do_sample), rows=tuple(rows))
 
 
@@ -229,15 +230,16 @@ def _as_list(processors: Sequence[Any]) -> Any:
     return LogitsProcessorList(processors)
 
 
-def _new_tokens(config: Any, prompt_length: int) -> int:
-    limit = config.max_new_tokens
-    if limit is None:
-        limit = DEFAULT_NEW_TOKENS if config.max_length is None else config.max_length - prompt_length
-        if config.max_length is not None and limit < 1:
-            raise InputError(
-                f"max_length={config.max_length} leaves no room after a prompt of {prompt_length} tokens; "
-                "raise it or use max_new_tokens."
-            )
-    if not isinstance(limit, int) or limit < 1:
-        raise InputError(f"max_new_tokens must be {_WHOLE}, not {limit!r}.")
-    return limit
+def _new_tokens(asked: int | None, longest: int | None, prompt_length: int, context: int | None) -> int:
+    """How many tokens a row may get: as asked, else up to ``max_length``, else the default within the context."""
+    if asked is not None:
+        return asked
+    if longest is None:
+        room = DEFAULT_NEW_TOKENS if context is None else context - prompt_length
+        return max(1, min(DEFAULT_NEW_TOKENS, room))
+    if longest <= prompt_length:
+        raise InputError(
+            f"max_length={longest} leaves no room after a prompt of {prompt_length} tokens; raise it or use "
+            "max_new_tokens."
+        )
+    return longest - prompt_length
