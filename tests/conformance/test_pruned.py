@@ -15,6 +15,7 @@ from saccade.draft.pruning import Pruning
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain
 from saccade.engine import Engine, Request
+from saccade.target.context import Context
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 32
@@ -116,3 +117,28 @@ def test_the_target_s_prompt_is_read_once() -> None:
     engine("llava", "smaller", "chain").generate([Request(prompt)], max_new_tokens=2)
     handle.remove()
     assert widths == [len(prompt)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_target_drafting_for_itself_looks_at_the_image_once(name: str) -> None:
+    case, own = FAMILIES[name], target(name)
+    base = own.model.base_model
+    tower = next(m for n in ("vision_tower", "visual") if (m := getattr(base, n, None)) is not None)
+    looks: list[torch.nn.Module] = []
+    handle = tower.register_forward_pre_hook(lambda module, _: looks.append(module))
+    (prompt,) = prompts(case, case.row_inputs("image", 0))
+    under_test = engine(name, "self", "chain")
+    session = under_test.open(1)
+    (output,) = under_test.generate([Request(prompt)], max_new_tokens=NEW, session=session)
+    handle.remove()
+    assert len(looks) == 1
+    assert output.tokens == case.reference("image", n=NEW)[0]
+
+    drafting: Any = session.drafting
+    again = Context(own, 1, 256)
+    again.load(0, prompt, drafting.context._held[0].dropped)  # which looks for itself
+    kept = again.lengths[0]
+    for one, other in zip(again.cache.layers, drafting.context.cache.layers, strict=True):
+        torch.testing.assert_close(one.keys[:, :kept], other.keys[:, :kept], rtol=0.0, atol=0.0)
+    assert session.context.merged is not None
+    assert session.context.merged.arguments == {}

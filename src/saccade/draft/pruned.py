@@ -11,6 +11,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.attention import PromptAttention
 from saccade.target.context import Context
+from saccade.target.selected import Merged
 
 
 class PrunedDrafter(ModelDrafter):
@@ -18,7 +19,7 @@ class PrunedDrafter(ModelDrafter):
 
     Args:
         model: the adapter of the draft model. The target's own makes it self-speculation: the weights are shared, and
-            a second, pruned context is what makes drafting cheaper.
+            a second, pruned context is what makes drafting cheaper. The vision tower runs once for both.
         policy: which guesses are worth verifying.
         vocab_size: as in `ModelDrafter`.
         pruning: which visual tokens stay.
@@ -48,6 +49,9 @@ class PrunedDraftSession(ModelDraftSession):
         self._room = 0
         if self._pruning.needs_attention and target.attention is None:
             target.attention = PromptAttention(self._pruning.layers)
+        self._merged: Merged | None = None
+        if drafter.model is target.target and min(self._pruning.images, self._pruning.videos) < 1:
+            self._merged = target.merged = target.merged or Merged()
 
     def grow(self, capacity: int) -> None:
         """Room is made when a prompt is loaded and its gaps are known: most of it would never be written."""
@@ -57,7 +61,9 @@ class PrunedDraftSession(ModelDraftSession):
         prompt = replace(prompt, ids=tuple(self._readable(prompt.ids)))
         dropped = self._dropped(prompt)
         super().grow(self._room - len(dropped))
-        self.context.load(row, prompt, dropped)
+        self.context.load(row, prompt, dropped, self._merged)
+        if self._merged is not None:
+            self._merged.forget()
 
     def _dropped(self, prompt: Prompt) -> list[int]:
         config, attention = self.context.target.config, self._target.attention

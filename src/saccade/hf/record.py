@@ -61,8 +61,8 @@ class _Context(Context):
         super().__init__(*args)
         self._latest: list[Tensor] = []
 
-    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
-        result = super().load(row, prompt, dropped)
+    def load(self, row: int, prompt: Prompt, *more: Any, **options: Any) -> Prefill:
+        result = super().load(row, prompt, *more, **options)
         self._latest.append(result.logits[None, None])
         return result
 

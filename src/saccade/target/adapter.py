@@ -20,7 +20,7 @@ from saccade.target.cache import SlotCache
 from saccade.target.families import Family, ordinary_ids
 from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
-from saccade.target.selected import held_of, kept_of, only, shift_of
+from saccade.target.selected import Merged, held_of, kept_of, only, shift_of
 from saccade.target.stopwatch import Stopwatch
 
 
@@ -99,6 +99,7 @@ class Target:
         start: int = 0,
         hidden: Hidden | None = None,
         dropped: Sequence[int] = (),
+        merged: Merged | None = None,
     ) -> Prefill:
         """Run one row's prompt from position ``start`` on and commit it to the cache.
 
@@ -106,6 +107,7 @@ class Target:
             start: how many leading ids the row's cache already holds; never inside an image.
             hidden: filled with the states of the ids that run, ``[1, S - start, d]`` if none is dropped.
             dropped: ascending positions, before ``start`` too, that the decoder never sees; the others keep theirs.
+            merged: embeddings of this model that spare it looking at the media again, where some are dropped.
 
         Raises:
             InputError: the prompt is empty or longer than the model's context.
@@ -115,7 +117,8 @@ class Target:
         if cache.lengths[row] != held:
             raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {held} to go on from.")
         spans = media_spans(self.config, prompt)
-        media = [m for m, (first, _) in zip(prompt.media, spans, strict=True) if first >= start]
+        known = merged.of(prompt, start) if merged is not None and dropped else {}
+        media = [m for m, (first, _) in zip(prompt.media, spans, strict=True) if first >= start and not known]
         ids = torch.tensor([prompt.ids], device=self.device)
         inputs: dict[str, Any] = {
             name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
@@ -131,7 +134,7 @@ class Target:
         if start or dropped:
             mask = inputs["attention_mask"] = self._continuation_mask(prompt, start, kept, dropped)
             if dropped:
-                choosing = only(self.decoder, [i - start for i in kept], mask)
+                choosing = only(self.decoder, [i - start for i in kept], mask, known)
         else:
             inputs["attention_mask"] = torch.ones_like(ids)
             types = type_ids(self.config, prompt.ids)

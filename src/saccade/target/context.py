@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from saccade.target.adapter import Prefill, Target
 from saccade.target.attention import PromptAttention
 from saccade.target.cache import SlotCache
 from saccade.target.features import Hidden
-from saccade.target.selected import held_of, shift_of
+from saccade.target.selected import Merged, held_of, shift_of
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class Context:
         reused: prompt tokens that the last `load` found in the cache, per row.
         hidden: hidden states that every prefill and forward is to leave there; None for none.
         attention: what every prefill is to leave there of the attention of the prompt's words; None for nothing.
+        merged: likewise what the decoder was given.
     """
 
     def __init__(self, target: Target, batch: int, capacity: int) -> None:
@@ -45,6 +46,7 @@ class Context:
         self.reused = [0] * batch
         self.hidden: Hidden | None = None
         self.attention: PromptAttention | None = None
+        self.merged: Merged | None = None
         self._shift: Tensor | None = None
         self._held = [_Held() for _ in range(batch)]
 
@@ -61,12 +63,15 @@ class Context:
         self.hidden.layers = tuple(sorted({*layers, layer}))
         return self.hidden
 
-    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
+    def load(
+        self, row: int, prompt: Prompt, dropped: Sequence[int] = (), merged: Merged | None = None
+    ) -> Prefill:
         """Make the row hold ``prompt``: what it shares with the row's content is reused, the rest prefilled.
 
         Args:
             dropped: ascending positions of visual tokens that the decoder never sees. In the part that is reused,
                 what was left out then stays left out.
+            merged: what another context of the same model was given for this prompt.
         """
         held = self._held[row]
         spans = media_spans(self.target.config, prompt)
@@ -77,11 +82,12 @@ class Context:
         gone = [*held.dropped, *(d for d in dropped if d >= start)]
         self.cache.crop(row, held_of(start, gone))
         self.reused[row] = start
-        reading = (
-            nullcontext() if self.attention is None else self.attention.reading(self.target, prompt, start)
-        )
-        with reading:
-            result = self.target.prefill(self.cache, row, prompt, start, self.hidden, gone)
+        with ExitStack() as readers:
+            if self.attention is not None:
+                readers.enter_context(self.attention.reading(self.target, prompt, start))
+            if self.merged is not None:
+                readers.enter_context(self.merged.reading(self.target.decoder, prompt, start))
+            result = self.target.prefill(self.cache, row, prompt, start, self.hidden, gone, merged)
         held.ids, held.media, held.dropped = list(prompt.ids), marks, gone
         self.deltas[row] = result.rope_delta
         self._note_gaps(row, len(prompt), gone)

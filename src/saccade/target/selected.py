@@ -7,19 +7,62 @@ others keep their position ids, so that the decoder computes what it would if at
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
+from saccade.inputs.prompt import Prompt
 
 Mask = Tensor | dict[str, Tensor]
 
 _ALONG = {"inputs_embeds": 1, "input_ids": 1, "position_ids": -1, "visual_pos_masks": 1}
 """Arguments of a decoder that have one entry per position, and the dimension that counts positions."""
+
+
+_MERGED = ("inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds")
+
+
+@dataclass(slots=True)
+class Merged:
+    """What a model made of a prompt before its decoder: a second context on the same weights need not look again.
+
+    Attributes:
+        prompt: of the last prefill.
+        start: first position that it ran.
+        arguments: of its decoder, from there on: embeddings with the visual features in place; none for text.
+    """
+
+    prompt: Prompt | None = None
+    start: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, prompt: Prompt, start: int) -> dict[str, Any]:
+        """The arguments if they are of this prompt from this position on, else none."""
+        return self.arguments if self.start == start and self.prompt == prompt else {}
+
+    def forget(self) -> None:
+        """Free the embeddings."""
+        self.prompt, self.arguments = None, {}
+
+    @contextmanager
+    def reading(self, decoder: nn.Module, prompt: Prompt, start: int) -> Iterator[None]:
+        """Keep what the decoder gets in the prefill of ``prompt`` from ``start`` on that happens meanwhile."""
+        self.forget()
+
+        def keep(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.arguments = {n: kwargs[n] for n in _MERGED if kwargs.get(n) is not None}
+
+        handle = decoder.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+        self.prompt, self.start = prompt, start
 
 
 def kept_of(start: int, stop: int, dropped: Sequence[int]) -> list[int]:
@@ -45,12 +88,15 @@ def shift_of(start: int, dropped: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def only(decoder: nn.Module, kept: Sequence[int], mask: Mask) -> Iterator[None]:
+def only(
+    decoder: nn.Module, kept: Sequence[int], mask: Mask, instead: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Forwards of the model run its decoder on chosen positions while this is open.
 
     Args:
         kept: ascending indices into the positions that the model is given.
         mask: what the decoder gets as attention mask, over the kept positions.
+        instead: arguments over all positions that take the place of the model's own (`Merged`).
 
     Raises:
         ModelError: the decoder is called in a way in which positions cannot be chosen.
@@ -60,7 +106,8 @@ def only(decoder: nn.Module, kept: Sequence[int], mask: Mask) -> Iterator[None]:
 
     def choose(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         calls.append(module)
-        return args, {**_chosen(module, args, kwargs, chosen), "attention_mask": mask}
+        kwargs = _chosen(module, args, {**kwargs, **(instead or {})}, chosen)
+        return args, {**kwargs, "attention_mask": mask}
 
     handle = decoder.register_forward_pre_hook(choose, with_kwargs=True)
     try:
