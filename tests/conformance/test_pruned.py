@@ -20,7 +20,12 @@ from saccade.target.context import Context
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 32
 POLICIES: dict[str, Any] = {"chain": Chain(4), "sage": SageTree()}
-CASES = [(name, kind) for name in NAMES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
+CASES = [
+    (name, kind)
+    for name in (*NAMES, "llava_onevision")
+    for kind in ("image", "video")
+    if kind in FAMILIES[name].kinds
+]
 
 
 @cache

@@ -17,6 +17,7 @@ from saccade.draft.sage import SageTree
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain
 from saccade.draft.tree import DraftTree
+from saccade.errors import ModelError
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -93,6 +94,17 @@ def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
     )
     assert context.attention is not None
     assert context.attention.layers == (-1,)
+
+
+def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
+    context = Context(target("llava"), 1, 8)
+    drafters = [
+        PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=n)) for n in (None, None, (-1,))
+    ]
+    for drafter in drafters[:2]:
+        drafter.open(1, context)
+    with pytest.raises(ModelError, match="choose the same layers"):
+        drafters[2].open(1, context)
 
 
 def test_it_keeps_what_the_target_looks_at() -> None:

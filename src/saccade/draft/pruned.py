@@ -7,6 +7,7 @@ from dataclasses import replace
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.policy import TreePolicy
 from saccade.draft.pruning import Pruning
+from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.attention import PromptAttention
@@ -47,8 +48,13 @@ class PrunedDraftSession(ModelDraftSession):
         self._pruning = drafter.pruning
         self._target = target
         self._room = 0
-        if self._pruning.needs_attention and target.attention is None:
-            target.attention = PromptAttention(self._pruning.layers)
+        if self._pruning.needs_attention:
+            target.attention = target.attention or PromptAttention(self._pruning.layers)
+            if target.attention.layers != self._pruning.layers:
+                raise ModelError(
+                    f"The target's attention is read in layers {target.attention.layers} already, not in "
+                    f"{self._pruning.layers}; choose the same layers for all that read it."
+                )
         self._merged: Merged | None = None
         if drafter.model is target.target and min(self._pruning.images, self._pruning.videos) < 1:
             self._merged = target.merged = target.merged or Merged()
