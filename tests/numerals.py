@@ -1,4 +1,4 @@
-"""A tokenizer for the vocabulary of `families`, whose ids have no text: one ordinary id for every character."""
+"""A tokenizer for the vocabulary of `families`, whose ids have no text: one id for every character."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from families import (
     VOCAB,
 )
 
+NEWLINE = FIRST_WORD - 1
+"""In no prompt of `families`."""
 _SPECIAL = {
     IMAGE: "<image>",
     VIDEO: "<video>",
@@ -33,7 +35,8 @@ class Numerals:
         return VOCAB
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [FIRST_WORD + ord(character) % (LAST_WORD + 1 - FIRST_WORD) for character in text]
+        words = LAST_WORD + 1 - FIRST_WORD
+        return [NEWLINE if c == "\n" else FIRST_WORD + ord(c) % words for c in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(ord("a") + i % 26) for i in ids if not (skip_special_tokens and i in _SPECIAL))

@@ -166,10 +166,10 @@ def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(name: str, wei
 
 
 @pytest.mark.parametrize("carry", [True, False])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "llava_next", "qwen2_5_vl"])
 def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: bool) -> None:
     case = FAMILIES[name]
-    drafter = EnsembleDrafter(draft(name), Chain(4), views(name, "MT"), Grid(), carry=carry)
+    drafter = EnsembleDrafter(draft(name), Chain(4), views(name, VIEWS[name]), Grid(steps=4), carry=carry)
     method = Engine(target(name), drafter)
     session = method.open(1)
     method.generate(requests(name, "image", 1), max_new_tokens=24, session=session)
@@ -185,8 +185,8 @@ def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: 
         pass
     inputs = second_turn(name, "image", 0)
     assert run.outputs[0].tokens == reference_greedy(pristine(name), inputs, 24)[0]
-    for row, view in enumerate("MT"):  # every view's row has grown by the answer and the new question
-        held = len(views(name, view)[0].read(longer))
+    for row, view in enumerate(drafter.views):  # each holds its own reading of both turns, and the answer
+        held = len(view.read(longer))
         assert session.drafting.context.lengths[row] > held  # type: ignore[union-attr]
 
 

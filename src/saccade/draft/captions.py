@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,17 +156,18 @@ class CheckpointCaptions:
     Args:
         path: checkpoint folder or hub id.
         max_new_tokens: of a caption.
+        device: where it runs.
 
     Raises:
         ModelError: the checkpoint cannot be loaded.
     """
 
-    def __init__(self, path: str, max_new_tokens: int = 32) -> None:
+    def __init__(self, path: str, max_new_tokens: int = 32, device: str | torch.device | None = None) -> None:
         from transformers import AutoProcessor
 
         from saccade.loading import load_model
 
-        self._model = load_model(path).eval()
+        self._model = load_model(path, device_map=device).eval()
         self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
         self._max_new_tokens = max_new_tokens
 
@@ -191,10 +192,18 @@ def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
         MethodError: the family's tensors are not understood.
     """
     pixels = _pixels(processor.config, medium)
-    settings = processor._parts.image_processor
-    mean, std = (torch.tensor(v)[:, None, None] for v in (settings.image_mean, settings.image_std))
+    mean, std = (torch.tensor(v)[:, None, None] for v in _scale(processor, medium))
     values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255
     return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def _scale(processor: InputProcessor, medium: Medium) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and standard deviation of the colours, by which pixels were scaled."""
+    parts, family = processor._parts, family_of(processor.config)
+    if medium.kind == "video" and family is not None and family.video is not None:
+        settings = {**family.video.settings, **parts.video_settings}
+        return settings["image_mean"], settings["image_std"]
+    return parts.image_processor.image_mean, parts.image_processor.image_std
 
 
 def _pixels(config: Any, medium: Medium) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -83,7 +84,7 @@ class EnsembleSession:
     """A draft session of B * m rows that is B rows to the engine.
 
     Attributes:
-        weights: ``[B, m]`` of the last block.
+        reading_seconds: spent on making the views' prompts at the last `load`; all of it captions, if there are any.
     """
 
     def __init__(self, drafter: EnsembleDrafter, batch: int) -> None:
@@ -97,6 +98,7 @@ class EnsembleSession:
         self._capacity = 0
         self._surplus = 0
         self._active = [False] * batch
+        self.reading_seconds = 0.0
 
     @property
     def context(self) -> Context:
@@ -105,6 +107,7 @@ class EnsembleSession:
 
     @property
     def weights(self) -> Tensor:
+        """``[B, m]`` of the last block."""
         return self._mixture.weights
 
     def grow(self, capacity: int) -> None:
@@ -117,8 +120,10 @@ class EnsembleSession:
             self._weights.forget(row)
         self._weights.load(row, prompt.ids)
         views = self._drafter.views
-        for place, view in enumerate(views):
-            seen = view.read(prompt)
+        started = time.perf_counter()
+        read = [view.read(prompt) for view in views]
+        self.reading_seconds = time.perf_counter() - started
+        for place, (view, seen) in enumerate(zip(views, read, strict=True)):
             self._surplus = max(
                 self._surplus, len(seen) - len(prompt)
             )  # a caption may be longer than its image

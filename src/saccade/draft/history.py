@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,13 +37,14 @@ def simplex(views: int, steps: int) -> Tensor:
     return counts.flip(0).float() / steps
 
 
-def distances(p: Tensor, q: Tensor, distance: Literal["kl", "tv"]) -> Tensor:
-    """``[B, T, K]`` distance of ``p`` ``[B, T, V]`` from K distributions ``q`` ``[B, K, T, V]``: KL(p||q) in nats, or
-    total variation."""
-    if distance == "tv":
-        return 0.5 * (p[:, None] - q).abs().sum(-1).transpose(1, 2)
-    cross = torch.einsum("btv,bktv->btk", p, q.clamp(min=TINY).log())
-    return torch.xlogy(p, p).sum(-1)[..., None] - cross
+def divergence(p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p||q) ``[B, T, K]`` in nats of ``p`` ``[B, T, V]`` from K distributions with logarithms ``[B, K, T, V]``."""
+    return torch.xlogy(p, p).sum(-1)[..., None] - torch.einsum("btv,bktv->btk", p, log_q)
+
+
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    """``[B, T, K]`` half the summed differences of ``p`` ``[B, T, V]`` and K distributions ``q`` ``[B, K, T, V]``."""
+    return 0.5 * (p[:, None] - q).abs().sum(-1).transpose(1, 2)
 
 
 class History:

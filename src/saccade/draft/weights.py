@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.controls import Fixed, Random
-from saccade.draft.history import TINY, History, Verified, distances, simplex
+from saccade.draft.history import TINY, History, Verified, divergence, simplex, total_variation
 
 Distance = Literal["kl", "tv", "match"]
 ERROR_FLOOR = 1e-4
@@ -102,10 +102,13 @@ class Grid:
     def _errors(self, seen: Verified, grid: Tensor) -> Tensor:
         """``[B, T, G, 1]`` distances, or ``[B, T, G, 2]`` KL and matches."""
         mixed = torch.einsum("gm,bmtv->bgtv", grid, seen.q)
-        error = distances(seen.p, mixed, "tv" if self.distance == "tv" else "kl")
-        if self.distance != "match":
+        if self.distance == "tv":
+            return total_variation(seen.p, mixed)[..., None]
+        likeliest = mixed.argmax(-1) if self.distance == "match" else None
+        error = divergence(seen.p, mixed.clamp_(min=TINY).log_())  # in place: this is the largest tensor
+        if likeliest is None:
             return error[..., None]
-        hits = (mixed.argmax(-1) == seen.label[:, None]).transpose(1, 2)
+        hits = (likeliest == seen.label[:, None]).transpose(1, 2)
         return torch.stack([error, hits.to(error)], -1)
 
 
@@ -135,7 +138,10 @@ class InverseError:
             error = total / count.clamp(min=1)[:, None] if self.average else total
             return (1 / error.clamp(min=ERROR_FLOOR) / self.temperature).softmax(-1)
 
-        return _Learned(batch, views, views, self.window, device, lambda s: distances(s.p, s.q, "kl"), decide)
+        def measure(seen: Verified) -> Tensor:
+            return divergence(seen.p, seen.q.clamp(min=TINY).log())
+
+        return _Learned(batch, views, views, self.window, device, measure, decide)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -178,6 +179,19 @@ def test_weights_that_never_change_keep_no_distributions() -> None:
     growth = mixing.begin(torch.zeros(2, dtype=torch.long), TopProposer())
     growth.expand(torch.randn(2, 1, VOCAB))
     assert mixing.levels == []
+
+
+def test_the_time_of_captions_can_be_told_from_prefill() -> None:
+    case = FAMILIES["llava"]
+    target = Target(case.model())
+    view = Caption(target.config, Numerals(), lambda seen: time.sleep(0.05) or "a story")  # type: ignore[func-returns-value]
+    engine = Engine(target, EnsembleDrafter(Target(case.draft_model()), Chain(2), [Multimodal(), view]))
+    session: Any = engine.open(1)
+    requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=1))]
+    engine.generate(requests, max_new_tokens=3, session=session)
+    assert session.drafting.reading_seconds >= view.seconds >= 0.05
+    engine.generate(requests, max_new_tokens=3, session=session)
+    assert session.drafting.reading_seconds < 0.05
 
 
 def test_an_ensemble_without_views_is_refused() -> None:

@@ -1,0 +1,288 @@
+"""Images told in words: where the words go, who tells them, and what is shown to a captioner."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    BlipConfig,
+    BlipForConditionalGeneration,
+    Florence2Config,
+    Florence2ForConditionalGeneration,
+)
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+from transformers.models.blip.processing_blip import BlipProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.florence2.processing_florence2 import Florence2Processor
+
+from checkpoints import picture as gradient
+from checkpoints import ready, tokenizer
+from families import FAMILIES, IMAGE, VISUAL_FAMILIES
+from numerals import NEWLINE, Numerals
+from saccade.draft.captions import (
+    Caption,
+    CheckpointCaptions,
+    OwnCaptions,
+    PictureCaptions,
+    Seen,
+    picture,
+)
+from saccade.draft.views import TextOnly
+from saccade.errors import MethodError, ModelError
+from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.loading import load_model
+from saccade.target.adapter import Target
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
+import kits
+from kits import VIDEO, VISUAL, kit
+
+WORDS = Numerals()
+
+
+def kinds(name: str) -> list[str]:
+    return [kind for kind in FAMILIES[name].kinds if kind != "text"]
+
+
+# --------------------------------------------------------------------------- the view
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in VISUAL_FAMILIES for kind in kinds(name)])
+def test_a_caption_stands_where_the_text_view_has_a_newline(name: str, kind: str) -> None:
+    model = FAMILIES[name].model()
+    for prompt in split(model.config, FAMILIES[name].inputs(kind, rows=3)):
+        view = Caption(model.config, WORDS, lambda seen: f"a {seen.medium.digest[:4]}")
+        newlines = list(TextOnly(model.config, WORDS).read(prompt).ids)
+        expected, media = list[int](), iter(prompt.media)
+        for token in newlines:
+            if token == NEWLINE:
+                medium = next(media)
+                expected += WORDS.encode(f"{medium.kind}: a {medium.digest[:4]}")
+            else:
+                expected.append(token)
+        assert view.read(prompt) == Prompt(tuple(expected))
+
+
+def test_an_image_is_told_once_in_one_line_and_its_time_is_counted() -> None:
+    case = FAMILIES["llava"]
+    config = case.model().config
+    (prompt,) = split(config, case.row_inputs("images2", 0))
+    asked: list[Seen] = []
+
+    def tell(seen: Seen) -> str:
+        asked.append(seen)
+        return " a cat\n on a mat "
+
+    view = Caption(config, WORDS, tell)
+    assert view.read(prompt) == view.read(prompt)
+    assert [seen.medium for seen in asked] == list(prompt.media)
+    assert all(seen.ids == (IMAGE,) * 16 for seen in asked)
+    assert set(view.captions.values()) == {"a cat on a mat"}
+    assert view.seconds > 0
+
+
+# --------------------------------------------------------------------------- the drafter's own captions
+
+
+@cache
+def loaded(name: str) -> tuple[Target, InputProcessor]:
+    return Target(load_model(ready(name))), InputProcessor.load(str(ready(name)))
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_a_drafter_is_asked_about_the_image_as_if_it_were_given_it(name: str) -> None:
+    """Tiles, row breaks and wrappers come from the user's prompt; the rest of the question does not depend on it."""
+    processor = kit(name).ours
+    image = gradient(3, (80, 56))
+    prompt = processor.prompt("What is it?", images=[image])
+    told: list[Seen] = []
+    Caption(processor.config, processor.tokenizer, lambda seen: told.append(seen) or "").read(prompt)  # type: ignore[func-returns-value]
+    asking = OwnCaptions.__new__(OwnCaptions)
+    asking._processor, asking._question = processor, "Describe the {kind}."
+    expected = processor.prompt("Describe the image.", images=[image])
+    assert asking.prompt(told[0]).ids == expected.ids
+    assert [m.digest for m in asking.prompt(told[0]).media] == [m.digest for m in expected.media]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen"])
+@torch.no_grad()
+def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str) -> None:
+    model, processor = loaded(name)
+    prompt = processor.prompt("Anything.", images=[gradient(1)])
+    told: list[Seen] = []
+    view = Caption(
+        processor.config,
+        processor.tokenizer,
+        lambda seen: told.append(seen) or own(seen),  # type: ignore[func-returns-value]
+    )
+    own = OwnCaptions(model, processor, max_new_tokens=9)
+    view.read(prompt)
+    asked = own.prompt(told[0])
+    (medium,) = asked.media
+    inputs: dict[str, Any] = {**medium.tensors, "input_ids": torch.tensor([asked.ids])}
+    if name == "qwen":
+        inputs["mm_token_type_ids"] = visual_mask(processor.config, asked.ids)[None].long()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    out = model.model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, len(asked.ids) :]
+    assert own(told[0]) == processor.decode(out)
+    assert view.captions[medium.digest] == " ".join(processor.decode(out).split())
+
+
+def test_a_drafter_s_own_caption_ends_where_the_drafter_ends_it() -> None:
+    model, processor = loaded("llava")
+    prompt = processor.prompt("Anything.", images=[gradient(1)])
+    seen = Seen(prompt.media[0], tuple(i for i in prompt.ids if i == processor.config.image_token_id))
+    own = OwnCaptions(model, processor, max_new_tokens=9)
+    ids = processor.tokenizer.encode(own(seen), add_special_tokens=False)
+    stopped = InputProcessor.load(str(ready("llava")))
+    stopped.eos_token_ids = (ids[3],)
+    expected = processor.decode(ids[: ids.index(ids[3])])
+    assert OwnCaptions(model, stopped, max_new_tokens=9)(seen) == expected
+
+
+# --------------------------------------------------------------------------- captioners of pictures
+
+
+def close(ours: Image.Image, theirs: Image.Image) -> float:
+    """Mean difference of two pictures at a size of 16 x 16, in shades of 255."""
+    small = [np.asarray(i.resize((16, 16), Image.Resampling.BOX), dtype=float) for i in (ours, theirs)]
+    return float(np.abs(small[0] - small[1]).mean())
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_a_medium_is_turned_back_into_its_picture(name: str) -> None:
+    processor = kit(name).ours
+    for shade, size in ((1, (56, 56)), (5, (112, 56))):
+        image = gradient(shade, size)
+        (medium, *_) = processor.prompt("What?", images=[image]).media
+        shown = picture(processor, medium)
+        if size[0] != size[1] and shown.width == shown.height and name in ("llava", "llava_next"):
+            continue  # cropped, not squeezed
+        assert close(shown, image) < 8  # resampling and 8 bits; other gradients are more than 40 away
+    assert close(picture(processor, medium), gradient(3, (56, 56)).rotate(90)) > 25
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_video_is_shown_by_its_middle_frame(name: str) -> None:
+    processor = kit(name).ours
+    frames = np.stack([np.asarray(gradient(shade, (56, 56))) for shade in range(4)])
+    media = processor.prompt("What?", videos=[frames]).media
+    shown = picture(processor, media[len(media) // 2])
+    middle = min(close(shown, gradient(shade, (56, 56))) for shade in (1, 2, 3))
+    assert middle < 8
+
+
+def test_any_function_of_a_picture_captions() -> None:
+    processor = kit("llava").ours
+    prompt = processor.prompt("What?", images=[Image.new("RGB", (28, 28), (250, 0, 0))])
+
+    def tell(image: Image.Image) -> str:
+        red, green, _ = image.getpixel((3, 3))  # type: ignore[misc]
+        return "red" if red > green else "green"
+
+    view = Caption(processor.config, processor.tokenizer, PictureCaptions(processor, tell))
+    assert "image: red" in processor.tokenizer.decode(view.read(prompt).ids)
+
+
+def test_tensors_of_an_unknown_family_make_no_picture() -> None:
+    medium = Medium("image", {"pixel_values": torch.zeros(1, 3, 4, 4)}, 1, "0")
+    with pytest.raises(MethodError, match="let the drafter caption for itself"):
+        picture(kit("llama").ours, medium)
+
+
+# --------------------------------------------------------------------------- captioning checkpoints
+
+
+def blip(path: Path) -> Path:
+    tok = tokenizer(more=["<b>"])
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "projection_dim": 32,
+    }
+    ids = {
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "sep_token_id": tok.eos_token_id,
+    }
+    config = BlipConfig(
+        text_config={
+            **shape,
+            **ids,
+            "vocab_size": len(tok),
+            "pad_token_id": tok.pad_token_id,
+            "encoder_hidden_size": 32,
+        },
+        vision_config={**shape, "image_size": 16, "patch_size": 8},
+        projection_dim=32,
+    )
+    BlipForConditionalGeneration(config).save_pretrained(path)
+    BlipProcessor(BlipImageProcessorPil(size={"height": 16, "width": 16}), tok).save_pretrained(path)
+    return path
+
+
+def florence(path: Path) -> Path:
+    tok = kits.tokenizer(["<image>"], {"image_token": "<image>"}, bos=True)
+    vision = {
+        "embed_dim": [8, 16],
+        "num_heads": [2, 2],
+        "num_groups": [2, 2],
+        "depths": [1, 1],
+        "patch_size": [7, 3],
+        "patch_stride": [4, 2],
+        "patch_padding": [3, 1],
+        "patch_prenorm": [False, True],
+        "window_size": 4,
+        "projection_dim": 32,
+        "max_temporal_embeddings": 4,
+        "max_position_embeddings": 16,
+    }
+    text = {
+        "model_type": "bart",
+        "vocab_size": len(tok),
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "decoder_start_token_id": tok.eos_token_id,
+        "forced_eos_token_id": None,
+    }
+    config = Florence2Config(
+        text_config=text, vision_config=vision, image_token_id=tok.convert_tokens_to_ids("<image>")
+    )
+    Florence2ForConditionalGeneration(config).save_pretrained(path)
+    images = CLIPImageProcessorPil(size={"height": 32, "width": 32}, do_center_crop=False)
+    images.image_seq_length = 17
+    Florence2Processor(images, tok, num_additional_image_tokens=1).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("make", [blip, florence])
+def test_a_captioning_checkpoint_tells_a_picture_in_words(make: Any, tmp_path: Path) -> None:
+    tell = CheckpointCaptions(str(make(tmp_path / "captioner")), max_new_tokens=5)
+    words = tell(gradient(1))
+    assert isinstance(words, str)
+    assert tell(gradient(1)) == words
+    assert "<image>" not in words
+
+
+def test_a_captioning_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no config"):
+        CheckpointCaptions(str(tmp_path))
