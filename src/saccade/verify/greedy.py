@@ -32,9 +32,19 @@ class Greedy:
         if tree.size == 1:
             zeros = torch.zeros_like(choice)
             return Verdict(zeros, zeros[:, 0], choice[:, 0])
+        if tree.max_children == 1:
+            return _down_a_chain(tree, choice)
         batch = choice.shape[0]
         right = (tree.tokens == choice.gather(1, tree.parents.expand(batch, -1))) & tree.valid
         right[:, 0] = True
         stands = (right[:, None] | ~tree.ancestors).all(-1)  # [B, N]: every node on the way down is right
         count, node = torch.where(stands, tree.depth, -1).max(1)
         return Verdict(path_to(tree, node), count, choice.gather(1, node[:, None])[:, 0])
+
+
+def _down_a_chain(tree: DraftTree, choice: Tensor) -> Verdict:
+    """The same for trees of width one, whose nodes stand in the order of their depth."""
+    right = (tree.tokens[:, 1:] == choice[:, :-1]) & tree.valid[:, 1:]
+    count = right.cumprod(1).sum(1, keepdim=True)
+    place = torch.arange(tree.size, device=choice.device)
+    return Verdict(torch.where(place <= count, place, 0), count[:, 0], choice.gather(1, count)[:, 0])
