@@ -21,10 +21,13 @@ from saccade.draft.captions import Caption
 from saccade.draft.controls import Fixed, Random
 from saccade.draft.ensemble import EnsembleDrafter, _Mixture
 from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.pruned import PrunedDrafter
+from saccade.draft.pruning import Pruning
 from saccade.draft.sampling import DrawProposer, TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
-from saccade.draft.views import Multimodal, Pooled, TextOnly, View
+from saccade.draft.view import PlainView, View
+from saccade.draft.views import Multimodal, Pooled, Pruned, TextOnly
 from saccade.draft.weights import Grid, InverseError, Weighting
 from saccade.draft.width import WidthTree
 from saccade.engine import Engine, Request
@@ -46,6 +49,7 @@ def views(name: str, letters: str) -> list[View]:
         "T": lambda: TextOnly(config, WORDS),
         "C": lambda: Caption(config, WORDS, lambda seen: f"picture {seen.medium.digest[:6]}"),
         "P": lambda: Pooled(draft(name)),
+        "R": Pruned,
     }
     return [makers[letter]() for letter in letters]
 
@@ -70,10 +74,10 @@ def course(output: Output) -> tuple[Any, ...]:
 VIEWS = {
     "llava": "MTCP",
     "llava_next": "MTP",
-    "llava_onevision": "MTP",
+    "llava_onevision": "MTPR",
     "llava_pixtral": "MT",
     "qwen2_5_vl": "MTC",
-    "qwen3_vl": "MT",
+    "qwen3_vl": "MTR",
     "smolvlm": "MTCP",
     "gemma3": "MTP",
     "internvl": "TP",
@@ -147,6 +151,20 @@ def test_a_drafter_that_only_reads_takes_the_text_view_too() -> None:
 # --------------------------------------------------------------------------- rows and turns
 
 
+@pytest.mark.parametrize("select", ["uniform", "specvlm"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_the_pruned_view_alone_is_the_pruned_draft_model(name: str, select: Any) -> None:
+    pruning = Pruning(select, images=0.5)
+    alone = EnsembleDrafter(draft(name), TREES["static"], [Pruned(pruning)])
+    pruned = PrunedDrafter(draft(name), TREES["static"], pruning=pruning)
+    ours, theirs = (
+        Engine(target(name), drafter).generate(requests(name, "images2", 3), max_new_tokens=NEW_TOKENS)
+        for drafter in (alone, pruned)
+    )
+    assert list(map(course, ours)) == list(map(course, theirs))
+    assert tokens(ours) == FAMILIES[name].reference("images2", 3, n=NEW_TOKENS)
+
+
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(name: str, weighting: str) -> None:
@@ -215,14 +233,11 @@ def test_a_good_view_beside_a_random_one_gets_the_weight(policy: str) -> None:
         assert output.stats.target_passes <= plain.stats.target_passes + 2
 
 
-class _Elsewhere:
+class _Elsewhere(PlainView):
     name = "X"
 
     def read(self, prompt: Prompt) -> Prompt:
         return Prompt(tuple(reversed([i for i in prompt.ids if i < 180])))
-
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
-        session.load(row, prompt)
 
 
 # --------------------------------------------------------------------------- exact under sampling
@@ -324,16 +339,13 @@ def test_verifying_with_one_view_s_distribution_is_noticed(
     assert p_of(setup) < UNLIKELY
 
 
-class _Forgetful:
+class _Forgetful(PlainView):
     """Reads all but the first words: another opinion of a language model."""
 
     name = "F"
 
     def read(self, prompt: Prompt) -> Prompt:
         return Prompt(prompt.ids[3:])
-
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
-        session.load(row, prompt)
 
 
 @pytest.mark.parametrize(

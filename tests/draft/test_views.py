@@ -14,6 +14,7 @@ from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.static import Chain
+from saccade.draft.view import View
 from saccade.draft.views import POOLABLE, Multimodal, Pooled, TextOnly, by_names, pool
 from saccade.errors import MethodError
 from saccade.inputs.batch import split, visual_mask
@@ -41,6 +42,10 @@ def session(name: str) -> ModelDraftSession:
     opened = ModelDraftSession(ModelDrafter(model(name), Chain(2)), 1)
     opened.grow(256)
     return opened
+
+
+def load(view: View, opened: ModelDraftSession, prompt: Prompt) -> None:
+    view.load(opened, 0, prompt, opened.context)
 
 
 def visuals(name: str, prompt: Prompt) -> int:
@@ -105,7 +110,7 @@ def test_several_media_and_videos_are_pooled_too(name: str, kind: str) -> None:
         seen = view.read(prompt)
         assert 0 < visuals(name, seen) < visuals(name, prompt)
         assert len(seen.media) == len(prompt.media)
-        view.load(opened, 0, seen)
+        load(view, opened, seen)
         assert opened.context.lengths == [len(seen)]
 
 
@@ -151,7 +156,7 @@ def test_pooled_features_are_the_averages_made_by_hand(name: str) -> None:
     view, opened = Pooled(model(name)), session(name)
     seen = view.read(prompt)
     opened.context.hidden = hidden = Hidden((0,))  # what enters the first layer
-    view.load(opened, 0, seen)
+    load(view, opened, seen)
     entered = hidden.states[0][0][visual_mask(model(name).config, seen.ids)]
     if name in ANYRES:  # the tiles follow, unpadded and with newlines
         assert torch.allclose(entered[: expected.shape[1]], expected[0], atol=1e-5)
@@ -174,12 +179,12 @@ def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
     view = Pooled(model(name))
     before = session(name).context.load(0, prompt).logits
     patch = model(name).config.vision_config.patch_size
-    view.load(session(name), 0, view.read(prompt))
+    load(view, session(name), view.read(prompt))
     assert model(name).config.vision_config.patch_size == patch
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
     broken = Prompt((*view.read(prompt).ids, IMAGE), view.read(prompt).media)
     with pytest.raises(Exception, match=r"placeholder"):
-        view.load(session(name), 0, broken)
+        load(view, session(name), broken)
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
 
 
@@ -212,6 +217,6 @@ def test_unknown_views_are_refused(names: str) -> None:
         config = model("llava").config
         tokenizer = WORDS
 
-    with pytest.raises(MethodError, match="not letters of MTCP"):
+    with pytest.raises(MethodError, match="not letters of MTCPR"):
         by_names(names, model("llava"), Processor())  # type: ignore[arg-type]
     assert [view.name for view in by_names("PTM", model("llava"), Processor())] == list("PTM")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saccade.draft.model import ModelDraftSession
+from saccade.draft.view import PlainView
 from saccade.errors import MethodError
 from saccade.inputs.blind import _wrapped_spans as wrapped_spans
 from saccade.inputs.families import family_of
@@ -39,7 +39,7 @@ Captioner = Callable[[Seen], str]
 """Tells in a few words what an image or a video shows."""
 
 
-class Caption:
+class Caption(PlainView):
     """C: ``image: `` and a caption in the place of every image (``video: `` for a video).
 
     Args:
@@ -73,9 +73,6 @@ class Caption:
             ids += [*prompt.ids[end:start], *self._tokenizer.encode(words, add_special_tokens=False)]
             end = stop
         return Prompt((*ids, *prompt.ids[end:]))
-
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
-        session.load(row, prompt)
 
     def _caption(self, seen: Seen) -> str:
         digest = seen.medium.digest

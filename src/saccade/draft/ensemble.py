@@ -14,7 +14,7 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.policy import Frontier, Growth, TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
-from saccade.draft.views import View
+from saccade.draft.view import View
 from saccade.draft.weights import Weighting, by_name
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -77,7 +77,7 @@ class EnsembleDrafter:
         return self.policy.can_sample
 
     def open(self, batch: int, target: Context) -> EnsembleSession:
-        return EnsembleSession(self, batch)
+        return EnsembleSession(self, batch, target)
 
 
 class EnsembleSession:
@@ -87,9 +87,12 @@ class EnsembleSession:
         reading_seconds: spent on making the views' prompts at the last `load`; all of it captions, if there are any.
     """
 
-    def __init__(self, drafter: EnsembleDrafter, batch: int) -> None:
+    def __init__(self, drafter: EnsembleDrafter, batch: int, target: Context) -> None:
         device, views = drafter.model.device, len(drafter.views)
         self._drafter = drafter
+        self._target = target
+        for view in drafter.views:
+            view.open(target)
         self._weights = drafter.weighting.open(batch, views, device)
         learns = drafter.weighting.learns and views > 1
         self._mixture = _Mixture(drafter.policy, batch, views, device, learns)
@@ -124,11 +127,10 @@ class EnsembleSession:
         read = [view.read(prompt) for view in views]
         self.reading_seconds = time.perf_counter() - started
         for place, (view, seen) in enumerate(zip(views, read, strict=True)):
-            self._surplus = max(
-                self._surplus, len(seen) - len(prompt)
-            )  # a caption may be longer than its image
+            longer = len(seen) - len(prompt)  # a caption may be longer than its image
+            self._surplus = max(self._surplus, longer)
             self.grow(self._capacity)
-            view.load(self._session, row * len(views) + place, seen)
+            view.load(self._session, row * len(views) + place, seen, self._target)
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:

@@ -7,20 +7,24 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from saccade.draft.captions import Caption, Captioner, OwnCaptions
 from saccade.draft.model import ModelDraftSession
-from saccade.errors import MethodError
+from saccade.draft.pruning import Pruning
+from saccade.draft.view import PlainView, View
+from saccade.errors import MethodError, ModelError
 from saccade.inputs.blind import without_media
 from saccade.inputs.counting import count
 from saccade.inputs.families import family_of, kind_of, visual_ids
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
+from saccade.target.attention import PromptAttention
+from saccade.target.context import Context
 
 POOLABLE = (
     "llava",
@@ -34,31 +38,13 @@ POOLABLE = (
 """Families whose visual features lie on a square grid when they reach the projector."""
 
 
-class View(Protocol):
-    """One way to read a prompt.
-
-    Attributes:
-        name: as the paper writes it.
-    """
-
-    name: str
-
-    def read(self, prompt: Prompt) -> Prompt:
-        """What the draft model is given in the prompt's place."""
-        ...
-
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
-        """Make a row of the draft session hold what `read` returned."""
-        ...
-
-
 def by_names(
     names: str, model: Target, processor: InputProcessor, captioner: Captioner | None = None
 ) -> list[View]:
     """The views of one draft model by their letters, as in ``MTCP``.
 
     Args:
-        names: letters M, T, C and P, each once.
+        names: letters M, T, C, P and R, each once.
         model: the adapter of the draft model.
         processor: its inputs.
         captioner: for C; the draft model itself when None.
@@ -72,13 +58,14 @@ def by_names(
         "T": lambda: TextOnly(config, tokenizer),
         "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor)),
         "P": lambda: Pooled(model),
+        "R": Pruned,
     }
     if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
         raise MethodError(f"The views {names!r} are not letters of {''.join(makers)}, each at most once.")
     return [makers[name]() for name in names]
 
 
-class Multimodal:
+class Multimodal(PlainView):
     """M: the prompt as the draft model always reads it."""
 
     name = "M"
@@ -86,11 +73,8 @@ class Multimodal:
     def read(self, prompt: Prompt) -> Prompt:
         return prompt
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
-        session.load(row, prompt)
 
-
-class TextOnly:
+class TextOnly(PlainView):
     """T: one newline in the place of every image or video (Gagrani et al. 2024).
 
     Args:
@@ -109,11 +93,8 @@ class TextOnly:
             return prompt
         return without_media(self._config, self._tokenizer, prompt)
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
-        session.load(row, prompt)
 
-
-class Pooled:
+class Pooled(PlainView):
     """P: visual features averaged 2x2 on their grid just before the projector, a quarter of the visual tokens.
 
     A side with an odd number of features is closed by averages of fewer. Where the projector itself averages
@@ -171,7 +152,7 @@ class Pooled:
             media.append(replace(medium, n_tokens=medium.n_tokens // grid * left))
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt) -> None:
+    def load(self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context) -> None:
         with self._pooling():
             session.load(row, prompt)
 
@@ -204,6 +185,38 @@ class Pooled:
         finally:
             vision.patch_size = patch
             hook.remove()
+
+
+class Pruned:
+    """R: only the visual tokens that the target's words look at most, at their own positions (SpecVLM, Ji et al. 2025).
+
+    Args:
+        pruning: which visual tokens stay.
+    """
+
+    name = "R"
+
+    def __init__(self, pruning: Pruning | None = None) -> None:
+        self._pruning = pruning or Pruning()
+
+    def open(self, target: Context) -> None:
+        if not self._pruning.needs_attention:
+            return
+        target.attention = target.attention or PromptAttention(self._pruning.layers)
+        if target.attention.layers != self._pruning.layers:
+            raise ModelError(
+                f"The target's attention is read in layers {target.attention.layers} already, not in "
+                f"{self._pruning.layers}; choose the same layers for all that read it."
+            )
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+    def load(self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context) -> None:
+        config, attention = session.context.target.config, target.attention
+        seen, columns = (attention.prompt, attention.columns) if attention is not None else (None, None)
+        dropped = self._pruning.dropped(config, prompt, seen, columns, target.target.config)
+        session.context.load(row, prompt, dropped)
 
 
 def pool(features: Tensor) -> Tensor:
