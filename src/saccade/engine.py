@@ -212,6 +212,9 @@ class _Loop:
             if self._session.drafting is not None:
                 with self._clock.stage("draft_prefill"):
                     self._session.drafting.load(index, request.draft_prompt or request.prompt)
+                captions = self._session.drafting.reading_seconds
+                self._clock.add("caption", captions)
+                self._clock.add("draft_prefill", -captions)
         last = torch.tensor([r.prompt.ids[-1] for r in self._requests], device=self._target.device)
         root = DraftTree.root_only(last)
         self._draw_numbers()

@@ -8,47 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
-
-from saccade.draft.drafter import Drafter
-from saccade.draft.dynamic import DynamicTree
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.model import ModelDrafter
-from saccade.draft.policy import TreePolicy
-from saccade.draft.static import Chain, StaticTree
+from saccade import compositions
+from saccade.compositions import Parts
 from saccade.engine import Engine
 from saccade.errors import MethodError
-from saccade.target.adapter import Target
-from saccade.verify.fly import FLy
-from saccade.verify.lvspec import LVSpec, RandomLoosening
 
 Needs = Literal["nothing", "draft model"]
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a method is composed of besides its options.
-
-    Attributes:
-        target: the model whose answer is wanted.
-        draft_model: a smaller one, where a method needs it.
-        vocab_size: tokens that both share; the smaller vocabulary when None.
-        special_ids: tokens that lossy rules never let pass.
-    """
-
-    target: Target
-    draft_model: Target | None = None
-    vocab_size: int | None = None
-    special_ids: tuple[int, ...] = ()
-
-    def drafter(self, policy: TreePolicy) -> ModelDrafter:
-        """The draft model under a tree policy."""
-        assert self.draft_model is not None
-        return ModelDrafter(self.draft_model, policy, self.vocab_size or self.target.vocab_size)
-
-    def engine(self, drafter: Drafter | None, rule: Any = None) -> Engine:
-        """The composition."""
-        return Engine(self.target, drafter, rule)
 
 
 @dataclass(frozen=True)
@@ -76,103 +41,90 @@ class Method:
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _plain(parts: Parts) -> Engine:
-    return parts.engine(None)
-
-
-def _chain(parts: Parts, *, gamma: int = 5) -> Engine:
-    return parts.engine(parts.drafter(Chain(gamma)))
-
-
-def _static_tree(parts: Parts) -> Engine:
-    return parts.engine(parts.drafter(StaticTree()))
-
-
-def _dynamic_tree(parts: Parts, *, top: int = 10, max_depth: int = 6, total: int = 60) -> Engine:
-    return parts.engine(parts.drafter(DynamicTree(top, max_depth, total)))
-
-
-def _prompt_lookup(parts: Parts, *, gamma: int = 10, max_ngram: int = 3) -> Engine:
-    return parts.engine(PromptLookup(gamma, max_ngram, torch.device(parts.target.device)))
-
-
-def _lvspec(
-    parts: Parts,
-    *,
-    gamma: int = 10,
-    share: float = 0.7,
-    nearest: int = 10,
-    shift: bool = True,
-    space: str = "hidden",
-) -> Engine:
-    rule = LVSpec(share, nearest, shift, space, parts.special_ids)  # type: ignore[arg-type]  # checked there
-    return parts.engine(parts.drafter(Chain(gamma)), rule)
-
-
-def _fly(parts: Parts, *, gamma: int = 10, entropy: float = 0.2, window: int = 4) -> Engine:
-    return parts.engine(parts.drafter(Chain(gamma)), FLy(entropy, window, parts.special_ids))
-
-
-def _random_loosening(parts: Parts, *, gamma: int = 10, share: float = 0.7) -> Engine:
-    return parts.engine(parts.drafter(Chain(gamma)), RandomLoosening(share, parts.special_ids))
-
-
 METHODS: dict[str, Method] = {
     "plain": Method(
         "one target pass per token: the baseline, on the same engine",
         source="",
         lossless=True,
         needs="nothing",
-        compose=_plain,
+        compose=compositions.plain,
     ),
     "chain": Method(
         "a draft model guesses gamma tokens in a row",
         source="Leviathan et al. 2023, Algorithm 1",
         lossless=True,
         needs="draft model",
-        compose=_chain,
+        compose=compositions.chain,
     ),
     "static-tree": Method(
         "a draft model fills SpecVLM's tree of 25 nodes over 5 levels",
         source="Ji et al. 2025, SpecVLM; the tree is EAGLE's mc_sim_7b_63",
         lossless=True,
         needs="draft model",
-        compose=_static_tree,
+        compose=compositions.static_tree,
     ),
     "dynamic-tree": Method(
         "a draft model grows EAGLE-2's tree: expand the likeliest, keep the likeliest of all",
         source="Li et al. 2024, EAGLE-2, Section 4",
         lossless=True,
         needs="draft model",
-        compose=_dynamic_tree,
+        compose=compositions.dynamic_tree,
     ),
     "prompt-lookup": Method(
         "copies what followed the same n-gram earlier; no draft model",
         source="Saxena 2023, prompt lookup decoding",
         lossless=True,
         needs="nothing",
-        compose=_prompt_lookup,
+        compose=compositions.prompt_lookup,
+    ),
+    "tabed": Method(
+        "an ensemble of views of one draft VLM (M picture, T text, C caption, P pooled, R pruned), weighted by success",
+        source="TABED, Section 4; MT* by default, views=MTCP is MTCP*; window=0 keeps the whole history",
+        lossless=True,
+        needs="draft model",
+        compose=compositions.tabed,
+    ),
+    "specvlm": Method(
+        "a draft VLM that sees a pruned share of the visual tokens fills the static tree",
+        source="Ji et al. 2025, SpecVLM; attention of the target's own prefill chooses",
+        lossless=True,
+        needs="draft model",
+        compose=compositions.specvlm,
+    ),
+    "self-spec": Method(
+        "the target drafts for itself with a pruned share of the visual tokens",
+        source="Ji et al. 2025, SpecVLM, self-speculation; for many visual tokens (videos)",
+        lossless=True,
+        needs="nothing",
+        compose=compositions.self_spec,
+    ),
+    "sage": Method(
+        "entropy-shaped trees by a draft VLM that sees a pruned share of the visual tokens",
+        source="SAGE, Sections 3.1 to 3.3 and 5.1; images=1 videos=1 turns pruning off",
+        lossless=True,
+        needs="draft model",
+        compose=compositions.sage,
     ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
         source="LVSpec, Section 3; greedy decoding only",
         lossless=False,
         needs="draft model",
-        compose=_lvspec,
+        compose=compositions.lvspec,
     ),
     "fly": Method(
         "LOSSY: forgives a mismatch where the target is unsure and the next guesses match (window=0: where unsure)",
         source="Li et al. 2025, FLy, as in LVSpec's baselines; greedy decoding only",
         lossless=False,
         needs="draft model",
-        compose=_fly,
+        compose=compositions.fly,
     ),
     "random-loosening": Method(
         "LOSSY: forgives a random share of the guesses; the control for LVSpec",
         source="LVSpec, Figure 7; greedy decoding only",
         lossless=False,
         needs="draft model",
-        compose=_random_loosening,
+        compose=compositions.random_loosening,
     ),
 }
 """Every method by name."""

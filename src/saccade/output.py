@@ -20,6 +20,7 @@ class Times:
     Attributes:
         vision: the target's vision tower and projector.
         prefill: the target's prompt, vision not counted.
+        caption: captions for a drafter that reads pictures as words.
         draft_prefill: the drafter's prompt.
         draft: proposing.
         verify: the target's forwards over draft trees, rule included.
@@ -28,6 +29,7 @@ class Times:
 
     vision: float = 0.0
     prefill: float = 0.0
+    caption: float = 0.0
     draft_prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
@@ -36,12 +38,12 @@ class Times:
     @property
     def rest(self) -> float:
         """What none of the named stages explains."""
-        return self.total - self.vision - self.prefill - self.draft_prefill - self.draft - self.verify
+        return self.decode - self.draft - self.verify
 
     @property
     def decode(self) -> float:
         """Seconds after prefill."""
-        return self.total - self.vision - self.prefill - self.draft_prefill
+        return self.total - self.vision - self.prefill - self.caption - self.draft_prefill
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import torch
 from saccade import methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
+from saccade.compositions import Parts
 from saccade.engine import Request, Session
 from saccade.errors import InputError, MethodError
 from saccade.generation import plan
@@ -118,7 +119,7 @@ class VLM:
                 self.processor.tokenizer, self._draft_processor.tokenizer, (_name(model), _name(drafter))
             )
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
-        self._parts = methods.Parts(self.target, self.draft_model, vocabulary, special)
+        self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
         self._compose(method or methods.default(drafter is not None), options)
 
     def _compose(self, method: str, options: Mapping[str, Any]) -> None:

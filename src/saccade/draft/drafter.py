@@ -15,7 +15,13 @@ from saccade.verify.rule import Verdict
 
 
 class DraftSession(Protocol):
-    """A drafter at work on B rows."""
+    """A drafter at work on B rows.
+
+    Attributes:
+        reading_seconds: of the last `load`, the part spent on putting pictures into words; 0 for most drafters.
+    """
+
+    reading_seconds: float
 
     def load(self, row: int, prompt: Prompt) -> None:
         """Take in a row's prompt, which the target has just read; what it shares with the row's earlier content

@@ -56,6 +56,8 @@ class PromptLookup:
 class LookupSession:
     """Every row's ids, and where each n-gram last ended."""
 
+    reading_seconds = 0.0
+
     def __init__(self, drafter: PromptLookup, batch: int) -> None:
         self._drafter = drafter
         self._ids: list[list[int]] = [[] for _ in range(batch)]

@@ -59,6 +59,8 @@ class ModelDraftSession:
     the one forward that starts the next step: no gather, and the same for every kind of drafter.
     """
 
+    reading_seconds = 0.0
+
     def __init__(self, drafter: ModelDrafter, batch: int) -> None:
         self._drafter = drafter
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes

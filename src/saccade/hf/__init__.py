@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from saccade import methods
+from saccade.compositions import Parts
 from saccade.draft.drafter import Drafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
@@ -147,7 +148,7 @@ class Speculation:
                 self._engine = Engine(target, self._given)
             else:
                 special = methods.special_ids(model.config, model.generation_config)
-                parts = methods.Parts(target, self._draft_model, special_ids=special)
+                parts = Parts(target, self._draft_model, special_ids=special)
                 self._engine = methods.build(self._method, parts, **self._options)
         return self._engine
 

@@ -14,6 +14,7 @@ from saccade.bench.record import Record, Run
 _STAGES = {
     "vision": "vision tower",
     "prefill": "prefill",
+    "caption": "captions",
     "draft_prefill": "drafter prefill",
     "draft": "drafting",
     "verify": "verification",
