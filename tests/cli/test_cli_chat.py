@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,26 @@ class Terminal:
             shown += os.read(self._ours, 1)
         return shown.decode()
 
+    def press_until(self, key: str, words: str) -> None:
+        """Press a key again and again until these words show.
+
+        An interrupt that comes between Python's prompt and its wait for keys is only seen with the next key.
+        """
+        shown = b""
+        while words.encode() not in shown:
+            self.type(key)
+            while words.encode() not in shown and select.select([self._ours], [], [], 1.0)[0]:
+                shown += os.read(self._ours, 1)
+
+    def leave(self, key: str) -> int:
+        """Press a key until the command has ended; its exit code."""
+        while self._process.poll() is None:
+            self.type(key)
+            if select.select([self._ours], [], [], 1.0)[0]:
+                with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
+                    os.read(self._ours, 1000)
+        return self.close()
+
     def close(self) -> int:
         """Exit code, after what is still shown."""
         try:
@@ -128,8 +150,5 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
     terminal.type("\x03")
     assert "prompt tokens reused" in terminal.read_until("interrupted")
     terminal.read_until("> ")
-    terminal.type("\x03")
-    terminal.read_until("Ctrl-D leaves.")
-    terminal.read_until("> ")
-    terminal.type("\x04")
-    assert terminal.close() == 0
+    terminal.press_until("\x03", "Ctrl-D leaves.")
+    assert terminal.leave("\x04") == 0
