@@ -9,12 +9,12 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
 import torch
 from hypothesis import settings
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 torch.set_num_threads(1)  # the models are tiny: more threads only add waiting
 
 settings.register_profile("no deadline", deadline=None)  # it would only measure how busy the machine is
