@@ -1,0 +1,1 @@
+"""Trained drafter heads: small modules that guess from the target's own hidden states."""

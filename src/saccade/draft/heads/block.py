@@ -1,0 +1,103 @@
+"""One decoder block of the target's text shape, the part that heads are built of."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.rotary import Rotary, turn
+from saccade.target.cache import SlotCache
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, computed in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self._config = config
+        width, dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.heads * dim, width, bias=False)
+        self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], allow: Tensor, cache: SlotCache | None, place: int
+    ) -> Tensor:
+        batch, count, _ = x.shape
+        heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
+        q = self.q_norm(self.q_proj(x).view(batch, count, heads, dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, count, kv, dim)).transpose(1, 2)
+        v = self.v_proj(x).view(batch, count, kv, dim).transpose(1, 2)
+        q, k = turn(q, angles).to(v.dtype), turn(k, angles).to(v.dtype)
+        if cache is not None:
+            k, v = cache.layers[place].update(k, v)
+        if heads != kv:  # fused kernels on a GPU take no mask together with grouped heads
+            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, allow[:, None])
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, count, heads * dim))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """Norm, attention, norm, gated MLP, each with its residual.
+
+    Args:
+        place: index of the block in the head, which is its layer in the cache.
+    """
+
+    def __init__(self, config: HeadConfig, place: int = 0) -> None:
+        super().__init__()
+        self._place = place
+        self._rotary = Rotary(config.head_dim, config.rope)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x: Tensor, positions: Tensor, allow: Tensor, cache: SlotCache | None = None) -> Tensor:
+        """The residual stream after the block.
+
+        Args:
+            x: ``[B, N, d]``.
+            positions: ``[B, N]`` or ``[1, N]``.
+            allow: ``[B or 1, N, K]`` bool; which of the K entries each of these attends to. Every entry must see
+                itself. K is N without a cache.
+            cache: told beforehand where to write (`SlotCache.writing_prompt`, `SlotCache.writing_nodes`).
+        """
+        angles = self._rotary(positions)
+        x = x + self.self_attn(self.input_layernorm(x), angles, allow, cache, self._place)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

@@ -1,0 +1,156 @@
+"""What a drafter head is made of, as its config.json says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from saccade.errors import ModelError
+from saccade.target.adapter import Target
+
+MARK = "saccade_head"
+"""Key under which a head's config.json names its kind; no other checkpoint has it."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Shape of a head, and of the target that it was made for.
+
+    Attributes:
+        kind: a name of `saccade.draft.heads.registry.HEADS`.
+        hidden_size: of the target's text decoder; the head's own width, too.
+        intermediate_size: of its MLP.
+        heads: attention heads.
+        kv_heads: key and value heads.
+        head_dim: of each.
+        vocab_size: rows of the target's LM head.
+        layers: indices of the target's states that it reads (as in `saccade.target.features.Hidden`).
+        target_class: class name of the target model.
+        target_layers: decoder layers of the target.
+        rope: rotary parameters, as transformers writes them (``rope_theta``, ``rope_type``, scaling factors).
+        norm_eps: of its RMS norms.
+        qk_norm: whether queries and keys are normalised per head.
+        qkv_bias: whether the query, key and value projections have a bias.
+        steps: draft steps that it was trained for; later ones reuse what belongs to the last.
+        options: what the kind has besides.
+    """
+
+    kind: str
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    layers: tuple[int, ...]
+    target_class: str
+    target_layers: int
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    norm_eps: float = 1e-6
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    steps: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "vocab_size",
+            "steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ModelError(f"A head's {name} must be at least 1, not {getattr(self, name)}.")
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ModelError(
+                f"A head needs heads that are a multiple of its kv_heads and an even head_dim, not {self.heads}, "
+                f"{self.kv_heads} and {self.head_dim}."
+            )
+
+    @classmethod
+    def from_target(
+        cls, target: Target, kind: str, *, steps: int | None = None, **options: Any
+    ) -> HeadConfig:
+        """The configuration of a new head of this kind, one block of the target's text shape.
+
+        Args:
+            steps: draft steps that it is to be trained for; the kind's own number when None.
+            options: of the kind; those not given keep their defaults.
+
+        Raises:
+            ModelError: unknown kind or option, or a value that the kind does not know.
+        """
+        from saccade.draft.heads.registry import kind_of
+
+        head, text = kind_of(kind), target.text_config
+        unknown = sorted(set(options) - set(head.defaults))
+        if unknown:
+            raise ModelError(
+                f"A {kind} head has no option {unknown[0]}; its options are: {', '.join(head.defaults) or 'none'}."
+            )
+        heads = text.num_attention_heads
+        attention = getattr(target.layers[0], "self_attn", None)
+        return cls(
+            kind=kind,
+            hidden_size=text.hidden_size,
+            intermediate_size=text.intermediate_size,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            vocab_size=target.vocab_size,
+            layers=head.reads(len(target.layers)),
+            target_class=type(target.model).__name__,
+            target_layers=len(target.layers),
+            rope=_rope_of(text),
+            norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+            qk_norm=hasattr(attention, "q_norm"),
+            qkv_bias=getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
+            steps=head.default_steps if steps is None else steps,
+            options={**head.defaults, **options},
+        )
+
+    def to_json(self) -> str:
+        """The text of config.json."""
+        values = asdict(self)
+        return json.dumps({MARK: values.pop("kind"), **values}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> HeadConfig:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ModelError: it is no head's configuration, or has fields missing or too many.
+        """
+        try:
+            values = dict(json.loads(text))
+        except (ValueError, TypeError):
+            values = {}
+        if MARK not in values:
+            raise ModelError(f"This is not the config.json of a drafter head: it has no {MARK!r}.")
+        values["kind"] = values.pop(MARK)
+        known = {f.name for f in fields(cls)}
+        odd = sorted(set(values) ^ known)
+        if odd:
+            what = "lacks" if odd[0] in known else "has the unknown field"
+            raise ModelError(
+                f"The head's config.json {what} {odd[0]!r}; it was changed, or written by another version of Saccade."
+            )
+        return cls(**{**values, "layers": tuple(values["layers"])})
+
+
+def _rope_of(text: Any) -> dict[str, Any]:
+    """Rotary parameters of the decoder's full-attention layers, for plain positions (no M-RoPE sections)."""
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
+    rope = {k: v for k, v in rope.items() if not k.startswith("mrope")}
+    rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
+    if rope.get("rope_type") in (None, "mrope"):
+        rope["rope_type"] = "default"
+    if rope["rope_type"] != "default":
+        rope.setdefault("max_position_embeddings", text.max_position_embeddings)
+    return rope

@@ -1,0 +1,55 @@
+"""EAGLE-2's head: one block over embedding and feature, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.heads.block import Block, RMSNorm
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.target.cache import SlotCache
+
+
+class Eagle2(Head):
+    """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
+
+    Every token has an entry, visual ones too: their embeddings are the visual features that the target's decoder gets
+    in their place. Positions are token indices. Both inputs are normalised first: embeddings and features differ in
+    scale by orders of magnitude, and without it training stalls.
+
+    Options:
+        text_only: hide the visual tokens (HiViS, Table 1, "text only").
+        after_image: as in `Head.entries`; only read when visual tokens are hidden.
+    """
+
+    kind: ClassVar[str] = "eagle2"
+    defaults: ClassVar[Mapping[str, Any]] = {"text_only": False, "after_image": "text"}
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embedding_norm = RMSNorm(width, config.norm_eps)
+        self.feature_norm = RMSNorm(width, config.norm_eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.block = Block(config)
+
+    @property
+    def hides_visual(self) -> bool:
+        return bool(self.config.options["text_only"])
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: SlotCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)
+        out: Tensor = self.block(self.fc(both), positions, allow, cache)
+        return out

@@ -1,0 +1,125 @@
+"""What every drafter head is, for drafting and for training alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.heads.config import HeadConfig
+from saccade.errors import ModelError
+from saccade.target.cache import SlotCache
+
+AFTER_IMAGE = ("text", "visual")
+
+
+class Head(nn.Module, ABC):
+    """A module that guesses the target's next hidden state from those before it.
+
+    A head runs over *entries*. An entry stands for one token and is fed the token's embedding together with the
+    target's state (feature) at the token before it; its output is the head's guess of the state at the token itself,
+    from which the target's LM head reads the next token. The first token has no entry, because nothing stands before
+    it. Positions count entries: 0, 1, 2, ... without gaps, also where the target has M-RoPE, and also where visual
+    tokens are hidden from the head. The target's embedding and LM head are shared, never part of the head.
+
+    The same forward serves training (no cache, all entries of a text at once) and drafting.
+
+    Attributes:
+        config: its shape.
+        kind: its name in the registry.
+        defaults: options of the kind, with their defaults.
+        default_steps: draft steps that the kind is trained for.
+    """
+
+    kind: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    default_steps: ClassVar[int] = 1
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        if config.kind != self.kind or set(config.options) != set(self.defaults):
+            raise ModelError(
+                f"A {self.kind} head takes the options {sorted(self.defaults)}, not {sorted(config.options)} of a "
+                f"{config.kind} head."
+            )
+        after = config.options.get("after_image", "text")
+        if after not in AFTER_IMAGE:
+            raise ModelError(f"after_image must be one of {', '.join(AFTER_IMAGE)}, not {after!r}.")
+        self.config = config
+
+    @classmethod
+    def reads(cls, target_layers: int) -> tuple[int, ...]:
+        """Indices of the target's states that this kind reads: by default the last, after the final norm."""
+        return (target_layers,)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the target's states that it is fed, side by side (as in `saccade.target.features.Hidden`)."""
+        return self.config.layers
+
+    @property
+    def hides_visual(self) -> bool:
+        """Whether visual tokens have no entries."""
+        return False
+
+    @property
+    def blocks(self) -> int:
+        """Layers that its cache needs."""
+        return 1
+
+    @abstractmethod
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: SlotCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        """Guess the states at the entries' own tokens.
+
+        Args:
+            features: ``[B, N, len(layers) * d]`` states at the token before each entry's: the target's, or the
+                head's own output for that token while drafting.
+            embeddings: ``[B, N, d]`` what the target's decoder gets for each entry's token.
+            positions: ``[B or 1, N]``.
+            allow: ``[B or 1, N, K]`` bool; which entries each one attends to, those in the cache first, then these.
+                Every entry must see itself.
+            cache: of `new_cache`, told where to write; None when all entries are given at once (K = N).
+            step: how many tokens in a row have been guessed: 0 for every entry that is fed the target's own
+                feature, t for a guess t levels below the last emitted token; a tensor broadcasts to ``[B, N]``.
+
+        Returns:
+            ``[B, N, d]``.
+        """
+
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[B, N, V]`` after states ``[B, N, d]`` of this head; states are guessed as they leave the final norm."""
+        return lm_head(hidden)
+
+    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+        """Which token each entry stands for, and at which token its feature is read.
+
+        Args:
+            visual: ``[S]`` bool; which tokens of a text are visual.
+
+        Returns:
+            Two index tensors ``[E]``; E is one less than the number of tokens that the head sees. With
+            ``after_image="visual"`` the feature for a text token behind an image is that of the image's last token,
+            with ``"text"`` (HiViS, Algorithm 1) that of the text token before the image.
+        """
+        if not self.hides_visual:
+            tokens = torch.arange(len(visual), device=visual.device)
+        else:
+            tokens = (~visual).nonzero()[:, 0]
+        if self.config.options.get("after_image", "visual") == "text" and self.hides_visual:
+            return tokens[1:], tokens[:-1]
+        return tokens[1:], tokens[1:] - 1
+
+    def new_cache(self, batch: int, capacity: int) -> SlotCache:
+        """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
+        return SlotCache([next(self.parameters()).device] * self.blocks, batch, capacity)
