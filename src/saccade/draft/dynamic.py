@@ -60,6 +60,9 @@ class DynamicTree:
     def learn(self, verdict: Verdict) -> None:
         """Its form follows the drafter alone."""
 
+    def restart(self, row: int) -> None:
+        """Nothing is remembered of a row."""
+
 
 class _DynamicGrowth:
     def __init__(self, policy: DynamicTree, roots: Tensor) -> None:

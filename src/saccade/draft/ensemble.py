@@ -214,6 +214,9 @@ class _Mixture:
     def learn(self, verdict: Verdict) -> None:
         self._shaping.learn(verdict)
 
+    def restart(self, row: int) -> None:
+        self._shaping.restart(row // self._views)
+
 
 class _MixedGrowth:
     def __init__(self, growth: Growth, weights: Tensor, levels: list[Level] | None) -> None:

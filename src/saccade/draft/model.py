@@ -14,6 +14,7 @@ from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.target.selected import Merged
 from saccade.verify.rule import Verdict
 
 
@@ -66,6 +67,7 @@ class ModelDraftSession:
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self.context = Context(drafter.model, batch, 0)
         self._shaping = drafter.policy.open(batch, drafter.model.device)
+        self._prompts = [0] * batch  # length of the prompt that each row has read last
         self._rows = torch.arange(batch, device=drafter.model.device)
         self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._causal: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,7 +77,20 @@ class ModelDraftSession:
         self.context.cache.grow(capacity + self._slack)
 
     def load(self, row: int, prompt: Prompt) -> None:
-        self.context.load(row, replace(prompt, ids=tuple(self._readable(prompt.ids))))
+        self.read(row, replace(prompt, ids=tuple(self._readable(prompt.ids))))
+
+    def read(
+        self, row: int, prompt: Prompt, dropped: Sequence[int] = (), merged: Merged | None = None
+    ) -> None:
+        """Make the row hold a prompt of readable ids; further arguments as in `Context.load`.
+
+        A prompt that begins with the row's earlier one is the next turn of a conversation, whose history the tree
+        policy keeps. Any other is a new prompt, even if a template gives both the same first tokens.
+        """
+        self.context.load(row, prompt, dropped, merged)
+        if self.context.reused[row] < self._prompts[row]:
+            self._shaping.restart(row)
+        self._prompts[row] = len(prompt)
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:

@@ -52,6 +52,10 @@ class Shaping(Protocol):
         """How far the rows went down the last trees, for policies that adapt."""
         ...
 
+    def restart(self, row: int) -> None:
+        """A row has a prompt that does not go on from its earlier one: what was seen of its answers counts no more."""
+        ...
+
 
 class TreePolicy(Protocol):
     """Which guesses are worth verifying."""

@@ -67,7 +67,7 @@ class PrunedDraftSession(ModelDraftSession):
         prompt = replace(prompt, ids=tuple(self._readable(prompt.ids)))
         dropped = self._dropped(prompt)
         super().grow(self._room - len(dropped))
-        self.context.load(row, prompt, dropped, self._merged)
+        self.read(row, prompt, dropped, self._merged)
         if self._merged is not None:
             self._merged.forget()
 

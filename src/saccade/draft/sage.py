@@ -213,7 +213,7 @@ class SageShaping:
         self._accepted: _Arriving | None = None
 
     def restart(self, row: int) -> None:
-        """Forget what earlier answers said: the row's next tree is a first one."""
+        """The row's next tree is a first one, whatever earlier answers said."""
         self._catch_up()
         self._rows[row] = self._fresh()
 

@@ -78,6 +78,9 @@ class StaticTree:
     def learn(self, verdict: Verdict) -> None:
         """Its form never changes."""
 
+    def restart(self, row: int) -> None:
+        """Nothing is remembered of a row."""
+
 
 @dataclass(frozen=True)
 class Chain:

@@ -216,7 +216,7 @@ class Pruned:
         config, attention = session.context.target.config, target.attention
         seen, columns = (attention.prompt, attention.columns) if attention is not None else (None, None)
         dropped = self._pruning.dropped(config, prompt, seen, columns, target.target.config)
-        session.context.load(row, prompt, dropped)
+        session.read(row, prompt, dropped)
 
 
 def pool(features: Tensor) -> Tensor:

@@ -64,6 +64,9 @@ class WidthTree:
     def learn(self, verdict: Verdict) -> None:
         """Its form follows the drafter alone."""
 
+    def restart(self, row: int) -> None:
+        """Nothing is remembered of a row."""
+
 
 class _Beam:
     def __init__(self, policy: WidthTree, roots: Tensor) -> None:

@@ -1,0 +1,148 @@
+"""What a tree policy has seen of a row counts for the turns of one conversation, and for no other prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES
+from numerals import Numerals
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.model import ModelDrafter
+from saccade.draft.policy import Growth
+from saccade.draft.pruned import PrunedDrafter
+from saccade.draft.pruning import Pruning
+from saccade.draft.sage import SageTree
+from saccade.draft.sampling import Proposer
+from saccade.draft.static import Chain, StaticTree
+from saccade.draft.views import Multimodal, Pruned, TextOnly
+from saccade.draft.width import WidthTree
+from saccade.engine import Engine, Request
+from saccade.inputs.batch import split
+from saccade.inputs.prompt import Prompt
+from saccade.output import Output
+from saccade.target.adapter import Target
+from saccade.verify.rule import Verdict
+
+NAME = "llava"
+EVEN = Pruning("uniform", images=0.5)
+
+
+@dataclass(frozen=True)
+class Watched(Chain):
+    """A chain that notes which rows were started anew."""
+
+    restarted: list[int] = field(default_factory=list)
+
+    def open(self, batch: int, device: torch.device) -> Any:
+        return _Noting(self)
+
+
+class _Noting:
+    def __init__(self, policy: Watched) -> None:
+        self._policy = policy
+
+    def begin(self, roots: torch.Tensor, proposer: Proposer) -> Growth:
+        return self._policy.begin(roots, proposer)
+
+    def learn(self, verdict: Verdict) -> None:
+        pass
+
+    def restart(self, row: int) -> None:
+        self._policy.restarted.append(row)
+
+
+@cache
+def target() -> Target:
+    return Target(FAMILIES[NAME].model())
+
+
+@cache
+def draft() -> Target:
+    return Target(FAMILIES[NAME].draft_model())
+
+
+def drafter(kind: str, policy: Any) -> Any:
+    if kind == "model":
+        return ModelDrafter(draft(), policy)
+    if kind == "pruned":
+        return PrunedDrafter(draft(), policy, pruning=EVEN)
+    views = [Pruned(EVEN), TextOnly(draft().config, Numerals()), Multimodal()]
+    return EnsembleDrafter(draft(), policy, views)
+
+
+def asked(row: int, kind: str = "image") -> Prompt:
+    return split(target().config, FAMILIES[NAME].row_inputs(kind, row))[0]
+
+
+def next_turn(row: int, answer: list[int]) -> Prompt:
+    return split(target().config, FAMILIES[NAME].continued("image", row, answer, follow_up="text"))[0]
+
+
+def ask(engine: Engine, session: Any, prompts: list[Prompt]) -> list[Output]:
+    return engine.generate([Request(p) for p in prompts], max_new_tokens=12, session=session)
+
+
+@pytest.mark.parametrize("kind", ["model", "pruned", "ensemble"])
+def test_only_rows_with_a_new_prompt_start_anew(kind: str) -> None:
+    policy = Watched(3)
+    engine = Engine(target(), drafter(kind, policy))
+    session = engine.open(2)
+    answers = ask(engine, session, [asked(0), asked(1)])
+    assert policy.restarted == [], "a session begins without history"
+    ask(engine, session, [next_turn(0, answers[0].tokens), next_turn(1, answers[1].tokens)])
+    assert policy.restarted == []
+    first_ids = asked(1).ids[:2]
+    ask(engine, session, [next_turn(0, answers[0].tokens), Prompt((*first_ids, *asked(0).ids[-4:]))])
+    assert set(policy.restarted) == {0, 1}, (
+        "the same turn again, and the same beginning only, are new prompts"
+    )
+
+
+def test_the_same_words_about_another_picture_are_a_new_prompt() -> None:
+    policy = Watched(3)
+    engine = Engine(target(), drafter("ensemble", policy))
+    session = engine.open(1)
+    inputs = FAMILIES[NAME].row_inputs("image", 0)
+    other = split(target().config, {**inputs, "pixel_values": inputs["pixel_values"].neg()})[0]
+    ask(engine, session, [asked(0)])
+    ask(engine, session, [other])
+    assert set(policy.restarted) == {0}
+
+
+def course(output: Output) -> tuple[Any, ...]:
+    return output.tokens, output.marks, output.stats.accepted_histogram, output.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("kind", ["model", "pruned", "ensemble"])
+def test_sage_drafts_for_a_new_prompt_as_if_it_were_the_first(kind: str) -> None:
+    engine = Engine(target(), drafter(kind, SageTree(window=2, ceiling=9)))
+    session: Any = engine.open(1)
+    (answer,) = ask(engine, session, [asked(0)])
+    (again,) = ask(engine, session, [asked(1)])
+    (fresh,) = ask(engine, engine.open(1), [asked(1)])
+    if kind != "ensemble":  # whose weights carry over, as they are to
+        assert course(again) == course(fresh)
+    session = engine.open(1)
+    ask(engine, session, [asked(0)])
+    shaping = getattr(session.drafting, "_session", session.drafting)._shaping
+    shaping = getattr(shaping, "_shaping", shaping)
+    shaping._catch_up()
+    before = shaping._rows[0]
+    assert not before.starting
+    session.drafting.load(0, next_turn(0, answer.tokens))
+    assert shaping._rows[0] is before
+    session.drafting.load(0, asked(2))
+    assert shaping._rows[0].starting
+    assert not shaping._rows[0].lengths
+
+
+@pytest.mark.parametrize("policy", [Chain(2), StaticTree(), DynamicTree(), WidthTree(), SageTree()])
+def test_every_policy_can_start_a_row_anew(policy: Any) -> None:
+    shaping = policy.open(2, torch.device("cpu"))
+    shaping.restart(1)
