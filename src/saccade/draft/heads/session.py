@@ -1,0 +1,241 @@
+"""A trained head as drafter, with any tree policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.store import check_fit
+from saccade.draft.policy import Frontier, TreePolicy
+from saccade.draft.sampling import Proposer
+from saccade.draft.tree import DraftTree
+from saccade.errors import ModelError
+from saccade.inputs.batch import visual_mask
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.cache import SlotCache
+from saccade.target.context import Context
+from saccade.target.masks import visible
+from saccade.target.selected import Merged
+from saccade.verify.rule import Verdict
+
+
+CHUNK = 1024
+"""Prompt entries that run at once; bounds the attention mask."""
+
+
+class HeadDrafter:
+    """A head behind the target that it was trained for.
+
+    Args:
+        head: on the target's device, in its dtype (`saccade.draft.heads.store.load_head` puts it there).
+        target: whose embedding and LM head it shares.
+        policy: which guesses are worth verifying.
+
+    Raises:
+        ModelError: the head was made for another target.
+    """
+
+    def __init__(self, head: Head, target: Target, policy: TreePolicy) -> None:
+        check_fit(head.config, target)
+        self.head = head.eval()
+        self.target = target
+        self.policy = policy
+
+    @property
+    def max_nodes(self) -> int:
+        return self.policy.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.policy.max_depth
+
+    @property
+    def max_children(self) -> int:
+        return self.policy.max_children
+
+    @property
+    def draws(self) -> bool:
+        return self.policy.can_sample
+
+    def open(self, batch: int, target: Context) -> HeadDraftSession:
+        return HeadDraftSession(self, batch, target)
+
+
+class HeadDraftSession:
+    """A head's KV cache, and the target's states that it has been fed and will be.
+
+    A step starts with one forward over the tokens that were emitted last, fed the target's own states: entries of
+    guesses, which saw the head's states, were dropped and accepted tokens run anew. Below the root every node is fed
+    its parent's output.
+
+    The target's states are kept for every token of a row: a later turn goes on from wherever the target does, and the
+    first entry behind that point needs the state before it, which the target does not compute again.
+
+    Attributes:
+        cache: of the head; one entry per token that it sees, but the first.
+    """
+
+    reading_seconds = 0.0
+
+    def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
+        self._drafter, self._context = drafter, target
+        self._head, policy = drafter.head, drafter.policy
+        self._device = drafter.target.device
+        self._slack = policy.max_run + policy.max_nodes
+        self._shaping = policy.open(batch, self._device)
+        self.cache: SlotCache = self._head.new_cache(batch, 0)
+        self._room = 0
+        self._known = [0] * batch  # tokens of every row whose entries have run, or would if they were not hidden
+        self._active = [False] * batch
+        width = len(self._head.layers) * self._head.config.hidden_size
+        weight = next(self._head.parameters())
+        self._features = weight.new_zeros(batch, 0, width)  # [B, S, F], the target's state at every token
+        for layer in self._head.layers:
+            target.want_hidden(layer)
+        if not self._head.hides_visual:
+            target.merged = target.merged or Merged()
+
+    def grow(self, capacity: int) -> None:
+        self._room = capacity
+        short = capacity + self._drafter.max_nodes + self._drafter.max_depth - self._features.shape[1]
+        if short > 0:
+            self._features = pad(self._features, (0, 0, 0, short))
+
+    @torch.inference_mode()
+    def load(self, row: int, prompt: Prompt) -> None:
+        start, count = self._context.reused[row], len(prompt)
+        states = self._states()
+        if states.shape[1] != count - start or start > self._known[row] + self._drafter.max_depth:
+            raise ModelError(
+                "The head has not been fed all that the target has read; give both the same prompt, in one session."
+            )
+        self._features[row, start:count] = states[0]
+        visual = visual_mask(self._drafter.target.config, prompt.ids)
+        self.cache.grow(self._room - self._hidden(visual) + self._slack)
+        tokens, sources = self._head.entries(visual)
+        held = min(self.cache.lengths[row], int((tokens < start).sum()))
+        self.cache.crop(row, held)
+        embedded = self._embedded(prompt, start, tokens[held:])
+        for at in range(held, len(tokens), CHUNK):
+            part = sources[at : at + CHUNK].to(self._device)
+            slots = at + len(part)
+            allow = torch.ones(1, len(part), slots, dtype=torch.bool, device=self._device).tril(at)
+            positions = torch.arange(at, slots, device=self._device)[None]
+            self.cache.writing_prompt(row, len(part))
+            self._head(
+                self._features[row, part][None],
+                embedded[:, at - held : slots - held],
+                positions,
+                allow,
+                self.cache,
+            )
+            self.cache.keep_first(row, len(part))
+        self._known[row] = count
+        # What the first answer token is fed: the state at the last token that `entries` would take.
+        (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [count - 1]
+        self._features[row, count - 1] = self._features[row, source]
+
+    @torch.inference_mode()
+    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+        counts = [len(tokens) for tokens in new]
+        self._active = [count > 0 for count in counts]
+        hidden = self._catch_up(new, max(counts))
+        last = torch.tensor([max(c - 1, 0) for c in counts], device=self._device)
+        ran = hidden[torch.arange(len(new), device=self._device), last][:, None]  # [B, 1 + F, d], root first
+        roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._device)
+        growth = self._shaping.begin(roots, proposer)
+        frontier = growth.expand(self._logits(ran))
+        while frontier is not None:
+            guessed = self._run(frontier, ran)
+            ran = torch.cat([ran, guessed], 1)
+            frontier = growth.expand(self._logits(guessed))
+        self.cache.drop_pending()
+        return growth.tree()
+
+    @torch.inference_mode()
+    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
+        states = self._states()  # [B, N, F]
+        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [B, D + 1, F]
+        # Beyond what was accepted they are overwritten before they are read. A row that has ended keeps its own.
+        going = [row for row, active in enumerate(self._active) if active]
+        firsts = [self._known[row] - 1 for row in going]
+        rows, first = torch.tensor([going, firsts], device=self._device)
+        places = first[:, None] + torch.arange(along.shape[1], device=self._device)
+        self._features[rows[:, None], places] = along[rows]
+        self._shaping.learn(verdict)
+
+    def _states(self) -> Tensor:
+        """What the head reads of the target's last forward, ``[B, Q, F]``."""
+        assert self._context.hidden is not None
+        states = self._context.hidden.states
+        return torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
+
+    def _hidden(self, visual: Tensor) -> int:
+        return int(visual.sum()) if self._head.hides_visual else 0
+
+    def _catch_up(self, new: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Run what every row emitted last with the target's states; ``[B, width, d]``."""
+        tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in new], device=self._device)
+        first = torch.tensor([max(n - 1, 0) for n in self._known], device=self._device)
+        places = first[:, None] + torch.arange(width, device=self._device)
+        features = self._features.gather(1, places[..., None].expand(-1, -1, self._features.shape[2]))
+        order = torch.arange(width, device=self._device)
+        allow = (order <= order[:, None])[None]
+        hidden = self._forward(features, tokens, allow, order, 0)
+        self.cache.keep([range(len(t)) for t in new])
+        self._known = [n + len(t) for n, t in zip(self._known, new, strict=True)]
+        return hidden
+
+    def _run(self, frontier: Frontier, ran: Tensor) -> Tensor:
+        """States ``[B, W, d]`` of a frontier, each node fed the state of its parent among those that ``ran``."""
+        width = frontier.tokens.shape[1]
+        before = ran.shape[1] - 1  # the root is no entry of the frontier's own
+        # Entries stand in the order of their levels: the last one that a node sees before its level is its parent.
+        number = torch.arange(1, before + 1, device=self._device)
+        seen = frontier.allow[..., :before] * number
+        parent = pad(seen, (1, 0)).amax(-1).expand(ran.shape[0], width)  # [B, W] into ran
+        features = ran.gather(1, parent[..., None].expand(-1, -1, ran.shape[2]))
+        return self._forward(features, frontier.tokens, frontier.allow, frontier.depth - 1, frontier.depth)
+
+    def _forward(
+        self, features: Tensor, tokens: Tensor, allow: Tensor, offset: int | Tensor, step: int
+    ) -> Tensor:
+        """Pending entries of every row, ``offset`` positions behind its committed ones."""
+        lengths = torch.tensor(self.cache.lengths, device=self._device)
+        slots = self.cache.writing_nodes(tokens.shape[1])
+        seen = visible(allow, self.cache.lengths, slots)
+        positions = (lengths[:, None] + offset).expand(tokens.shape)
+        out: Tensor = self._head(features, self._embed(tokens), positions, seen, self.cache, step)
+        return out
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._drafter.target.model.get_input_embeddings()(tokens)
+        return embedded.to(self._features.dtype)
+
+    def _embedded(self, prompt: Prompt, start: int, tokens: Tensor) -> Tensor:
+        """``[1, E, d]`` what the target's decoder was given for these tokens, visual features included."""
+        ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
+        embedded = self._embed(ids)
+        if self._head.hides_visual or not prompt.media:
+            return embedded
+        merged = self._context.merged
+        assert merged is not None
+        given = merged.of(prompt, start).get("inputs_embeds")
+        new = (tokens >= start).to(self._device)
+        if given is None:
+            raise ModelError(
+                f"{type(self._drafter.target.decoder).__name__} is not given embeddings in a known way, which a head "
+                "that sees visual tokens needs; use a head that hides them."
+            )
+        embedded[:, new] = given[:, tokens[tokens >= start].to(given.device) - start].to(embedded)
+        merged.forget()
+        return embedded
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        lm_head = self._drafter.target.model.get_output_embeddings()
+        return self._head.logits(hidden.to(lm_head.weight), lm_head).to(self._device)

@@ -1,0 +1,127 @@
+"""Heads on disk: config.json and model.safetensors in one folder, loaded whole or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from saccade.draft.heads.config import MARK, HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import build_head, kind_of
+from saccade.errors import ModelError
+from saccade.target.adapter import Target
+
+WEIGHTS = "model.safetensors"
+
+
+def save_head(head: Head, folder: str | Path) -> None:
+    """Write a head; the target's embedding and LM head are not part of it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in head.state_dict().items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(head.config.to_json(), encoding="utf-8")
+
+
+def load_head(
+    folder: str | Path,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Head:
+    """Read a head for a target, onto its device.
+
+    Args:
+        dtype: of the head; the target's when None.
+
+    Raises:
+        ModelError: there is no head, it was made for another target, or its weights are damaged, too few, too many
+            or of the wrong shape.
+    """
+    config = read_config(folder)
+    check_fit(config, target)
+    head = build_head(config)
+    try:
+        weights = load_file(Path(folder) / WEIGHTS)
+    except FileNotFoundError:
+        raise ModelError(f"The head {folder} has no {WEIGHTS}; train it, or copy the whole folder.") from None
+    except SafetensorError as problem:
+        raise ModelError(f"The weight file of the head {folder} is damaged ({problem}); copy it again.") from None
+    expected = head.state_dict()
+    for name in (*expected, *weights):
+        _check(folder, name, expected.get(name), weights.get(name))
+    head.load_state_dict(weights, assign=True)
+    return head.to(device=target.device, dtype=dtype or target.dtype).eval()
+
+
+def read_config(folder: str | Path) -> HeadConfig:
+    """The configuration of the head in a folder.
+
+    Raises:
+        ModelError: there is none.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise ModelError(f"The folder {folder} has no config.json, so it holds no drafter head; give one that has.")
+    return HeadConfig.from_json(file.read_text(encoding="utf-8"))
+
+
+def kind_in(folder: Any) -> str | None:
+    """The kind of head in a folder; None for anything that is no folder of a head.
+
+    Raises:
+        ModelError: it is a head of a kind that does not exist.
+    """
+    if not isinstance(folder, (str, Path)):
+        return None
+    try:
+        values = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(values, dict) or MARK not in values:
+        return None
+    return kind_of(values[MARK]).kind
+
+
+def check_fit(config: HeadConfig, target: Target) -> None:
+    """Raise `ModelError`, naming what differs, unless the head was made for a target of this shape."""
+    ours = {
+        "model class": (config.target_class, type(target.model).__name__),
+        "hidden size": (config.hidden_size, target.text_config.hidden_size),
+        "vocabulary": (config.vocab_size, target.vocab_size),
+        "number of layers": (config.target_layers, len(target.layers)),
+    }
+    for what, (made_for, found) in ours.items():
+        if made_for != found:
+            raise ModelError(
+                f"The {config.kind} head was made for another target: its {what} is {made_for} but this target's is "
+                f"{found}; give the target that it was trained with."
+            )
+    absent = [layer for layer in config.layers if not 0 <= layer <= len(target.layers)]
+    if absent:
+        raise ModelError(
+            f"The {config.kind} head reads layer {absent[0]} of its target, which has states 0 to "
+            f"{len(target.layers)}; give the target that it was trained with."
+        )
+
+
+def _check(
+    folder: str | Path, name: str, expected: torch.Tensor | None, found: torch.Tensor | None
+) -> None:
+    if found is None:
+        raise ModelError(f"The head {folder} lacks the weight {name}; copy it again, or train it anew.")
+    if expected is None:
+        raise ModelError(
+            f"The head {folder} has the weight {name}, which its kind does not have; its config.json belongs to "
+            "another head."
+        )
+    if expected.shape != found.shape:
+        raise ModelError(
+            f"The weight {name} of the head {folder} is {tuple(found.shape)}, not {tuple(expected.shape)}; its "
+            "config.json belongs to another head."
+        )
