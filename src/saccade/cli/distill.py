@@ -1,0 +1,255 @@
+"""`saccade distill`: the target answers a prompt set, for drafters to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from saccade.cli import options as o
+from saccade.cli import screen
+from saccade.errors import InputError, MethodError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from saccade.distill import Preview, Progress, Report
+
+_POCKET = "Pocket sources"
+_SHOWN = 5
+
+
+def distill(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPTS",
+            help="JSON lines with LLaVA conversations or OpenAI messages; or `pocket:TASK,TASK` or `pocket:all`, "
+            "drawn from the built-in world.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Where the answers go. A run that is there goes on if it is the same one, else it is an error.",
+        ),
+    ],
+    target: o.Target = None,
+    media_root: Annotated[
+        Path | None,
+        typer.Option(
+            "--media-root",
+            metavar="FOLDER",
+            help="Where the images and videos lie; by default beside the prompts.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Ask only the first so many questions.")
+    ] = None,
+    history: Annotated[
+        str,
+        typer.Option(
+            help="What earlier answers of a conversation are: `reference`, as in the prompts, or the target's `own`."
+        ),
+    ] = "reference",
+    on_bad_line: Annotated[
+        str, typer.Option(help="`stop` at a line that cannot be used, or `skip` it.")
+    ] = "stop",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show how much would be asked and how long it would take.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Questions asked at once.")] = 8,
+    drafter: o.Drafter = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help="Any lossless one of `saccade methods`; `plain` by default, `chain` with a drafter.",
+            rich_help_panel="Models",
+        ),
+    ] = None,
+    set_: o.Settings = None,
+    dtype: o.Dtype = "auto",
+    draft_dtype: o.DraftDtype = None,
+    device: o.DeviceMap = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
+    ] = 256,
+    sampled_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the questions answered by sampling, the others greedily: 0 to 1.",
+            rich_help_panel="Decoding",
+        ),
+    ] = 0.5,
+    temperature: Annotated[
+        float, typer.Option(help="Of the sampled answers.", rich_help_panel="Decoding")
+    ] = 1.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Decides which questions are sampled, and their draws.", rich_help_panel="Decoding"
+        ),
+    ] = 0,
+    count: Annotated[
+        int | None, typer.Option(help="Samples of every task, 1000 by default.", rich_help_panel=_POCKET)
+    ] = None,
+    first_seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of the first sample, from 1000000 (the default) on: evaluation draws below.",
+            rich_help_panel=_POCKET,
+        ),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            help="`dense` by default, or `verbose` for easy template sentences.", rich_help_panel=_POCKET
+        ),
+    ] = None,
+) -> None:
+    """Let the target answer a prompt set: what drafters learn from, since they must guess the target's own words.
+
+    FOLDER/answers.jsonl gets one line per question: the messages, the answer as text and as token ids, how it
+    ended, and the temperature. Every assistant turn of a conversation is a question; the same question with the
+    same media is asked once.
+
+    Stop at any time, even by force: the same command goes on, and the file comes out the same.
+
+    Examples:
+
+    `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
+
+    `saccade distill llava.jsonl --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -n 512 -b 32 -o answers --plan`
+    """
+    if target is None:
+        raise InputError(
+            "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
+            "built-in pair."
+        )
+    from saccade import methods
+
+    name = method or ("plain" if drafter is None else None)
+    if name is not None and not methods.get(name).lossless:
+        raise MethodError(
+            f"Method {name} is lossy, so its answers are not the target's; choose a lossless one."
+        )
+    pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
+    settings = o.settings(set_)
+    chosen: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "sampled_share": sampled_share,
+        "temperature": temperature,
+        "seed": seed,
+        "batch": batch,
+        "history": history,
+        "limit": limit,
+        **{word: value for word, value in pocket.items() if value is not None},
+    }
+    from saccade.distill import Options
+
+    Options(**chosen)  # wrong values are told before models are loaded
+    vlm = screen.load_models(
+        target, drafter, name, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
+    )
+    shared = {"media_root": media_root, "on_bad_line": on_bad_line, "method_options": settings, **chosen}
+    if plan:
+        from saccade.distill import preview
+
+        with screen.waiting("Reading the prompts and asking a few of them"):
+            expected = preview(vlm, source, out, **shared)
+        _plan(expected, out)
+        return
+    from saccade.distill import distill as run
+
+    with _progress() as update:
+        try:
+            report = run(vlm, source, out, progress=update, **shared)
+        except KeyboardInterrupt:
+            screen.note(f"Stopped. The answers so far are in {out}; the same command goes on from there.")
+            raise
+    _show(report)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr with the rate and the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600) as bar:
+        task = bar.add_task("reading the prompts", total=None)
+
+        def update(progress: Progress) -> None:
+            rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "asking"
+            bar.update(task, completed=progress.done, total=progress.total, description=rate)
+
+        yield update
+
+
+def _plan(expected: Preview, out: Path) -> None:
+    console = screen.out()
+    plan = expected.plan
+    sampled = sum(item.sampled for item in plan.items)
+    questions = sum(len(batch) for batch in plan.batches)
+    lines = [
+        f"Questions: {questions} of {plan.conversations} conversations, {len(plan.batches)} batches",
+        f"Decoding: {questions - sampled} greedy, {sampled} sampled",
+        f"Left out: {plan.duplicates} asked already, {len(plan.problems)} that cannot be used",
+        f"Answers: {out}/answers.jsonl" + (f", {expected.there} there already" if expected.there else ""),
+        f"Time: about {_duration(expected.seconds)}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    _problems(plan.problems)
+
+
+def _show(report: Report) -> None:
+    earlier = f", {report.there} were there" if report.there else ""
+    rate = f", {report.tokens / report.seconds:.0f} tokens/s" if report.asked else ""
+    ends = ", ".join(f"{count} {_ENDS[end]}" for end, count in sorted(report.finishes.items()))
+    lines = [
+        f"{report.asked} answers in {_duration(report.seconds)}{rate}{earlier}; {report.duplicates} duplicates and "
+        f"{len(report.problems)} unusable ones left out.",
+        *([f"Of them {ends}."] if ends else []),
+        f"The answers lie in {report.folder}/answers.jsonl.",
+    ]
+    for line in lines:
+        screen.out().print(line, markup=False, soft_wrap=True)
+    _problems(report.problems)
+
+
+_ENDS = {
+    "eos": "complete",
+    "length": "cut at the limit",
+    "stop": "ended by a stop string",
+    "visual": "cut before a placeholder of an image",
+}
+
+
+def _problems(problems: list[str]) -> None:
+    for problem in problems[:_SHOWN]:
+        screen.note(f"Skipped: {problem}")
+    if len(problems) > _SHOWN:
+        screen.note(f"... and {len(problems) - _SHOWN} more.")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

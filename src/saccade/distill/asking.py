@@ -1,0 +1,116 @@
+"""Batches of questions to the target, and its answers as lines of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.distill.conversations import Messages, files_of
+from saccade.distill.duplicates import located
+from saccade.distill.options import Options
+from saccade.distill.planning import Item, Prompts, asked_messages
+from saccade.errors import InputError
+from saccade.inputs.families import visual_ids
+from saccade.output import Output
+from saccade.text import decode
+from saccade.vlm import VLM
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Asks the target.
+
+    Attributes:
+        vlm: with a lossless method.
+        prompts: where the conversations are.
+        options: of the run.
+        answers: text of the target's answers so far, by id, where later turns hold them.
+        refuse: told of a question that cannot be asked; it may raise.
+    """
+
+    vlm: VLM
+    prompts: Prompts
+    options: Options
+    answers: Mapping[str, str]
+    refuse: Callable[[Item, str], None]
+
+    def ask(self, batch: Sequence[Item], wanted: Sequence[Item]) -> list[tuple[Item, dict[str, Any]]]:
+        """Answers to a batch, as lines.
+
+        The whole batch is asked even if only some of it is wanted: in floating point an answer may depend, at ties,
+        on how many rows are computed together, and going on after a stop must change nothing.
+
+        Returns:
+            Nothing when what is wanted cannot be asked.
+        """
+        asked: list[tuple[Item, Messages]] = []
+        for item in batch:
+            try:
+                conversation = self.prompts.at(item.offset)
+                asked.append((item, asked_messages(item, conversation, dict(self.answers))))
+            except InputError as problem:
+                self.refuse(item, str(problem))
+        while any(item in wanted for item, _ in asked):
+            try:
+                outputs = self._generate(asked, batch[0].sampled)
+            except InputError as problem:
+                sound = self._sound(asked)
+                if len(sound) == len(asked):
+                    raise problem
+                asked = sound
+            else:
+                return [
+                    (item, self._line(item, messages, output))
+                    for (item, messages), output in zip(asked, outputs, strict=True)
+                ]
+        return []
+
+    def _generate(self, asked: Sequence[tuple[Item, Messages]], sampled: bool) -> list[Output]:
+        outputs: list[Output] = self.vlm.generate(
+            [self._opened(messages) for _, messages in asked],
+            seed=[self.options.seed_of(item.id) for item, _ in asked],
+            **self.options.decoding(sampled),
+        )
+        return outputs
+
+    def _sound(self, asked: Sequence[tuple[Item, Messages]]) -> list[tuple[Item, Messages]]:
+        """Those that the target takes, each tried alone."""
+        sound = []
+        for item, messages in asked:
+            try:
+                prompt = self.vlm.processor.prompt(self._opened(messages))
+                self.vlm.target.check_length(len(prompt) + self.options.max_new_tokens)
+            except InputError as problem:
+                self.refuse(item, str(problem).rstrip("."))
+            else:
+                sound.append((item, messages))
+        return sound
+
+    def _opened(self, messages: Messages) -> Messages:
+        """The messages with media that can be opened."""
+        return [{**m, "content": [self._part(part) for part in m["content"]]} for m in messages]
+
+    def _part(self, part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return part
+        places = [located(source, self.prompts.root) for source in files_of(part)]
+        several = isinstance(part[part["type"]], list)
+        return {**part, part["type"]: places if several else places[0]}
+
+    def _line(self, item: Item, messages: Messages, output: Output) -> dict[str, Any]:
+        ids, finish = list(output.tokens), str(output.finish_reason)
+        if finish == "eos":
+            ids = ids[:-1]
+        pictures = set(visual_ids(self.vlm.target.config).values())
+        cut = next((i for i, token in enumerate(ids) if token in pictures), None)
+        if cut is not None:  # a reader would look for an image there
+            ids, finish = ids[:cut], "visual"
+        return {
+            "id": item.id,
+            "messages": messages,
+            "answer": decode(self.vlm.processor.tokenizer, ids),
+            "answer_ids": ids,
+            "finish": finish,
+            "temperature": float(self.options.temperature) if item.sampled else 0.0,
+        }

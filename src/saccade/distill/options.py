@@ -1,0 +1,91 @@
+"""What decides the answers: the options of a run, which a later attempt must repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.errors import InputError
+
+FIRST_SEED = 1_000_000
+"""Pocket samples for training are drawn from here on; evaluation, benchmarks and the demo draw below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How questions are chosen and asked.
+
+    Attributes:
+        sampled_share: share of the questions answered by sampling; the others are answered greedily.
+        temperature: of the sampled answers, whose distribution is cut nowhere (no top-p, no top-k).
+        max_new_tokens: longest answer.
+        batch: questions asked at once.
+        seed: decides which questions are sampled, and their draws.
+        history: what earlier assistant turns hold: ``reference`` (as the prompt set has them) or ``own`` (the
+            target's own answers).
+        limit: ask only so many questions, the first ones; None for all.
+        count: of a pocket source, samples of every task.
+        first_seed: of a pocket source, number of the first sample.
+        grammar: of a pocket source, ``dense`` or ``verbose``.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    sampled_share: float = 0.5
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    batch: int = 8
+    seed: int = 0
+    history: str = "reference"
+    limit: int | None = None
+    count: int = 1000
+    first_seed: int = FIRST_SEED
+    grammar: str = "dense"
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch", "count", "limit"):
+            value = getattr(self, name)
+            if name == "limit" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        if not 0 <= self.sampled_share <= 1:
+            raise InputError(f"sampled_share must be from 0 (all greedy) to 1, not {self.sampled_share}.")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise InputError(
+                f"temperature must be above 0, not {self.temperature}; for greedy answers set sampled_share to 0."
+            )
+        if self.history not in ("reference", "own"):
+            raise InputError(f"history must be reference or own, not {self.history!r}.")
+        if self.first_seed < FIRST_SEED:
+            raise InputError(
+                f"first_seed must be at least {FIRST_SEED}, not {self.first_seed}; evaluation draws below."
+            )
+
+    def samples(self, item: str) -> bool:
+        """Whether the question of that id is answered by sampling."""
+        return _number(f"{self.seed}/share/{item}") < self.sampled_share * 2**63
+
+    def seed_of(self, item: str) -> int:
+        """Of the question's random generator: from its id, so that every attempt draws the same."""
+        return _number(f"{self.seed}/draws/{item}")
+
+    def decoding(self, sampled: bool) -> dict[str, Any]:
+        """Arguments of `saccade.VLM.generate`; the checkpoint's own penalties stay."""
+        if not sampled:
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": True,
+            "temperature": float(self.temperature),
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+
+
+def _number(words: str) -> int:
+    """From 0 to 2**63 - 1, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1

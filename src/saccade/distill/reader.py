@@ -1,0 +1,133 @@
+"""Reading answers back, one at a time and in any order: what training draws its samples from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saccade.distill.conversations import Messages
+from saccade.distill.duplicates import located
+from saccade.distill.folder import ANSWERS, HEADER
+from saccade.errors import SaccadeError
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A question with the target's answer.
+
+    Attributes:
+        id: of the question, unique in its run.
+        messages: the conversation up to the question, media as paths that can be opened.
+        answer: text.
+        answer_ids: what the target said, without the token that ends an answer.
+        finish: ``eos`` when the target ended the answer itself; otherwise it was cut (``length``, ``stop``, or
+            ``visual`` before a placeholder of an image), and nothing is known about what comes next.
+        temperature: 0 for a greedy answer.
+    """
+
+    id: str
+    messages: Messages
+    answer: str
+    answer_ids: list[int]
+    finish: str
+    temperature: float
+
+
+class Answers(Sequence[Answered]):
+    """The answers of a run; only the offsets of lines are held, 8 bytes each.
+
+    Attributes:
+        header: content of ``distill.json``.
+    """
+
+    def __init__(self, path: Path, media_root: Path, header: dict[str, Any]) -> None:
+        self.header = header
+        self._path = path
+        self._root = media_root
+        self._ends = _line_ends(path)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Answered: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answered]: ...
+    def __getitem__(self, index: int | slice) -> Answered | list[Answered]:
+        """One answer, or several.
+
+        Raises:
+            IndexError: there are not so many.
+            SaccadeError: the line is not an answer.
+        """
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"There is no answer {index}; there are {len(self)}.")
+        start = int(self._ends[number - 1]) if number else 0
+        with self._path.open("rb") as file:
+            file.seek(start)
+            line = file.read(int(self._ends[number]) - start)
+        try:
+            row = json.loads(line)
+            for message in row["messages"]:
+                message["content"] = [self._located(part) for part in message["content"]]
+            return Answered(**row)
+        except (ValueError, KeyError, TypeError):
+            raise SaccadeError(
+                f"{self._path}, line {number + 1} is not an answer; expected a file of `saccade distill`."
+            ) from None
+
+    def _located(self, part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return part
+        source = part[part["type"]]
+        places = (
+            [located(s, self._root) for s in source]
+            if isinstance(source, list)
+            else located(source, self._root)
+        )
+        return {**part, part["type"]: places}
+
+
+def read_answers(path: str | Path, media_root: str | Path | None = None) -> Answers:
+    """The answers of a run, finished or not; a last line that is still being written is left out.
+
+    Args:
+        path: the run's folder, or its ``answers.jsonl``.
+        media_root: where the media lie now, if not where the run found them.
+
+    Raises:
+        SaccadeError: there is no such run.
+    """
+    folder = Path(path).expanduser()
+    folder = folder.parent if folder.name == ANSWERS else folder
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        root = folder / header["source"]["media_root"] if media_root is None else Path(media_root)
+        return Answers(folder / ANSWERS, root.expanduser(), header)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise SaccadeError(
+            f"There are no answers in {folder}; expected a folder with {HEADER} and {ANSWERS}, made by "
+            "`saccade distill`."
+        ) from None
+
+
+def _line_ends(path: Path) -> NDArray[np.int64]:
+    """Offsets behind every newline, `[N]`."""
+    found = [np.empty(0, np.int64)]
+    offset = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
+            offset += len(block)
+    return np.concatenate(found).astype(np.int64) + 1
