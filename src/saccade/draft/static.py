@@ -82,6 +82,17 @@ class StaticTree:
         """Nothing is remembered of a row."""
 
 
+def branches_of(count: int, gamma: int) -> StaticTree:
+    """A tree of ``count`` chains of ``gamma`` guesses, which part at the root.
+
+    Raises:
+        ValueError: one of the numbers is below 1.
+    """
+    if count < 1 or gamma < 1:
+        raise ValueError(f"branches and gamma must be at least 1, not {count} and {gamma}.")
+    return StaticTree([(branch, *(0,) * below) for branch in range(count) for below in range(gamma)])
+
+
 @dataclass(frozen=True)
 class Chain:
     """gamma guesses in a row: the tree of width one (Leviathan et al. 2023)."""

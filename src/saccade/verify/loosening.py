@@ -26,7 +26,7 @@ def drafted(tree: DraftTree) -> Tensor:
 
 
 def walk(tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted: Tensor) -> Verdict:
-    """The longest path on which every guess matches or is forgiven.
+    """The longest path on which every guess matches or is forgiven; of several, the one with the most matches.
 
     Args:
         choice: ``[B, N]`` the target's token after every node.
@@ -37,11 +37,17 @@ def walk(tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted:
     wrong = ~(match | loose | shifted) | ~drafted(tree)
     wrong[:, 0] = False
     stands = ~(tree.ancestors & wrong[:, None]).any(-1)
-    node = torch.where(stands, tree.depth, -1).argmax(1)
+    own = (tree.ancestors & match[:, None]).sum(-1)  # at most max_depth
+    node = torch.where(stands, tree.depth * (tree.max_depth + 1) + own, -1).argmax(1)
     count = tree.depth.expand_as(choice).gather(1, node[:, None])[:, 0]
     path = path_to(tree, node)
     marks = torch.where(match, STRICT, torch.where(loose, LOOSE, SHIFTED))
     return Verdict(path, count, choice.gather(1, node[:, None])[:, 0], marks.gather(1, path))
+
+
+def in_line(tree: DraftTree) -> Tensor:
+    """``[B, N, N]`` which guesses stand above a node, below it, or are it: in a chain all, in a tree its branches."""
+    return (tree.ancestors | tree.ancestors.mT) & drafted(tree)[:, None]
 
 
 def special(tokens: Tensor, ids: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 LVSpec, Section 3: a guess is relevant when the target's hidden state at it resembles those of visual tokens; of K
 guesses the floor(lambda * K) least relevant ones are accepted whatever the target would have said. A guess also
-passes when the target's own token occurs elsewhere in the draft (position-shift tolerance, PST).
+passes when the target's own token occurs elsewhere in the draft (position-shift tolerance, PST). In a tree both are
+said of every branch by itself (Appendix E): K counts the guesses above and below a guess, and only among them is the
+target's token looked for. The longest accepted branch wins.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from saccade.draft.tree import DraftTree
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.loosening import drafted, special, target_tokens, walk
+from saccade.verify.loosening import drafted, in_line, special, target_tokens, walk
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict
 
@@ -96,10 +98,11 @@ class LVSpecJudge:
         guarded = special(tree.tokens, self._special) | special(wanted, self._special)
         sees = self._gather()[1].any(1)[:, None]
         forgivable = guesses & ~guarded & sees
-        loose = self._loose(guesses) & forgivable
+        line = in_line(tree)
+        loose = self._loose(line) & forgivable
         shifted = torch.zeros_like(match)
         if self._rule.shift:
-            elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & guesses[:, None, :]
+            elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & line
             shifted = elsewhere.any(-1) & forgivable
         return walk(tree, choice, match, loose, shifted)
 
@@ -112,12 +115,16 @@ class LVSpecJudge:
         found = torch.isfinite(best)
         return best.masked_fill(~found, 0).sum(-1) / found.sum(-1).clamp(min=1)
 
-    def _loose(self, guesses: Tensor) -> Tensor:
-        """``[B, N]`` the floor(lambda * K) least relevant of each row's K guesses."""
-        relevance = self.relevance().masked_fill(~guesses, torch.inf)
-        rank = relevance.argsort(dim=1, stable=True).argsort(dim=1)
+    def _loose(self, line: Tensor) -> Tensor:
+        """``[B, N]`` which nodes are among the floor(lambda * K) least relevant of the K guesses in line with them."""
+        relevance = self.relevance()
+        here, there = relevance[:, :, None], relevance[:, None, :]
+        earlier = torch.ones_like(line[0]).tril(
+            -1
+        )  # of equally relevant guesses the first counts as the lesser
+        rank = (line & ((there < here) | ((there == here) & earlier))).sum(-1)
         # the small term keeps 0.7 * 10 from becoming 6.999...
-        return rank < (self._rule.share * guesses.sum(1, keepdim=True) + 1e-6).floor()
+        return rank < (self._rule.share * line.sum(-1) + 1e-6).floor()
 
     def _gather(self) -> tuple[Tensor, Tensor]:
         """``[B, V, d]`` normalised states of all rows' visual tokens, and ``[B, V]`` which are real."""
