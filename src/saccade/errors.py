@@ -17,3 +17,7 @@ class ModelError(SaccadeError):
 
 class MethodError(SaccadeError):
     """A method, or the parts named for it, do not exist or do not fit together."""
+
+
+class TrainingError(SaccadeError):
+    """Training data, a recipe or a checkpoint is not usable, or training cannot go on."""

@@ -58,7 +58,7 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
         for name, m in (("full_attention", full), ("sliding_attention", near))
     }
     more: dict[str, Any] = {"attention_mask": masks if own.family.masks.kinds else masks["sliding_attention"]}
-    positions, _ = own._positions(torch.tensor([given.ids]), given)
+    positions, _ = own.positions(torch.tensor([given.ids]), given)
     if positions is not None:
         more["position_ids"] = positions
     with FeatureTap(own, range(len(own.layers) + 1)) as tap:

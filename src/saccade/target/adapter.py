@@ -124,7 +124,7 @@ class Target:
             name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
             for name, value in join(self.config, media).items()
         }
-        positions, delta = self._positions(ids, prompt)
+        positions, delta = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions[..., start:]
         elif start or dropped:
@@ -238,7 +238,7 @@ class Target:
                 "use fewer or smaller images, or lower max_new_tokens."
             )
 
-    def _positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
+    def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
         """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE.
 
         Computed here and passed explicitly, because the model would otherwise keep the delta of an earlier

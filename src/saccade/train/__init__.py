@@ -1,0 +1,1 @@
+"""Training of drafter heads on the target's own answers."""

@@ -1,0 +1,75 @@
+"""Several whole samples as one forward pass of a stock model, padded on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from saccade.inputs.batch import join, type_ids
+from saccade.inputs.families import family_of
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+
+def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Keyword arguments of the target's model for B sequences and their media.
+
+    Args:
+        prompts: whole sequences, answers included. Of a family that Saccade does not know, one at a time.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` ``[B, S]``, positions where the model has M-RoPE ``[3, B, S]``, token
+        types where its family needs them, and the media of all rows.
+    """
+    device = target.device
+    rows = [torch.tensor(p.ids, device=device) for p in prompts]
+    # A row's own last token fills it up: unlike an id that means nothing here, it can never be a placeholder.
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(longest, device=device) < lengths[:, None]).long(),
+    }
+    inputs.update(type_ids(target.config, ids))
+    for name, value in _media(target.config, prompts).items():
+        inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
+    found = [target.positions(row[None], p)[0] for row, p in zip(rows, prompts, strict=True)]
+    known = [p[:, 0].T for p in found if p is not None]
+    if known:
+        inputs["position_ids"] = pad_sequence(known, batch_first=True).permute(2, 0, 1)
+    return inputs
+
+
+def _media(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    family = family_of(config)
+    if family is not None and family.layout == "tiles":
+        return _tiled(config, prompts)
+    out = join(config, [medium for p in prompts for medium in p.media])
+    if "batch_num_images" in out:  # counts per row, which a flat list of media has lost
+        counts = [sum(m.kind == "image" for m in p.media) for p in prompts]
+        out["batch_num_images"] = torch.tensor(counts)
+    return out
+
+
+def _tiled(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """``[B, tiles, ...]``: rows of fewer or smaller tiles, or none, are filled with empty ones."""
+    rows = [join(config, p.media) for p in prompts]
+    out = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        given = [row.get(name) for row in rows]
+        like = next(t for t in given if t is not None)
+        whole = [like.new_zeros(1, 0, *like.shape[2:]) if t is None else t for t in given]
+        largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in whole), strict=True)]
+        out[name] = torch.cat([_grown(t, largest) for t in whole])
+    return out
+
+
+def _grown(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    room = [wanted - size for wanted, size in zip(sizes, tensor.shape[1:], strict=True)]
+    return pad(tensor, [amount for r in reversed(room) for amount in (0, r)])

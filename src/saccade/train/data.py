@@ -1,0 +1,200 @@
+"""Answers of the target from a JSON lines file: one pass finds where lines stand, samples are made when asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from saccade.errors import InputError, TrainingError
+from saccade.inputs.chat import normalise
+from saccade.inputs.processor import InputProcessor
+from saccade.train.samples import Sample
+
+OnBadLine = Literal["stop", "skip"]
+
+_PER_MEDIUM = 500
+"""Tokens that an image counts for where only batches of similar length are made by it."""
+
+
+class Answers:
+    """The file that `saccade distill` writes, as a source of samples.
+
+    A line is ``{"id", "messages", "answer", "answer_ids", "finish"?}``; images and videos in the messages are
+    ``data:`` URIs or files, relative to the JSON lines file.
+
+    Args:
+        path: the file.
+        processor: of the target.
+        on_bad_line: what becomes of lines that cannot be used: the first one stops, or all are skipped and counted.
+        min_words: answers of fewer words are left out.
+        max_tokens: the answer's end is cut where a sample is longer; prompts that leave no room are bad lines.
+
+    Attributes:
+        bad: line number -> what is wrong, of the skipped lines that were met so far.
+        short: answers left out for their shortness.
+
+    Raises:
+        TrainingError: the file cannot be read or holds nothing to learn from, or a line is bad and that is to stop.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        processor: InputProcessor,
+        *,
+        on_bad_line: OnBadLine = "stop",
+        min_words: int = 0,
+        max_tokens: int | None = None,
+    ) -> None:
+        self._path = Path(path).expanduser()
+        self._processor, self._max_tokens = processor, max_tokens
+        self._stop = on_bad_line == "stop"
+        self.bad: dict[int, str] = {}
+        self.short = 0
+        self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
+        content = hashlib.sha256(repr((min_words, max_tokens)).encode())
+        self._each_line(
+            lambda number, offset, line: self._index(number, offset, line, min_words), content.update
+        )
+        self.lengths: Sequence[int] = self._lengths
+        self.fingerprint = content.hexdigest()
+        if not self._offsets:
+            left_out = f" ({self.short} are shorter than {min_words} words)" if self.short else ""
+            raise TrainingError(
+                f"{self._path} holds no answer to learn from{left_out}; expected what `saccade distill` writes."
+            )
+
+    def sample(self, index: int) -> Sample | None:
+        """Prepare one sample.
+
+        Returns:
+            None where the line is bad and bad lines are skipped.
+
+        Raises:
+            TrainingError: the line is bad (an image is missing, or the file has changed) and that is to stop.
+        """
+        number = self._numbers[index]
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[index])
+            line = file.readline()
+        try:
+            row = _row(line)
+            prompt = self._processor.prompt(_located(row["messages"], self._path.parent))
+        except (InputError, TrainingError) as problem:
+            self._refuse(number, str(problem))
+            return None
+        answer = _answer(row, self._processor.eos_token_ids)
+        if self._max_tokens is not None:
+            answer = answer[: max(self._max_tokens - len(prompt), 0)]
+        if not answer:
+            self._refuse(
+                number,
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer within max_tokens = "
+                f"{self._max_tokens}.",
+            )
+            return None
+        return Sample(str(row.get("id", number)), prompt, answer)
+
+    def _each_line(self, use: Callable[[int, int, bytes], None], also: Callable[[bytes], None]) -> None:
+        try:
+            with self._path.open("rb") as file:
+                offset = 0
+                for number, line in enumerate(file, 1):
+                    also(line)
+                    if line.strip():
+                        use(number, offset, line)
+                    offset += len(line)
+        except OSError as problem:
+            raise TrainingError(f"Cannot read the answers in {self._path}: {problem.strerror}.") from problem
+
+    def _index(self, number: int, offset: int, line: bytes, min_words: int) -> None:
+        try:
+            row = _row(line)
+        except (InputError, TrainingError) as problem:
+            self._refuse(number, str(problem))
+            return
+        if min_words and len(row["answer"].split()) < min_words:
+            self.short += 1
+            return
+        self._offsets.append(offset)
+        self._numbers.append(number)
+        self._lengths.append(_length(row))
+
+    def _refuse(self, number: int, why: str) -> None:
+        if self._stop:
+            raise TrainingError(
+                f"{self._path}, line {number}: {why} Mend the line, or leave such lines out with --on-bad-line skip."
+            )
+        self.bad[number] = why
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise TrainingError("it is not valid JSON; expected one object per line.") from None
+    if not isinstance(row, dict):
+        raise TrainingError("it is not a JSON object.")
+    for key, kind, word in (
+        ("messages", list, "list"),
+        ("answer", str, "string"),
+        ("answer_ids", list, "list"),
+    ):
+        if not isinstance(row.get(key), kind):
+            raise TrainingError(f"it has no {word} named {key}.")
+    ids = row["answer_ids"]
+    if not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise TrainingError("answer_ids must be a list of at least one token id.")
+    normalise(row["messages"])
+    return row
+
+
+def _answer(row: Mapping[str, Any], eos: Sequence[int]) -> tuple[int, ...]:
+    """The answer's ids; where the file says that it came to its end, that end is learnt, too."""
+    ids = tuple(row["answer_ids"])
+    if row.get("finish") == "eos" and eos and ids[-1] not in eos:
+        return (*ids, eos[0])
+    return ids
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    messages, slots = normalise(row["messages"])
+    text = sum(
+        len(part.get("text", ""))
+        for m in messages
+        for part in (
+            m["content"] if isinstance(m.get("content"), list) else [{"text": m.get("content") or ""}]
+        )
+    )
+    return len(row["answer_ids"]) + text // 4 + _PER_MEDIUM * len(slots)
+
+
+def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Messages whose media are found from any working directory."""
+    normal, slots = normalise(messages)
+    places = iter(slots)
+    out = []
+    for message in normal:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                if part["type"] in ("image", "video"):
+                    slot = next(places)
+                    part = {"type": slot.kind, slot.kind: _place(slot.source, folder)}
+                parts.append(part)
+            message = {**message, "content": parts}
+        out.append(message)
+    return out
+
+
+def _place(source: Any, folder: Path) -> Any:
+    if isinstance(source, list):  # a video as a list of frames
+        return [_place(frame, folder) for frame in source]
+    if not isinstance(source, str) or source.startswith("data:"):
+        return source
+    return str(folder / source.removeprefix("file://"))

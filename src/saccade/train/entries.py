@@ -1,0 +1,55 @@
+"""A head's entries of several samples: what it is fed, and what it is to guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from saccade.draft.heads.head import Head
+from saccade.train.features import Features
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """E entries of B samples, padded on the right; see `saccade.draft.heads.head.Head` for what an entry is.
+
+    Attributes:
+        features: ``[B, E, k * d]`` the target's states at the token before each entry's own.
+        embeddings: ``[B, E, d]`` of the entry's own token.
+        states: ``[B, E, d]`` the target's last state at the own token, after the final norm: the teacher.
+        following: ``[B, E]`` the token behind the own one.
+        learnt: ``[B, E]`` bool; entries whose following token is part of the answer. They stand side by side.
+    """
+
+    features: Tensor
+    embeddings: Tensor
+    states: Tensor
+    following: Tensor
+    learnt: Tensor
+
+
+def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
+    """Shift the features of samples as the head wants them, hiding visual tokens where it hides them.
+
+    All floating-point tensors come in float32, whatever the target computes in.
+    """
+    rows = [_row(head, sample) for sample in samples]
+    return Entries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
+
+
+def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    own, before = head.entries(sample.visual)
+    states = torch.cat([sample.states[layer] for layer in head.layers], -1)
+    last = sample.states[max(sample.states)]
+    following = sample.ids.roll(-1)  # the last token's is wrong, and not learnt
+    return (
+        states[before].float(),
+        sample.embeddings[own].float(),
+        last[own].float(),
+        following[own],
+        sample.answer[own],
+    )

@@ -1,0 +1,74 @@
+"""What a head learns from one sample: the target's states, read in one pass without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.inputs.batch import visual_mask
+from saccade.inputs.families import family_of
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.features import FeatureTap
+from saccade.train.collate import forward_inputs
+from saccade.train.samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the target made of one sample of S tokens.
+
+    The teacher's logits are not kept: the LM head makes them of the last states.
+
+    Attributes:
+        ids: ``[S]``.
+        visual: ``[S]`` bool; placeholders of images and videos.
+        answer: ``[S]`` bool; tokens whose NEXT token is part of the answer. The prompt's last token is one of them,
+            the answer's last token is not.
+        states: layer index -> ``[S, d]``; the index behind the last layer is there, after the final norm.
+        embeddings: ``[S, d]`` what the decoder was given: the visual features in place of placeholders.
+    """
+
+    ids: Tensor
+    visual: Tensor
+    answer: Tensor
+    states: dict[int, Tensor]
+    embeddings: Tensor
+
+
+def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
+    """Run the target over prompts and answers, together where its family is known.
+
+    Args:
+        layers: which states are wanted besides the last, as in `saccade.target.features.FeatureTap`.
+    """
+    if family_of(target.config) is None and len(samples) > 1:
+        return [read_features(target, [sample], layers)[0] for sample in samples]
+    wholes = [Prompt(sample.ids, sample.prompt.media) for sample in samples]
+    wanted = sorted({0, *layers, len(target.layers)})
+    with torch.no_grad(), FeatureTap(target, wanted) as tap:
+        target.model(**forward_inputs(target, wholes), use_cache=False, logits_to_keep=1)
+    return [
+        _row(target, sample, layers, {layer: h[row, : len(sample.ids)] for layer, h in tap.hidden.items()})
+        for row, sample in enumerate(samples)
+    ]
+
+
+def answer_mask(prompt: int, length: int) -> Tensor:
+    """``[length]`` bool: tokens whose next token belongs to the answer that follows ``prompt`` tokens."""
+    places = torch.arange(length)
+    return (places >= prompt - 1) & (places < length - 1)
+
+
+def _row(target: Target, sample: Sample, layers: Sequence[int], states: dict[int, Tensor]) -> Features:
+    ids = torch.tensor(sample.ids, device=target.device)
+    return Features(
+        ids=ids,
+        visual=visual_mask(target.config, ids),
+        answer=answer_mask(len(sample.prompt), len(ids)).to(target.device),
+        states={layer: states[layer] for layer in {*layers, len(target.layers)}},
+        embeddings=states[0],
+    )

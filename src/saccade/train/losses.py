@@ -1,0 +1,148 @@
+"""The loss of self-fed drafting, and its terms; what a kind of head takes of it is in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.draft.heads.head import Head
+from saccade.train.entries import Entries
+from saccade.train.unroll import Window, unroll
+
+LMHead = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over examples, so that those of several batches and processes add up to the same mean.
+
+    An example is one learnt place in one draft step.
+
+    Attributes:
+        loss: sum of the weighted terms, with gradients.
+        terms: each term's sum without its weight, without gradients.
+        kept: ``[steps]`` examples that were learnt from.
+        tried: ``[steps]`` examples before the filter of the top K.
+        right: ``[steps]`` of those tried: the head's first choice is the answer's token.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    kept: Tensor
+    tried: Tensor
+    right: Tensor
+
+
+class Objective(Protocol):
+    """How one kind of head learns."""
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        """Draft ``draft_steps`` steps and judge them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What each term counts for.
+
+    Attributes:
+        states: SmoothL1 between the target's state and the head's.
+        distribution: cross entropy of the head's next-token distribution under the target's.
+        top: the same sum over the target's K likeliest tokens alone.
+    """
+
+    states: float = 1.0
+    distribution: float = 0.1
+    top: float = 0.0
+
+
+def draft_loss(
+    head: Head,
+    entries: Entries,
+    lm_head: LMHead,
+    draft_steps: int,
+    weights: Weights,
+    *,
+    top_k: int = 0,
+    early_stop: bool = False,
+) -> Tally:
+    """Loss over ``draft_steps`` self-fed steps.
+
+    Args:
+        top_k: K of the top term and of the early stop.
+        early_stop: an example is learnt from only if the answer's token was among the head's top K in every earlier
+            step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
+    """
+    window = Window.of(entries.learnt)
+    states, following = window.take(entries.states), window.take(entries.following)
+    device = states.device
+    sums = {name: torch.zeros((), device=device) for name in _names(weights)}
+    counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
+    loss = states.new_zeros(())
+    alive = window.learnt
+    for step, guess in enumerate(unroll(head, entries, window, draft_steps)):
+        if step:
+            alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.learnt
+        if not alive.any():
+            break
+        tokens = following[alive]  # [M]
+        logits = head.logits(guess[alive], lm_head).float()  # [M, V]
+        counts[1, step], counts[2, step] = len(tokens), (logits.argmax(-1) == tokens).sum()
+        kept = torch.ones_like(tokens, dtype=torch.bool)
+        if early_stop:
+            kept = in_top(logits, tokens, top_k)
+            alive = alive.masked_scatter(alive, kept)
+        counts[0, step] = kept.sum()
+        true = states[alive]
+        with torch.no_grad():
+            teacher = head.logits(true, lm_head).float()
+        for name, values in _terms(guess[alive], true, logits[kept], teacher, weights, top_k).items():
+            loss = loss + getattr(weights, name) * values.sum()
+            sums[name] += values.detach().sum()
+    return Tally(loss, sums, *counts.unbind())
+
+
+def smooth_l1(guess: Tensor, true: Tensor) -> Tensor:
+    """``[M]`` SmoothL1, mean over the d dimensions of ``[M, d]``."""
+    return F.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1)
+
+
+def cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
+    """``[M]`` minus the mean over the teacher of the head's log-probability, of logits ``[M, V]``."""
+    return -(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def top_cross_entropy(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
+    """``[M]`` the part of `cross_entropy` on the teacher's k likeliest tokens (HiViS, Eq. 4, L_topK).
+
+    The paper writes the roles of target and drafter the other way round; the teacher is the target.
+    """
+    p, tokens = teacher.softmax(-1).topk(k)
+    return -(p * logits.log_softmax(-1).gather(-1, tokens)).sum(-1)
+
+
+def in_top(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """``[M]`` bool: the token is among the k likeliest of logits ``[M, V]``."""
+    return (logits.topk(k).indices == tokens[:, None]).any(-1)
+
+
+def _names(weights: Weights) -> list[str]:
+    return [name for name in ("states", "distribution", "top") if getattr(weights, name)]
+
+
+def _terms(
+    guess: Tensor, true: Tensor, logits: Tensor, teacher: Tensor, weights: Weights, top_k: int
+) -> dict[str, Tensor]:
+    out = {}
+    if weights.states:
+        out["states"] = smooth_l1(guess, true)
+    if weights.distribution:
+        out["distribution"] = cross_entropy(logits, teacher)
+    if weights.top:
+        out["top"] = top_cross_entropy(logits, teacher, top_k)
+    return out

@@ -1,0 +1,75 @@
+"""What a head learns from: prompts with the target's own answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from saccade.errors import TrainingError
+from saccade.inputs.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt with the target's answer.
+
+    Attributes:
+        name: how messages call it.
+        prompt: what the target was asked.
+        answer: token ids of what it said, its end-of-sequence token included where it came to one.
+    """
+
+    name: str
+    prompt: Prompt
+    answer: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The whole sequence."""
+        return (*self.prompt.ids, *self.answer)
+
+
+class Source(Protocol):
+    """A numbered set of samples.
+
+    Attributes:
+        lengths: of every sample, in tokens as far as can be told without preparing it; batches are made by it.
+        fingerprint: names the content, so that a checkpoint knows whether it is still the same.
+    """
+
+    lengths: Sequence[int]
+    fingerprint: str
+
+    def sample(self, index: int) -> Sample | None:
+        """One sample, or None where it cannot be used and is to be skipped."""
+        ...
+
+
+class Listed:
+    """Samples that Python already holds.
+
+    Args:
+        pairs: prompts with answer ids.
+
+    Raises:
+        TrainingError: there are none, or an answer is empty.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Prompt, Sequence[int]]]) -> None:
+        self._samples = [Sample(str(i), p, tuple(answer)) for i, (p, answer) in enumerate(pairs)]
+        if not self._samples:
+            raise TrainingError("The training data are empty; give at least one prompt with an answer.")
+        for sample in self._samples:
+            if not sample.answer:
+                raise TrainingError(f"Sample {sample.name} has an empty answer; leave it out.")
+        self.lengths: Sequence[int] = [len(s.ids) for s in self._samples]
+        content = hashlib.sha256()
+        for sample in self._samples:
+            content.update(repr((sample.prompt.ids, sample.answer)).encode())
+            content.update(repr([m.digest for m in sample.prompt.media]).encode())
+        self.fingerprint = content.hexdigest()
+
+    def sample(self, index: int) -> Sample:
+        return self._samples[index]

@@ -1,0 +1,118 @@
+"""What a head learns from is what it will see when it drafts, token for token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from train_kit import head, prompt, samples, target
+
+from families import FAMILIES
+from saccade.inputs.batch import visual_mask
+from saccade.target.context import Context
+from saccade.target.features import Hidden
+from saccade.train.entries import entries_of
+from saccade.train.features import Features, answer_mask, read_features
+from saccade.train.samples import Sample
+
+CLOSE = {"rtol": 0.0, "atol": 1e-4}
+"""fp32 sums in another order differ by up to 5e-6 here; a neighbouring token's state differs by more than 1."""
+
+
+def drafting(name: str, sample: Sample, layers: tuple[int, ...]) -> dict[int, Tensor]:
+    """States as the engine gives them: the prompt in one prefill, the answer in one verification pass."""
+    context = Context(target(name), 1, 256)
+    context.hidden = Hidden(layers)
+    context.load(0, sample.prompt)
+    first = context.hidden.states
+    count = len(sample.answer)
+    allow = torch.ones(1, count, count, dtype=torch.bool).tril()
+    context.forward(torch.tensor([sample.answer]), allow, torch.arange(count)[None])
+    return {i: torch.cat([first[i][0], context.hidden.states[i][0]]) for i in layers}
+
+
+def assert_same(features: Features, expected: dict[int, Tensor], last: int) -> None:
+    torch.testing.assert_close(features.embeddings, expected[0], **CLOSE)
+    torch.testing.assert_close(features.states[1], expected[1], **CLOSE)
+    torch.testing.assert_close(features.states[last], expected[last], **CLOSE)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: str) -> None:
+    own, given = target(name), samples(name, 4)
+    last = len(own.layers)
+    for sample, features in zip(given, read_features(own, given, (1,)), strict=True):
+        assert features.ids.tolist() == list(sample.ids)
+        assert torch.equal(features.visual, visual_mask(own.config, sample.ids))
+        assert_same(features, drafting(name, sample, (0, 1, last)), last)
+
+
+def test_states_shifted_by_one_token_are_noticed() -> None:
+    own, sample = target("llava"), samples("llava", 1)[0]
+    [features] = read_features(own, [sample], (1,))
+    shifted = replace(features, states={i: s.roll(1, 0) for i, s in features.states.items()})
+    last = len(own.layers)
+    with pytest.raises(AssertionError):
+        assert_same(shifted, drafting("llava", sample, (0, 1, last)), last)
+
+
+def test_the_last_prompt_token_learns_the_answers_first_and_the_last_answer_token_learns_nothing() -> None:
+    #     prompt: 0 1 2   answer: 3 4 5
+    assert answer_mask(3, 6).tolist() == [False, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_the_lm_head_makes_the_targets_own_logits_of_the_last_states(name: str) -> None:
+    own, sample = target(name), samples(name, 1)[0]
+    [features] = read_features(own, [sample], ())
+    context = Context(own, 1, 256)
+    logits = context.load(0, sample.prompt).logits
+    ours = own.model.get_output_embeddings()(features.states[len(own.layers)][len(sample.prompt) - 1])
+    torch.testing.assert_close(ours, logits, **CLOSE)
+
+
+def test_entries_of_eagle_pair_a_state_with_the_next_tokens_embedding_and_the_one_after_to_guess() -> None:
+    own, given = target("llava"), samples("llava", 3)
+    read = read_features(own, given, ())
+    made = entries_of(head("llava", "eagle2"), read)
+    last = len(own.layers)
+    for row, (sample, features) in enumerate(zip(given, read, strict=True)):
+        count = len(sample.ids) - 1
+        assert torch.equal(made.features[row, :count], features.states[last][:-1])
+        assert torch.equal(made.embeddings[row, :count], features.embeddings[1:])
+        assert torch.equal(made.states[row, :count], features.states[last][1:])
+        assert made.following[row, : count - 1].tolist() == list(sample.ids[2:])
+        learnt = made.learnt[row].nonzero()[:, 0].tolist()
+        assert made.following[row, learnt].tolist() == list(sample.answer)
+
+
+@pytest.mark.parametrize(("after_image", "source"), [("text", "before the image"), ("visual", "its end")])
+def test_entries_of_hivis_are_those_of_text_alone(after_image: str, source: str) -> None:
+    own = target("llava")
+    sample = Sample("one", prompt("llava", "image"), (30, 31, 32))
+    [features] = read_features(own, [sample], ())
+    made = entries_of(head("llava", "hivis", after_image=after_image), [features])
+    text = [i for i, hidden in enumerate(features.visual.tolist()) if not hidden]
+    states = features.states[len(own.layers)]
+    assert made.features.shape[1] == len(text) - 1
+    assert torch.equal(made.embeddings[0], features.embeddings[text[1:]])
+    assert torch.equal(made.states[0], states[text[1:]])
+    behind = next(
+        i for i in range(1, len(text)) if text[i] - text[i - 1] > 1
+    )  # first text token after the image
+    feature = {"before the image": text[behind - 1], "its end": text[behind] - 1}[source]
+    assert torch.equal(made.features[0, behind - 1], states[feature])
+    assert made.following[made.learnt].tolist() == [30, 31, 32]
+
+
+def test_a_head_that_reads_two_layers_gets_them_side_by_side() -> None:
+    own, sample = target("llava"), samples("llava", 1)[0]
+    [features] = read_features(own, [sample], (1,))
+    made = head("llava", "eagle2")
+    object.__setattr__(made.config, "layers", (1, 2))
+    width = own.text_config.hidden_size
+    entries = entries_of(made, [features])
+    assert torch.equal(entries.features[0, :, :width], features.states[1][:-1])
+    assert torch.equal(entries.features[0, :, width:], features.states[2][:-1])

@@ -1,0 +1,53 @@
+"""Tiny targets, samples and heads for training."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from families import FAMILIES
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import build_head
+from saccade.inputs.batch import split
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.train.samples import Listed, Sample
+
+
+@cache
+def target(name: str) -> Target:
+    own = Target(FAMILIES[name].model())
+    own.model.requires_grad_(False)
+    return own
+
+
+def prompt(name: str, kind: str, row: int = 0) -> Prompt:
+    return split(target(name).config, FAMILIES[name].row_inputs(kind, row))[0]
+
+
+def samples(name: str, count: int = 3) -> list[Sample]:
+    """Prompts of every kind that the family takes, with answers of 4, 5, ... tokens."""
+    kinds = FAMILIES[name].kinds
+    return [
+        Sample(str(i), prompt(name, kinds[i % len(kinds)], i), tuple(range(20 + i, 24 + 2 * i)))
+        for i in range(count)
+    ]
+
+
+def listed(name: str, count: int) -> Listed:
+    return Listed((s.prompt, s.answer) for s in samples(name, count))
+
+
+def head(name: str, kind: str, **options: Any) -> Head:
+    """A head of random weights, all of which matter (a new HiViS head's residuals are zero)."""
+    config = HeadConfig.from_target(target(name), kind, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = build_head(config)
+        with torch.no_grad():
+            for weight in made.parameters():
+                weight.add_(0.2 * torch.randn_like(weight))
+    return made
