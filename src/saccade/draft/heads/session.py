@@ -23,7 +23,6 @@ from saccade.target.masks import visible
 from saccade.target.selected import Merged
 from saccade.verify.rule import Verdict
 
-
 CHUNK = 1024
 """Prompt entries that run at once; bounds the attention mask."""
 
@@ -90,7 +89,10 @@ class HeadDraftSession:
         self._shaping = policy.open(batch, self._device)
         self.cache: SlotCache = self._head.new_cache(batch, 0)
         self._room = 0
-        self._known = [0] * batch  # tokens of every row whose entries have run, or would if they were not hidden
+        self._known = [
+            0
+        ] * batch  # tokens of every row whose entries have run, or would if they were not hidden
+        self._prompts = [0] * batch  # length of the prompt that each row has read last
         self._active = [False] * batch
         width = len(self._head.layers) * self._head.config.hidden_size
         weight = next(self._head.parameters())
@@ -135,7 +137,9 @@ class HeadDraftSession:
                 self.cache,
             )
             self.cache.keep_first(row, len(part))
-        self._known[row] = count
+        if start < self._prompts[row]:  # no next turn of the same conversation
+            self._shaping.restart(row)
+        self._known[row] = self._prompts[row] = count
         # What the first answer token is fed: the state at the last token that `entries` would take.
         (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [count - 1]
         self._features[row, count - 1] = self._features[row, source]

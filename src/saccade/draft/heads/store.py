@@ -14,6 +14,7 @@ from saccade.draft.heads.config import MARK, HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head, kind_of
 from saccade.errors import ModelError
+from saccade.loading import draft_dtype
 from saccade.target.adapter import Target
 
 WEIGHTS = "model.safetensors"
@@ -28,16 +29,11 @@ def save_head(head: Head, folder: str | Path) -> None:
     (folder / "config.json").write_text(head.config.to_json(), encoding="utf-8")
 
 
-def load_head(
-    folder: str | Path,
-    target: Target,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Head:
+def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Head:
     """Read a head for a target, onto its device.
 
     Args:
-        dtype: of the head; the target's when None.
+        dtype: of the head; when None the target's, but float32 for a small head on a CPU.
 
     Raises:
         ModelError: there is no head, it was made for another target, or its weights are damaged, too few, too many
@@ -51,12 +47,15 @@ def load_head(
     except FileNotFoundError:
         raise ModelError(f"The head {folder} has no {WEIGHTS}; train it, or copy the whole folder.") from None
     except SafetensorError as problem:
-        raise ModelError(f"The weight file of the head {folder} is damaged ({problem}); copy it again.") from None
+        raise ModelError(
+            f"The weight file of the head {folder} is damaged ({problem}); copy it again."
+        ) from None
     expected = head.state_dict()
     for name in (*expected, *weights):
         _check(folder, name, expected.get(name), weights.get(name))
     head.load_state_dict(weights, assign=True)
-    return head.to(device=target.device, dtype=dtype or target.dtype).eval()
+    head = head.to(device=target.device, dtype=dtype or target.dtype)
+    return head.to(dtype or draft_dtype(head)).eval()
 
 
 def read_config(folder: str | Path) -> HeadConfig:
@@ -67,7 +66,9 @@ def read_config(folder: str | Path) -> HeadConfig:
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise ModelError(f"The folder {folder} has no config.json, so it holds no drafter head; give one that has.")
+        raise ModelError(
+            f"The folder {folder} has no config.json, so it holds no drafter head; give one that has."
+        )
     return HeadConfig.from_json(file.read_text(encoding="utf-8"))
 
 
@@ -110,9 +111,7 @@ def check_fit(config: HeadConfig, target: Target) -> None:
         )
 
 
-def _check(
-    folder: str | Path, name: str, expected: torch.Tensor | None, found: torch.Tensor | None
-) -> None:
+def _check(folder: str | Path, name: str, expected: torch.Tensor | None, found: torch.Tensor | None) -> None:
     if found is None:
         raise ModelError(f"The head {folder} lacks the weight {name}; copy it again, or train it anew.")
     if expected is None:
