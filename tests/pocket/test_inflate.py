@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForImageTextToText,
-    AutoProcessor,
+    AutoTokenizer,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
 )
@@ -17,7 +17,7 @@ from transformers import (
 from saccade.errors import ModelError
 from saccade.pocket import draw
 from saccade.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
-from saccade.pocket.train.batches import pixels, token_batch
+from saccade.pocket.train.batches import batch_of, pixels
 from saccade.pocket.train.export import write_folder
 from saccade.pocket.train.models import build
 from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
@@ -52,8 +52,12 @@ def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pat
 def inputs(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
     samples = [draw(seed, "scene") for seed in range(8)]
     answers = [tokenizer.encode(sample.answer).ids for sample in samples]
-    ids, _ = token_batch(tokenizer, [sample.question for sample in samples], answers, with_image=True)
-    return {"input_ids": ids, "pixel_values": pixels([sample.image for sample in samples])}
+    seen = pixels([sample.image for sample in samples])
+    return {
+        "input_ids": batch_of(tokenizer, samples, answers).ids,
+        "pixel_values": torch.stack([seen, seen], 1),  # the whole and its one tile: [8, 2, 3, 96, 96]
+        "image_sizes": torch.tensor([[96, 96]] * len(samples)),
+    }
 
 
 @torch.no_grad()
@@ -113,10 +117,9 @@ def test_the_folder_is_whole_and_comes_in_shards(small: Path, tmp_path: Path) ->
     assert len(files) > 1
     assert set(index["weight_map"].values()) == set(files)
     assert sum((out / name).stat().st_size for name in files) >= index["metadata"]["total_size"]
-    assert (
-        AutoProcessor.from_pretrained(out).image_token_id
-        == AutoProcessor.from_pretrained(small).image_token_id
-    )
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(
+        "<image>"
+    ) == AutoTokenizer.from_pretrained(small).convert_tokens_to_ids("<image>")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (small / name).read_bytes()
 

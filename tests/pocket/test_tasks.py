@@ -11,7 +11,8 @@ import pytest
 
 from saccade.pocket import CAPTION_PROMPT, TASKS, WORLD, Sample, draw, score
 from saccade.pocket.chance import chance
-from saccade.pocket.sample import IMAGE_MARK, IMAGE_SIZE
+from saccade.pocket.labels import IMAGE_SIZE
+from saccade.pocket.sample import IMAGE_MARK
 
 NEW = [task for task in WORLD if task not in TASKS]
 GRAMMARS = ("dense", "verbose")

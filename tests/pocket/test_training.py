@@ -1,4 +1,4 @@
-"""Training: growth keeps the function, batches equal the processor's output, a killed run goes on."""
+"""Training: growth keeps the function, batches equal the processor's output, a killed run ends like an unbroken one."""
 
 import os
 import signal
@@ -10,20 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from saccade.pocket import draw
-from saccade.pocket.answering import messages
+from saccade.inputs.processor import InputProcessor
+from saccade.pocket import WORLD, draw
 from saccade.pocket.train.alignment import align_projector
-from saccade.pocket.train.batches import pixels, token_batch
-from saccade.pocket.train.chat import IMAGE, PAD, prompt
+from saccade.pocket.train.batches import IGNORED, Batch, batch_of, sorted_batch
+from saccade.pocket.train.chat import ASSISTANT, END, IMAGE, VIDEO, prompt_ids
 from saccade.pocket.train.growth import grow
-from saccade.pocket.train.models import build, embed
-from saccade.pocket.train.processor import make_processor
-from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
+from saccade.pocket.train.models import PocketModel, build, embed
+from saccade.pocket.train.processor import wrap, write_processor
+from saccade.pocket.train.recipe import LanguageShape, Schedule, TowerShape, quick_recipe
 from saccade.pocket.train.tokens import train_tokenizer
 
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
+KINDS = ["scene", "difference", "story", "video", "knowledge"]  # one picture, two, five, a video, two turns
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +32,38 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(quick_recipe())
 
 
-def _tiny(layers: int = 2) -> torch.nn.Module:
+@pytest.fixture(scope="module")
+def processor(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
+    folder = tmp_path_factory.mktemp("processor")
+    _tiny().config.save_pretrained(folder)
+    write_processor(tokenizer, folder, 2048)
+    return InputProcessor.load(str(folder))
+
+
+def _tiny(layers: int = 2) -> PocketModel:
     torch.manual_seed(0)
     return build(LanguageShape(layers, width=64, mlp=96), TOWER, vocabulary=448).eval()
+
+
+def _batch(tokenizer: Tokenizer, task: str) -> Batch:
+    sample = draw(3, task)
+    return batch_of(tokenizer, [sample], [tokenizer.encode(sample.answer).ids])
+
+
+@torch.no_grad()
+def _trained_on(model: PocketModel, batch: Batch) -> torch.Tensor:
+    hidden = model.model.language_model(inputs_embeds=embed(model, batch)).last_hidden_state
+    logits: torch.Tensor = model.lm_head(hidden)
+    return logits
 
 
 @torch.no_grad()
 def test_growth_leaves_the_logits_bitwise_alone(tokenizer: Tokenizer) -> None:
     shallow = _tiny()
     deep = grow(shallow, 6).eval()
-    sample = draw(0, "scene")
-    ids, _ = token_batch(tokenizer, [sample.question], [tokenizer.encode(sample.answer).ids], with_image=True)
-    inputs = {"input_ids": ids, "pixel_values": pixels([sample.image])}
+    batch = _batch(tokenizer, "scene")
     assert deep.config.text_config.num_hidden_layers == 6
-    assert torch.equal(shallow(**inputs).logits, deep(**inputs).logits)
+    assert torch.equal(_trained_on(shallow, batch), _trained_on(deep, batch))
 
 
 def test_growth_to_no_multiple_is_refused() -> None:
@@ -53,79 +72,123 @@ def test_growth_to_no_multiple_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_training_forward_equals_hugging_faces(tokenizer: Tokenizer) -> None:
-    model = _tiny()
-    samples = [draw(seed, "receipt") for seed in range(2)]
-    ids, _ = token_batch(tokenizer, [s.question for s in samples], [[], []], with_image=True)
-    pictures = pixels([s.image for s in samples])
-    hidden = model.model.language_model(inputs_embeds=embed(model, ids, pictures)).last_hidden_state
-    expected = model(input_ids=ids, pixel_values=pictures).logits
-    assert torch.equal(model.lm_head(hidden), expected)
+@pytest.mark.parametrize("task", KINDS)
+def test_training_forward_equals_the_models_own_on_processed_inputs(
+    tokenizer: Tokenizer, processor: InputProcessor, task: str
+) -> None:
+    model, sample = _tiny(), draw(3, task)
+    prompt = processor.prompt(sample.messages())
+    ids, _ = prompt_ids(tokenizer, sample)
+    assert list(prompt.ids) == ids
+    batch = batch_of(tokenizer, [sample], [[]])
+    tensors: dict[str, torch.Tensor] = {}
+    for media in prompt.media:
+        for name, tensor in media.tensors.items():
+            tensors[name] = torch.cat([tensors[name], tensor]) if name in tensors else tensor
+    if sample.images:
+        tensors["batch_num_images"] = torch.tensor([len(sample.images)])
+    theirs = model(input_ids=batch.ids[:, : len(ids)], **tensors).logits
+    torch.testing.assert_close(_trained_on(model, batch)[:, : len(ids)], theirs)
 
 
-@pytest.mark.parametrize("task", ["scene", "chart", "receipt"])
-def test_processor_gives_the_training_ids_and_pixels(tokenizer: Tokenizer, task: str) -> None:
-    processor = make_processor(tokenizer, 2048)
+def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer: Tokenizer) -> None:
+    sample = draw(3, "knowledge")
+    (question, first), *_ = sample.turns
+    batch = _batch(tokenizer, "knowledge")
+    learnt = batch.targets[0] != IGNORED
+    assert batch.targets[0][learnt].tolist() == batch.ids[0][learnt].tolist()
+    said = tokenizer.decode(batch.ids[0][learnt].tolist(), skip_special_tokens=False)
+    assert said == f"{first}</s>{sample.answer}</s>"
+    assert question not in said
+    before = (learnt[1:] & ~learnt[:-1]).nonzero().flatten()  # each answer begins after its marker
+    assert batch.ids[0][before].tolist() == [ASSISTANT, ASSISTANT]
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_blind_and_untiled_prompts_hold_fewer_tokens(tokenizer: Tokenizer, task: str) -> None:
     sample = draw(3, task)
-    text = processor.apply_chat_template(messages(sample), add_generation_prompt=True)
-    assert text == prompt(sample.question)
-    got = processor(text=text, images=sample.image, return_tensors="pt")
-    ids, _ = token_batch(tokenizer, [sample.question], [[]], with_image=True)
-    head = ids[0][ids[0] != PAD][:-1]  # without the end token of the empty answer
-    assert got["input_ids"][0].tolist() == head.tolist()
-    assert got["input_ids"][0].tolist().count(processor.tokenizer.bos_token_id) == 1
-    assert torch.equal(got["pixel_values"], pixels([sample.image]))
+    full, blind, untiled = (
+        prompt_ids(tokenizer, sample, seeing, tiled)[0]
+        for seeing, tiled in ((True, True), (False, True), (True, False))
+    )
+    assert not {IMAGE, VIDEO} & set(blind)
+    lone = len(sample.images) == 1
+    assert len(full) - len(untiled) == (136 - 65 if lone else 0)
+
+
+def test_long_samples_come_in_short_batches() -> None:
+    from random import Random
+
+    sizes = {len(sorted_batch(Random(seed), 16, 0.2)) for seed in range(60)}
+    assert max(sizes) == 16
+    assert min(sizes) < 8
+
+
+def test_the_rate_warms_up_stays_and_falls() -> None:
+    schedule = Schedule(steps=100, batch=1, rate=1.0, warmup=10, final=0.1, decay=0.5)
+    assert schedule.rate_at(0) == pytest.approx(0.1)
+    assert schedule.rate_at(9) == schedule.rate_at(50) == 1.0
+    assert schedule.rate_at(75) == pytest.approx(0.55)
+    assert schedule.rate_at(100) == pytest.approx(0.1)
 
 
 def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> None:
-    processor = make_processor(tokenizer, 2048)
     first = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Read the receipt."}]}
     turns = [
         first,
         {"role": "assistant", "content": "Tea costs two."},
         {"role": "user", "content": "And the sum?"},
     ]
-    text = processor.apply_chat_template(turns, add_generation_prompt=True)
+    text = wrap(tokenizer, 2048).apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert text == (
         "<s><user><image>Read the receipt.<assistant>Tea costs two.</s><user>And the sum?<assistant>"
     )
 
 
-def _train(folder: Path) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "saccade.pocket.train",
-        "--out",
-        str(folder),
-        "--quick",
-        "--threads",
-        "1",
-    ]
+def _train(folder: Path, *options: str) -> subprocess.Popen[str]:
+    code = "import sys; from saccade.cli import main; sys.argv[0] = 'saccade'; main()"
+    command = [sys.executable, "-c", code, "pocket", "train", "--out", str(folder), "--quick"]
     return subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, "--threads", "1", *options],
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
-def test_a_killed_quick_run_goes_on_and_leaves_a_loadable_pair(tmp_path: Path) -> None:
-    victim = _train(tmp_path)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "shallow.checkpoint.pt").exists():
-        assert time.monotonic() < deadline, "no checkpoint of the shallow stage within a minute"
-        assert victim.poll() is None, "training ended before its second stage"
-        time.sleep(0.02)
+def _kill_at(folder: Path, stage: str) -> None:
+    """Start a run and kill it once the stage has left a checkpoint."""
+    victim = _train(folder)
+    deadline = time.monotonic() + 120
+    while not (folder / f"{stage}.checkpoint.pt").exists():
+        assert time.monotonic() < deadline, f"no checkpoint of the {stage} stage within two minutes"
+        assert victim.poll() is None, f"training ended before its stage {stage}"
+        time.sleep(0.01)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    finisher = _train(tmp_path)
-    printed, _ = finisher.communicate(timeout=100)
-    assert finisher.returncode == 0
-    assert "[shallow] resumed at step" in printed
+
+
+def test_a_twice_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    unbroken = _train(whole)
+    unbroken.communicate(timeout=200)
+    for stage in ("shallow", "follow"):
+        _kill_at(broken, stage)
+    finisher = _train(broken)
+    printed, _ = finisher.communicate(timeout=200)
+    assert finisher.returncode == unbroken.returncode == 0
+    assert "[follow] resumed at step" in printed
     assert "[tower] step" not in printed
     for name in ("target", "draft"):
-        model = AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
-        assert AutoProcessor.from_pretrained(tmp_path / name).image_token_id == model.config.image_token_index
-        assert "| scene | colour |" in (tmp_path / name / "README.md").read_text()
-    assert not list(tmp_path.glob("*.part"))
+        one, other = (
+            AutoModelForImageTextToText.from_pretrained(folder / name).state_dict()
+            for folder in (broken, whole)
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        assert AutoTokenizer.from_pretrained(broken / name).convert_tokens_to_ids("<video>") == VIDEO
+        assert "| scene | colour |" in (broken / name / "README.md").read_text()
+    assert not list(broken.glob("*.part"))
 
 
 @torch.no_grad()
@@ -133,9 +196,13 @@ def test_an_aligned_projector_speaks_at_the_volume_of_words(tokenizer: Tokenizer
     # A random tower has little to tell: its patches must still come in as loud as words, not fifty times so.
     model = _tiny()
     align_projector(model, tokenizer, seed=0)
-    sample = draw(0, "chart")
-    ids, _ = token_batch(tokenizer, [sample.question], [[]], with_image=True)
-    inputs = embed(model, ids, pixels([sample.image]))
-    patches = inputs[ids == IMAGE].norm(dim=-1).mean()
+    batch = _batch(tokenizer, "chart")
+    patches = embed(model, batch)[batch.ids == IMAGE].norm(dim=-1).mean()
     words = model.get_input_embeddings().weight.norm(dim=-1).mean()
     assert 0.2 < patches / words < 2
+
+
+def test_the_ids_of_an_answer_end_with_the_end_token(tokenizer: Tokenizer) -> None:
+    batch = _batch(tokenizer, "scene")
+    assert batch.targets[0][batch.targets[0] != IGNORED][-1] == END
+    assert set(WORLD) >= set(KINDS)

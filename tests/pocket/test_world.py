@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from saccade.pocket import TASKS, Sample, draw, score
-from saccade.pocket.sample import IMAGE_SIZE
+from saccade.pocket.labels import IMAGE_SIZE
 
 GRAMMARS = ("dense", "verbose")
 

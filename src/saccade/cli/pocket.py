@@ -96,4 +96,78 @@ def inflate_model(
     print(f"{out}: {report}")
 
 
-# `train` and `eval` belong here: the same two functions that `saccade.pocket.train` and `.evaluate` run.
+@app.command("train")
+def train_pair(
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FOLDER", help="For stage files and the finished pair."),
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Toy sizes: every stage in a minute; the models learn nothing.")
+    ] = False,
+    scale: Annotated[
+        float, typer.Option(min=0.001, help="Multiply the steps of every stage; 0.1 gives a rough pair.")
+    ] = 1.0,
+    until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")
+    ] = None,
+) -> None:
+    """Train the pocket target and draft from nothing, on a GPU if there is one; hours on a CPU.
+
+    A run that was stopped, in whatever way, goes on where it was when started again with the same folder, and
+    ends with the same weights.
+
+    Example: `saccade pocket train --out my-pair`, then `saccade demo` with `--target my-pair/target --drafter
+    my-pair/draft`.
+    """
+    import torch
+
+    from saccade.pocket.train.recipe import Recipe, quick_recipe
+    from saccade.pocket.train.run import STAGES, run
+
+    if until not in STAGES:
+        raise SaccadeError(f"There is no stage {until!r}; choose from {', '.join(STAGES)}.")
+    if threads:
+        torch.set_num_threads(threads)
+    run((quick_recipe() if quick else Recipe()).scaled(scale), out, until)
+
+
+@app.command("eval")
+def evaluate_model(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="`target`, `draft`, or the folder of a trained one.")
+    ] = "target",
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--task", "-t", help="A task; repeat for more. All of them by default."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", min=2, help="Fresh samples of every task.")
+    ] = 100,
+    grammar: Annotated[
+        str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")
+    ] = "dense",
+) -> None:
+    """Print how well a pocket model reads: its accuracy beside chance, and when shown the wrong picture.
+
+    Example: `saccade pocket eval target --task chart --samples 1000`
+    """
+    import torch
+
+    import saccade
+    from saccade.pocket import WORLD, draft_path, target_path
+    from saccade.pocket.evaluate import measure, table
+
+    chosen = tasks or list(WORLD)
+    for task in chosen:
+        if task not in WORLD:
+            raise SaccadeError(f"There is no pocket task {task!r}; choose from {', '.join(WORLD)}.")
+        if grammar not in WORLD[task].grammars:
+            known = " or ".join(WORLD[task].grammars)
+            raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
+    folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))
+    vlm = saccade.load(folder, method="plain", device_map="cuda" if torch.cuda.is_available() else None)
+    with screen.progress("Answering") as tell:
+        rows = measure(vlm, chosen, samples, grammar, tell)
+    print(table(rows))

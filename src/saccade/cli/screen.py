@@ -42,6 +42,17 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr with the time left; told how many are done, and of how many."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=_notes, disable=not _notes.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def check_media(images: list[str], videos: list[str]) -> None:
     """Say what is wrong with files before models are loaded for them.
 

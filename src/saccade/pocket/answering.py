@@ -1,54 +1,46 @@
-"""Letting a VLM answer pocket questions, many at a time."""
+"""Letting a pocket model answer samples, many at a time, on the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from PIL import Image
-
 from saccade.pocket.sample import Sample
+from saccade.vlm import VLM
 
-LONGEST_ANSWER = 160
-
-
-def messages(sample: Sample) -> list[dict[str, Any]]:
-    """The sample's question as Hugging Face chat messages."""
-    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": sample.question}]}]
+LONGEST_ANSWER = 192
 
 
-@torch.no_grad()
 def answer(
-    model: Any,
-    processor: Any,
+    vlm: VLM,
     samples: Sequence[Sample],
     *,
-    images: Sequence[Image.Image] | None = None,
     temperature: float = 0.0,
-    batch: int = 64,
+    seed: int = 0,
+    batch: int = 32,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """The model's answers as token ids, without the end token.
+    """The model's answers as token ids, without the end token, in the order of the samples.
 
     Args:
-        images: pictures to show in the place of the samples' own.
         temperature: 0 for greedy answers.
-
-    Returns:
-        One list of ids per sample, in their order.
+        seed: of the draws, when it is not.
+        progress: told how many samples are done, after every batch.
     """
-    shown = [sample.image for sample in samples] if images is None else list(images)
+    # Rows of one batch stop together when their true answers are of one length.
     order = sorted(range(len(samples)), key=lambda i: (samples[i].task, len(samples[i].answer)))
     answers: list[list[int]] = [[] for _ in samples]
-    stop = processor.tokenizer.eos_token_id
-    sampled = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    sampling = sampled if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
+    )
+    end = vlm.processor.tokenizer.eos_token_id
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        texts = [
-            processor.apply_chat_template(messages(samples[i]), add_generation_prompt=True) for i in chosen
-        ]
-        inputs = processor(text=texts, images=[[shown[i]] for i in chosen], padding=True, return_tensors="pt")
-        inputs = inputs.to(model.device, dtype=model.dtype)
-        written = model.generate(**inputs, **sampling, max_new_tokens=LONGEST_ANSWER)
-        for i, row in zip(chosen, written[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            answers[i] = row[: row.index(stop)] if stop in row else row
+        outputs = vlm.generate(
+            [samples[i].messages() for i in chosen],
+            seed=[seed + i for i in chosen],
+            max_new_tokens=LONGEST_ANSWER,
+            **sampling,
+        )
+        for i, output in zip(chosen, outputs, strict=True):
+            answers[i] = [token for token in output.tokens if token != end]
+        progress(start + len(chosen))
     return answers

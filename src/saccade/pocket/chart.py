@@ -5,18 +5,9 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, blank_labels
 from saccade.pocket.marking import mentioned, numbers, overlap, sentences
-from saccade.pocket.sample import (
-    GRID,
-    IMAGE_SIZE,
-    PATCH_SIZE,
-    Facts,
-    Grammar,
-    Picture,
-    Task,
-    blank_labels,
-    register,
-)
+from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, SHAPES, difference, sentence, shuffled
 
 HIGHEST = 8

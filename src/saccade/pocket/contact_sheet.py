@@ -9,7 +9,8 @@ from typing import Any
 from PIL import Image
 
 from saccade.pocket.chance import chance
-from saccade.pocket.sample import IMAGE_MARK, IMAGE_SIZE, Sample
+from saccade.pocket.labels import IMAGE_SIZE
+from saccade.pocket.sample import IMAGE_MARK, Sample
 from saccade.pocket.video_file import write_video
 
 _SHOWN_FRAMES = 8

@@ -6,8 +6,13 @@ from typing import Any
 
 from saccade.pocket.marking import numbers, only, overlap, sentences
 from saccade.pocket.printing import page
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, no_labels, register
+from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import DAYS, GOODS, NAMES, NUMBERS, TOWNS, sentence, shuffled
+
+
+def _printed(rng: Random, title: str, lines: list[tuple[str, str]], facts: Facts) -> Picture:
+    image, labels = page(rng, title, lines)
+    return Picture(image, facts, labels)
 
 
 def paint(rng: Random) -> Picture:
@@ -17,12 +22,12 @@ def paint(rng: Random) -> Picture:
         hours = rng.sample(range(1, 13), len(towns))
         lines = [(town, str(hour)) for town, hour in zip(towns, hours, strict=True)]
         facts: dict[str, Any] = {"kind": "trains", "towns": towns, "hours": hours}
-        return Picture(page(rng, "trains", lines), facts, no_labels())
+        return _printed(rng, "trains", lines, facts)
     writer, reader = rng.sample(NAMES, 2)
     day, hour, item = rng.choice(DAYS), rng.randint(1, 12), rng.choice(GOODS)
     lines = [("to", reader), ("day", day[:3]), ("hour", str(hour)), ("bring", item)]
     facts = {"kind": "note", "from": writer, "to": reader, "day": day, "hour": hour, "bring": item}
-    return Picture(page(rng, f"from {writer}", lines), facts, no_labels())
+    return _printed(rng, f"from {writer}", lines, facts)
 
 
 def _train(rng: Random, town: str, hour: str) -> str:

@@ -1,13 +1,11 @@
-"""How well a pocket model reads: `python -m saccade.pocket.evaluate`."""
+"""How well a pocket model reads: its answers marked, beside chance and beside what it says of another picture."""
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from saccade.pocket import TASKS, Sample, draft_path, draw, score, target_path
 from saccade.pocket.answering import answer
+from saccade.pocket.sample import Sample, draw, score
+from saccade.vlm import VLM
 
 FIRST_SEED = 100_000
 """Evaluation draws from here on; training draws from a million on (`train.batches`)."""
@@ -33,23 +31,39 @@ def _mean(task: str, fact: str, answers: Sequence[str], samples: Sequence[Sample
     return sum(scores) / len(scores)
 
 
-def measure(model: Any, processor: Any, per_task: int, grammar: str = "dense") -> list[Accuracy]:
-    """Greedy answers to `per_task` fresh samples of every task, marked."""
-    rows = []
-    for task in TASKS:
-        samples = [draw(FIRST_SEED + i, task, grammar) for i in range(per_task)]
-        others = samples[1:] + samples[:1]
-        decode = processor.tokenizer.batch_decode
-        seeing = decode(answer(model, processor, samples))
-        blind = decode(answer(model, processor, samples, images=[other.image for other in others]))
-        for fact in score(task, "", samples[0].facts):
+def measure(
+    vlm: VLM,
+    tasks: Sequence[str],
+    per_task: int,
+    grammar: str = "dense",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Accuracy]:
+    """Greedy answers to `per_task` fresh samples of every task, marked.
+
+    Args:
+        progress: told how many answers are done, and of how many.
+    """
+    samples = [draw(FIRST_SEED + i, task, grammar) for task in tasks for i in range(per_task)]
+    others = [draw(FIRST_SEED + (i + 1) % per_task, task, grammar) for task in tasks for i in range(per_task)]
+    switched = [
+        replace(sample, images=other.images, video=other.video)
+        for sample, other in zip(samples, others, strict=True)
+    ]
+    ids = answer(vlm, [*samples, *switched], progress=lambda done: progress(done, 2 * len(samples)))
+    texts = vlm.processor.tokenizer.batch_decode(ids)
+    rows: list[Accuracy] = []
+    for number, task in enumerate(tasks):
+        here = slice(number * per_task, (number + 1) * per_task)
+        true, false = samples[here], others[here]
+        seeing, blind = texts[here], texts[len(samples) :][here]
+        for fact in score(task, "", true[0].facts):
             rows.append(
                 Accuracy(
                     task,
                     fact,
-                    accuracy=_mean(task, fact, seeing, samples),
-                    chance=_mean(task, fact, seeing, others),
-                    shuffled=_mean(task, fact, blind, samples),
+                    accuracy=_mean(task, fact, seeing, true),
+                    chance=_mean(task, fact, seeing, false),
+                    shuffled=_mean(task, fact, blind, true),
                 )
             )
     return rows
@@ -63,27 +77,3 @@ def table(rows: Sequence[Accuracy]) -> str:
             f"| {row.task} | {row.fact} | {row.accuracy:.2f} | {row.chance:.2f} | {row.shuffled:.2f} |"
         )
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the accuracy table of the shipped target, the draft or any folder."""
-    import torch
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    parser = argparse.ArgumentParser(prog="python -m saccade.pocket.evaluate", description=__doc__)
-    parser.add_argument("model", nargs="?", default="target", help="target, draft or a model folder")
-    parser.add_argument("--samples", type=int, default=128, help="samples per task")
-    parser.add_argument("--grammar", default="dense", choices=("dense", "verbose"))
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    folder = {"target": target_path(), "draft": draft_path()}.get(options.model, Path(options.model))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
-    processor = AutoProcessor.from_pretrained(folder)
-    print(table(measure(model, processor, options.samples, options.grammar)))
-
-
-if __name__ == "__main__":
-    main()

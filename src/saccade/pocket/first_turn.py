@@ -6,8 +6,9 @@ from random import Random
 
 from PIL import Image
 
-from saccade.pocket.sample import TASKS, Facts, Grammar, Media, draw
+from saccade.pocket.sample import Facts, Grammar, Media, draw
 
+FIRST_TASKS = ("chart", "receipt", "scene")
 _FIRST_SEED, _LAST_SEED = 10**6, 2**48  # never those that tests and evaluation draw first turns from
 
 Earlier = Mapping[str, int | str]
@@ -15,7 +16,7 @@ Earlier = Mapping[str, int | str]
 
 def start(rng: Random) -> tuple[Image.Image, Facts, Earlier]:
     """A picture of one of the first tasks, its facts, and the names to draw its turn by."""
-    task = rng.choice(sorted(TASKS))
+    task = rng.choice(FIRST_TASKS)
     seed = rng.randrange(_FIRST_SEED, _LAST_SEED)
     sample = draw(seed, task)
     return sample.image, sample.facts, {"task": task, "seed": seed}

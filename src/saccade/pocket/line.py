@@ -5,9 +5,10 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
+from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, word_label
 from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.printing import FONT
-from saccade.pocket.sample import IMAGE_SIZE, Facts, Grammar, Picture, Task, no_labels, register
+from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import COLOURS, DAYS, NUMBERS, difference, sentence, shuffled
 
 _HIGHEST = 8
@@ -30,11 +31,14 @@ def paint(rng: Random) -> Picture:
     canvas.line([(_AXIS, 4), (_AXIS, _FLOOR), (IMAGE_SIZE - 1, _FLOOR)], fill=(0, 0, 0))
     points = [(_LEFT + i * _STEP, _FLOOR - value * _UNIT) for i, value in enumerate(values)]
     canvas.line(points, fill=COLOURS[colour], width=3)
-    for x, y in points:
+    labels = blank_labels()
+    for (x, y), value in zip(points, values, strict=True):
         canvas.ellipse((x - 4, y - 4, x + 4, y + 4), fill=COLOURS[colour])
+        labels[y // PATCH_SIZE, x // PATCH_SIZE] = 1 + list(COLOURS).index(colour), 0, 0, value
     for (x, _), day in zip(points, DAYS, strict=True):
         canvas.text((x - 6, _FLOOR + 3), day[:2].upper(), font=FONT, fill=(0, 0, 0))
-    return Picture(image, {"colour": colour, "values": values}, no_labels())
+        labels[(_FLOOR + 8) // PATCH_SIZE, x // PATCH_SIZE, 2] = word_label(day)
+    return Picture(image, {"colour": colour, "values": values}, labels)
 
 
 def _dense(rng: Random, facts: Facts) -> str:

@@ -5,18 +5,9 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
+from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, word_label
 from saccade.pocket.marking import mentioned, numbers, overlap, sentences
-from saccade.pocket.sample import (
-    IMAGE_SIZE,
-    PATCH_SIZE,
-    Facts,
-    Grammar,
-    Labels,
-    Picture,
-    Task,
-    blank_labels,
-    register,
-)
+from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 # The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.
@@ -26,7 +17,6 @@ _PITCH = 17  # pixels from one line to the next
 _PRICE_END = 90
 _PAPERS = ((250, 250, 250), (250, 244, 220), (225, 240, 250))
 _INKS = ((0, 0, 0), (20, 20, 120), (120, 10, 10))
-_FIRST_WORD_LABEL = 3  # word classes after the scene's two sizes
 
 
 class _Printer:
@@ -62,7 +52,7 @@ def paint(rng: Random) -> Picture:
     printer = _Printer(image, rng.choice(_INKS))
     margin, y = 4, rng.randint(2, 8)
     for item, price in zip(goods, prices, strict=True):
-        printer.word(margin, y, item.upper(), _FIRST_WORD_LABEL + GOODS.index(item))
+        printer.word(margin, y, item.upper(), word_label(item))
         printer.number(y, price)
         y += _PITCH
     printer.canvas.line([(margin, y - 2), (IMAGE_SIZE - margin, y - 2)], fill=printer.ink)

@@ -5,33 +5,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-IMAGE_SIZE = 96
-PATCH_SIZE = 12
-GRID = IMAGE_SIZE // PATCH_SIZE
+from saccade.pocket.labels import Labels, no_labels
+
 IMAGE_MARK = "<image>"
 """Where a picture stands in a question, when they do not all stand in front of it."""
-IGNORED_LABEL = -100
-"""The label of a patch that nobody has named (what PyTorch's cross-entropy leaves out)."""
-
 Facts = Mapping[str, Any]
-Labels = NDArray[np.int64]
-
-LABEL_CLASSES = {"colour": 9, "shape": 8, "word": 15, "digit": 10}
-"""What the tower learns to name in every patch, with the number of classes (0 is "nothing here")."""
-
-
-def blank_labels() -> Labels:
-    """Labels of an empty picture, `[GRID, GRID, 4]` in the order of `LABEL_CLASSES`."""
-    return np.zeros((GRID, GRID, len(LABEL_CLASSES)), np.int64)
-
-
-def no_labels() -> Labels:
-    """Labels of a picture whose patches nobody has named."""
-    return np.full((GRID, GRID, len(LABEL_CLASSES)), IGNORED_LABEL, np.int64)
 
 
 @dataclass(frozen=True)
@@ -60,7 +40,7 @@ class Sample:
     Attributes:
         images: the pictures, in order. They stand in front of the conversation's first question, unless a
             question has an `IMAGE_MARK` for every one of them.
-        labels: what the vision tower is pre-trained on (`[8, 8, 4]`, see `LABEL_CLASSES`); `IGNORED_LABEL`
+        labels: what the vision tower is pre-trained on (`[8, 8, 4]`, see `saccade.pocket.labels`); `IGNORED_LABEL`
             everywhere when there is no single picture with names for its patches.
         video: its frames, in order; it stands where the pictures would.
         fps: the video's frames per second.

@@ -7,19 +7,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels
 from saccade.pocket.marking import mentioned, overlap, sentences
-from saccade.pocket.sample import (
-    GRID,
-    IMAGE_SIZE,
-    PATCH_SIZE,
-    Facts,
-    Grammar,
-    Labels,
-    Picture,
-    Task,
-    blank_labels,
-    register,
-)
+from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,

@@ -269,7 +269,7 @@ register(
             "verbose": Grammar(_question(True), _answer(True)),
         },
         score=mark,
-        share=0.0,
+        share=0.06,
     ),
     shipped=False,
 )

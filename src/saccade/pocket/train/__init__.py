@@ -1,1 +1,1 @@
-"""How the shipped pocket models were trained: `python -m saccade.pocket.train --out DIR`."""
+"""How the shipped pocket models were trained: `saccade pocket train --out DIR`."""

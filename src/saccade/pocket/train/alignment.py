@@ -11,51 +11,40 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration
 
-from saccade.pocket.sample import LABEL_CLASSES
-from saccade.pocket.train.batches import labels, pixels, training_samples
-from saccade.pocket.words import COLOURS, GOODS, NUMBERS, SHAPES, SIZES
+from saccade.pocket.labels import LABEL_WORDS
+from saccade.pocket.train.batches import labelled_samples, labels, pixels
+from saccade.pocket.train.models import PocketModel
 
-_SAMPLES = 300
+_SAMPLES = 800
 _RIDGE = 1e-3
 _STEEPNESS, _THRESHOLD = 6.0, 0.3  # a detector's unit is gelu(6 (estimate - 0.3)): 4.2 for "here", 0 else
 _REST_NORM = 0.5  # what the whitened units add, relative to the norm of a word embedding
-
-LABEL_WORDS: dict[str, tuple[str, ...]] = {
-    "colour": tuple(COLOURS),
-    "shape": (*SHAPES, "bar"),
-    "word": (*SIZES, *GOODS),
-    "digit": NUMBERS[1:10],
-}
-"""The word for every label class from 1 on, in the order of `LABEL_CLASSES`."""
 
 
 def _indicators(truth: Tensor) -> Tensor:
     """Labels `[P, 4]` as one column per word, `[P, words]`."""
     columns = [
         truth[:, kind] == number
-        for kind, name in enumerate(LABEL_CLASSES)
-        for number in range(1, len(LABEL_WORDS[name]) + 1)
+        for kind, words in enumerate(LABEL_WORDS.values())
+        for number in range(1, len(words) + 1)
     ]
     return torch.stack(columns, 1).double()
 
 
-def _word_embeddings(model: LlavaForConditionalGeneration, tokenizer: Tokenizer) -> Tensor:
+def _word_embeddings(model: PocketModel, tokenizer: Tokenizer) -> Tensor:
     """The embedding of every label word, with a space before it as inside a sentence: `[words, d]`."""
     table = model.get_input_embeddings().weight
     rows = [
-        table[tokenizer.encode(f" {word}").ids].mean(0)
-        for name in LABEL_CLASSES
-        for word in LABEL_WORDS[name]
+        table[tokenizer.encode(f" {word}").ids].mean(0) for words in LABEL_WORDS.values() for word in words
     ]
     return torch.stack(rows)
 
 
 @torch.no_grad()
-def align_projector(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, seed: int) -> None:
+def align_projector(model: PocketModel, tokenizer: Tokenizer, seed: int) -> None:
     """Overwrite the projector's weights as this module describes, from a few hundred labelled pictures."""
-    samples = training_samples(Random(f"alignment/{seed}"), _SAMPLES, 0.0)
+    samples = labelled_samples(Random(f"alignment/{seed}"), _SAMPLES)
     pictures = pixels([sample.image for sample in samples]).to(model.device)
     seen = model.model.vision_tower(pixel_values=pictures, output_hidden_states=True).hidden_states[-1]
     features = seen[:, 1:].flatten(0, 1).double().cpu()  # [P, d]

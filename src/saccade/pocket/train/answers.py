@@ -5,16 +5,13 @@ from pathlib import Path
 from random import Random
 
 import torch
-from tokenizers import Tokenizer
-from transformers import LlavaForConditionalGeneration
 
+import saccade
 from saccade.pocket.answering import answer
-from saccade.pocket.sample import TASKS, Sample, draw
-from saccade.pocket.train.batches import FIRST_TRAINING_SEED
+from saccade.pocket.sample import WORLD, Sample, draw
+from saccade.pocket.train.batches import FIRST_TRAINING_SEED, UNSEEN_BY_DRAFTS
 from saccade.pocket.train.chat import SPECIAL_TOKENS
 from saccade.pocket.train.files import save
-from saccade.pocket.train.models import CONTEXT
-from saccade.pocket.train.processor import make_processor
 from saccade.pocket.train.recipe import Recipe
 
 _CHUNK = 128
@@ -37,35 +34,30 @@ class Answered:
 def _plan(recipe: Recipe) -> list[tuple[int, str, str, float]]:
     """(seed, task, grammar, temperature) of every answer: half greedy, half at temperature 1."""
     rng = Random(f"answers/{recipe.seed}")
+    shares = {name: task.share for name, task in WORLD.items() if name not in UNSEEN_BY_DRAFTS}
     plan = []
     for temperature in (0.0, 1.0):
-        for task in TASKS:
-            for _ in range(recipe.answers_per_task):
-                grammar = "verbose" if rng.random() < recipe.draft_schedule.verbose else "dense"
-                plan.append((rng.randrange(FIRST_TRAINING_SEED, 2**48), task, grammar, temperature))
+        for task in rng.choices(list(shares), list(shares.values()), k=recipe.answers // 2):
+            grammar = "verbose" if rng.random() < recipe.draft_schedule.verbose else "dense"
+            plan.append((rng.randrange(FIRST_TRAINING_SEED, 2**48), task, grammar, temperature))
     return plan
 
 
-def target_answers(
-    recipe: Recipe, tokenizer: Tokenizer, target: LlavaForConditionalGeneration, folder: Path
-) -> list[Answered]:
-    """The target's answers, from the file that an earlier run left as far as it goes."""
+def target_answers(recipe: Recipe, target: Path, folder: Path) -> list[Answered]:
+    """The answers of the target in its folder, from the file that an earlier run left as far as it goes."""
     path = folder / "answers.pt"
     plan = _plan(recipe)
     rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
     if len(rows) < len(plan):
-        processor = make_processor(tokenizer, CONTEXT)
-        speaker = target.to(torch.bfloat16).eval()
+        vlm = saccade.load(target, method="plain", device_map="cuda" if torch.cuda.is_available() else None)
         while len(rows) < len(plan):
             temperature = plan[len(rows)][3]
             chunk = [row for row in plan[len(rows) : len(rows) + _CHUNK] if row[3] == temperature]
-            torch.manual_seed(recipe.seed + len(rows))
             samples = [draw(seed, task, grammar) for seed, task, grammar, _ in chunk]
-            told = answer(speaker, processor, samples, temperature=temperature)
+            told = answer(vlm, samples, temperature=temperature, seed=recipe.seed + len(rows))
             # A target of few steps may say special tokens at temperature 1: they would stand for pictures.
             plain = [[token for token in ids if token >= len(SPECIAL_TOKENS)] for ids in told]
             rows += [(*row[:3], ids) for row, ids in zip(chunk, plain, strict=True)]
             save(rows, path)
             print(f"[answers] {len(rows)} of {len(plan)}", flush=True)
-        target.float()
     return [Answered(*row) for row in rows]

@@ -1,6 +1,7 @@
 """Samples to tensors: pixels, token ids and what of them is to be learnt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -9,25 +10,36 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from saccade.pocket.sample import TASKS, Sample, draw
-from saccade.pocket.train.chat import END, IMAGE_TOKENS, PAD, prompt
+from saccade.pocket.sample import WORLD, Sample, draw
+from saccade.pocket.train.chat import END, PAD, prompt_ids
 
 FIRST_TRAINING_SEED = 1_000_000
 """Seeds below are never trained on: they are for tests and evaluation."""
 IGNORED = -100
+LABELLED = ("chart", "receipt", "scene", "document", "line", "count", "existence")
+"""Tasks whose pictures have a name for every patch."""
+UNSEEN_BY_DRAFTS = ("story",)
+"""What drafters are not trained on: their case out of distribution."""
 
 
-def training_samples(rng: Random, count: int, verbose_share: float) -> list[Sample]:
-    """Fresh samples in the mixture of the tasks' shares."""
-    names = rng.choices(list(TASKS), [task.share for task in TASKS.values()], k=count)
+def training_samples(
+    rng: Random, count: int, verbose_share: float, shares: Mapping[str, float] | None = None
+) -> list[Sample]:
+    """Fresh samples in the mixture of the tasks' shares, or of those given."""
+    shares = shares or {name: task.share for name, task in WORLD.items()}
     return [
         draw(
             rng.randrange(FIRST_TRAINING_SEED, 2**48),
             name,
             "verbose" if rng.random() < verbose_share else "dense",
         )
-        for name in names
+        for name in rng.choices(list(shares), list(shares.values()), k=count)
     ]
+
+
+def labelled_samples(rng: Random, count: int) -> list[Sample]:
+    """Fresh samples whose pictures have a name for every patch."""
+    return training_samples(rng, count, 0.0, {task: WORLD[task].share for task in LABELLED})
 
 
 def pixels(images: Sequence[Image.Image]) -> Tensor:
@@ -41,24 +53,87 @@ def labels(samples: Sequence[Sample]) -> Tensor:
     return torch.from_numpy(np.stack([sample.labels for sample in samples])).flatten(1, 2)
 
 
-def token_batch(
-    tokenizer: Tokenizer, questions: Sequence[str], answers: Sequence[Sequence[int]], with_image: bool
-) -> tuple[Tensor, Tensor]:
-    """Prompts with answers as ids `[B, N]` and, shifted by none, the ids to learn (`IGNORED` elsewhere)."""
+@dataclass(frozen=True)
+class Batch:
+    """Prompts with answers, padded on the right.
+
+    Attributes:
+        ids: `[B, N]`.
+        targets: the ids to learn, shifted by none, `IGNORED` elsewhere: `[B, N]`.
+        pictures: of all rows that see pictures, in order: `[P, 3, 96, 96]`; None when there are none.
+        counts: how many pictures every row has.
+        frames: all video frames in order: `[F, 3, 96, 96]`; None when there are none.
+        lengths: how many frames every row has.
+        tiled: whether lone pictures are.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    pictures: Tensor | None = None
+    counts: tuple[int, ...] = ()
+    frames: Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    tiled: bool = True
+
+
+def batch_of(
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    answers: Sequence[Sequence[int]],
+    seeing: bool = True,
+    tiled: bool = True,
+) -> Batch:
+    """Prompts with answers as tensors; earlier answers of a conversation are learnt as well.
+
+    Args:
+        answers: token ids without the end token, one list per sample.
+        seeing, tiled: as in `prompt_ids`.
+    """
     rows, targets = [], []
-    for question, answer in zip(questions, answers, strict=True):
-        head = tokenizer.encode(prompt(question, IMAGE_TOKENS if with_image else 0)).ids
+    for sample, answer in zip(samples, answers, strict=True):
+        head, told = prompt_ids(tokenizer, sample, seeing, tiled)
         tail = [*answer, END]
         rows.append(head + tail)
-        targets.append([IGNORED] * len(head) + tail)
+        targets.append([i if is_told else IGNORED for i, is_told in zip(head, told, strict=True)] + tail)
     length = -(-max(map(len, rows)) // 8) * 8
     ids = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
-    return ids, torch.tensor([row + [IGNORED] * (length - len(row)) for row in targets])
+    learnt = torch.tensor([row + [IGNORED] * (length - len(row)) for row in targets])
+    if not seeing:
+        return Batch(ids, learnt)
+    images = [image for sample in samples for image in sample.images]
+    frames = [frame for sample in samples for frame in sample.video or ()]
+    return Batch(
+        ids,
+        learnt,
+        pixels(images) if images else None,
+        tuple(len(sample.images) for sample in samples),
+        pixels(frames) if frames else None,
+        tuple(len(sample.video or ()) for sample in samples),
+        tiled,
+    )
 
 
-def sorted_batch(rng: Random, count: int, verbose_share: float, pool: int = 4) -> list[Sample]:
-    """A batch of samples of similar length, so that little of it is padding: one slice of a sorted pool."""
-    samples = training_samples(rng, count * pool, verbose_share)
-    samples.sort(key=lambda sample: len(sample.answer))
-    start = rng.randrange(pool) * count
-    return samples[start : start + count]
+def length_of(sample: Sample) -> int:
+    """About how many letters' worth of tokens a sample has: what batches are sorted by."""
+    text = sum(len(question) + len(answer) for question, answer in sample.turns)
+    seen = 300 * len(sample.images) + 75 * len(sample.video or ())
+    return seen + text + len(sample.question) + len(sample.answer)
+
+
+def sorted_batch(
+    rng: Random,
+    count: int,
+    verbose_share: float,
+    shares: Mapping[str, float] | None = None,
+    pool: int = 6,
+) -> list[Sample]:
+    """A batch of samples of similar length, so that little of it is padding: neighbours in a sorted pool.
+
+    Long samples come in shorter batches, so that no step costs much more than another.
+    """
+    samples = sorted(training_samples(rng, count * pool, verbose_share, shares), key=length_of)
+    usual = length_of(samples[len(samples) // 2])
+    last = rng.randrange(len(samples))  # the longest of the batch
+    kept = min(count, max(count // 8, round(count * 1.5 * usual / length_of(samples[last]))))
+    first = max(0, last + 1 - kept)
+    return samples[first : first + kept]

@@ -1,4 +1,4 @@
-"""Stage 6: a small LLaVA on the target's tower learns to answer as the target does."""
+"""Stages 5 and 7: a small model on the target's tower learns the world, then to answer as the target does."""
 
 from pathlib import Path
 from random import Random
@@ -6,53 +6,68 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration
 
+from saccade.pocket.sample import WORLD
+from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.answers import Answered
-from saccade.pocket.train.batches import pixels, sorted_batch, token_batch
-from saccade.pocket.train.language import padded_vocabulary
+from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS, Batch, batch_of, length_of, sorted_batch
+from saccade.pocket.train.language import padded_vocabulary, true_answers
 from saccade.pocket.train.loop import train
-from saccade.pocket.train.models import build, loss_of
+from saccade.pocket.train.models import PocketModel, build, loss_of
 from saccade.pocket.train.recipe import Recipe
+from saccade.pocket.train.tokens import content_weights
 
 _BLIND_EVERY = 3  # every third batch has no picture, so that the draft is of use without one too
+_SHARES = {name: task.share for name, task in WORLD.items() if name not in UNSEEN_BY_DRAFTS}
+
+
+def _seeing(number: int) -> bool:
+    return number % _BLIND_EVERY != 0
 
 
 def train_draft(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    target: LlavaForConditionalGeneration,
-    answered: list[Answered],
-    folder: Path,
-) -> tuple[LlavaForConditionalGeneration, float]:
-    """The draft VLM, half of it learnt from ground truth and half from the target; and the minutes."""
+    recipe: Recipe, tokenizer: Tokenizer, tower: dict[str, Tensor], folder: Path, device: torch.device
+) -> tuple[PocketModel, float]:
+    """The draft VLM, learnt from ground truth, and the minutes that it took."""
     torch.manual_seed(recipe.seed)
-    device = target.device
     model = build(recipe.draft, recipe.tower, padded_vocabulary(tokenizer)).to(device)
-    model.model.vision_tower.load_state_dict(target.model.vision_tower.state_dict())
+    model.model.vision_tower.load_state_dict(tower)
     model.model.vision_tower.requires_grad_(False)
+    align_projector(model, tokenizer, recipe.seed)
     schedule = recipe.draft_schedule
-
-    def from_target(rng: Random) -> list[Answered]:
-        pool = rng.sample(answered, min(len(answered), 4 * schedule.batch))
-        pool.sort(key=lambda row: len(row.ids))
-        start = rng.randrange(max(1, len(pool) - schedule.batch + 1))
-        return pool[start : start + schedule.batch]
+    weights = content_weights(tokenizer, padded_vocabulary(tokenizer), schedule.content).to(device)
 
     def step(number: int) -> Tensor:
         rng = Random(f"draft/{recipe.seed}/{number}")
-        if number // _BLIND_EVERY % 2:
-            rows = from_target(rng)
-            samples, answers = [row.sample() for row in rows], [row.ids for row in rows]
-        else:
-            samples = sorted_batch(rng, schedule.batch, schedule.verbose)
-            answers = [tokenizer.encode(sample.answer).ids for sample in samples]
-        seeing = number % _BLIND_EVERY != 0
-        ids, targets = token_batch(tokenizer, [sample.question for sample in samples], answers, seeing)
-        pictures = pixels([sample.image for sample in samples]).to(device) if seeing else None
+        samples = sorted_batch(rng, schedule.batch, schedule.verbose, _SHARES)
+        batch = true_answers(tokenizer, samples, _seeing(number), schedule.tiled_at(number))
         with torch.autocast(device.type, torch.bfloat16):
-            return loss_of(model, ids.to(device), targets.to(device), pictures)
+            return loss_of(model, batch, token_weights=weights)
 
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    minutes = train("draft", model, [(learning, 1.0)], step, schedule, folder, recipe.checkpoint_seconds)
-    return model, minutes
+    return model, train("draft", model, step, schedule, folder, recipe.checkpoint_seconds)
+
+
+def train_follower(
+    recipe: Recipe, tokenizer: Tokenizer, draft: PocketModel, answered: list[Answered], folder: Path
+) -> float:
+    """Train the draft on, every second batch on answers of the target; returns the minutes."""
+    schedule = recipe.follow_schedule
+    order = sorted(answered, key=lambda row: length_of(row.sample()))
+
+    def from_target(rng: Random, seeing: bool) -> Batch:
+        start = rng.randrange(max(1, len(order) - schedule.batch + 1))
+        rows = order[start : start + schedule.batch]
+        return batch_of(tokenizer, [row.sample() for row in rows], [row.ids for row in rows], seeing)
+
+    def step(number: int) -> Tensor:
+        rng = Random(f"follow/{recipe.seed}/{number}")
+        if number // _BLIND_EVERY % 2:
+            batch = from_target(rng, _seeing(number))
+        else:
+            samples = sorted_batch(rng, schedule.batch, schedule.verbose, _SHARES)
+            batch = true_answers(tokenizer, samples, _seeing(number))
+        with torch.autocast(draft.device.type, torch.bfloat16):
+            return loss_of(draft, batch)
+
+    draft.model.vision_tower.requires_grad_(False)
+    return train("follow", draft, step, schedule, folder, recipe.checkpoint_seconds)

@@ -8,14 +8,15 @@ arXiv:2401.02415, section 3.2).
 import copy
 
 import torch
-from transformers import LlavaForConditionalGeneration
+
+from saccade.pocket.train.models import PocketModel
 
 _SILENCED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _LAYERS = ".language_model.layers."
 
 
-def grow(model: LlavaForConditionalGeneration, layers: int) -> LlavaForConditionalGeneration:
-    """A LLaVA with `layers` language layers and the logits of `model`.
+def grow(model: PocketModel, layers: int) -> PocketModel:
+    """A model with `layers` language layers and the logits of `model`.
 
     Raises:
         ValueError: `layers` is no multiple of the layers that are there.
@@ -28,7 +29,7 @@ def grow(model: LlavaForConditionalGeneration, layers: int) -> LlavaForCondition
     config.text_config.num_hidden_layers = layers
     if getattr(config.text_config, "layer_types", None):
         config.text_config.layer_types = ["full_attention"] * layers
-    deep = LlavaForConditionalGeneration(config)
+    deep = PocketModel(config)
     old, new = model.state_dict(), deep.state_dict()
     for name in new:
         if _LAYERS not in name:

@@ -1,7 +1,7 @@
-"""One training stage: steps until its time is used up, with checkpoints that a kill cannot spoil."""
+"""One training stage: a number of steps, with checkpoints that a kill cannot spoil and a resume repeats exactly."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -13,11 +13,25 @@ from saccade.pocket.train.recipe import Schedule
 Step = Callable[[int], Tensor]
 """Step number -> loss. All randomness comes from the number, so a resumed run sees the same batches."""
 
+_PAUSE, _CHECKED = 30.0, 100.0  # seconds between lines of progress, and between checks
+
+
+def _optimisers(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside layers, AdamW for embeddings, heads, norms and biases."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named:
+        inside = parameter.ndim == 2 and "layers." in name
+        (matrices if inside else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.02, fused=True),
+    ]
+
 
 def train(
     name: str,
     model: nn.Module,
-    groups: list[tuple[list[nn.Parameter], float]],
     step: Step,
     schedule: Schedule,
     folder: Path,
@@ -26,9 +40,10 @@ def train(
 ) -> float:
     """Train a stage to its end, or on from its checkpoint, and leave `<name>.pt` in `folder`.
 
+    Trains the parameters that require gradients.
+
     Args:
-        groups: parameters with a factor on the learning rate each.
-        check: a line about how well the model does, printed now and then.
+        check: a line about how well the model does, printed every other minute.
 
     Returns:
         The minutes of training that the stage took over all its resumes.
@@ -38,46 +53,47 @@ def train(
         state = torch.load(done, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         return float(state["seconds"]) / 60
-    optimiser = torch.optim.AdamW(
-        [{"params": parameters, "factor": factor} for parameters, factor in groups],
-        lr=schedule.rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.02,
-        fused=True,
-    )
+    learning = [(label, p) for label, p in model.named_parameters() if p.requires_grad]
+    optimisers = _optimisers(learning, schedule.rate)
     number, before = 0, 0.0
     if resume.exists():
         state = torch.load(resume, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
-        optimiser.load_state_dict(state["optimiser"])
+        for optimiser, kept in zip(optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(kept)
         number, before = state["step"], state["seconds"]
         print(f"[{name}] resumed at step {number}, {before:.0f} s in", flush=True)
-    total = schedule.minutes * 60
-    start = saved = spoken = time.monotonic()
+    first = number
+    start = saved = spoken = checked = time.monotonic()
     smooth = None
-    while (seconds := before + time.monotonic() - start) < total:
-        rate = schedule.rate * min(1.0, (number + 1) / schedule.warmup)
-        rate *= schedule.final + (1 - schedule.final) * (1 - seconds / total)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * group["factor"]
+    while number < schedule.steps:
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = schedule.rate_at(number)
         loss = step(number)
         loss.backward()
-        nn.utils.clip_grad_norm_([p for parameters, _ in groups for p in parameters], 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        nn.utils.clip_grad_norm_([p for _, p in learning], 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         number += 1
         now = time.monotonic()
         smooth = loss.detach() if smooth is None else 0.95 * smooth + 0.05 * loss.detach()
-        if now - spoken > 30:
-            left = (total - seconds) / 60
-            print(f"[{name}] step {number}, loss {float(smooth):.4f}, {left:.1f} min left", flush=True)
+        if now - spoken > _PAUSE:
+            left = (now - start) / (number - first) * (schedule.steps - number) / 60
+            print(
+                f"[{name}] step {number} of {schedule.steps}, loss {float(smooth):.4f}, "
+                f"about {left:.0f} min left",
+                flush=True,
+            )
             spoken = now
-        if now - saved > checkpoint_seconds:
-            state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+        if now - saved > checkpoint_seconds and number < schedule.steps:
+            state = {"model": model.state_dict(), "optimisers": [o.state_dict() for o in optimisers]}
             save({**state, "step": number, "seconds": before + now - start}, resume)
-            saved = now
-            if check is not None:
+            saved = time.monotonic()
+            if check is not None and saved - checked > _CHECKED:
                 print(f"[{name}] {check()}", flush=True)
+                checked = saved = time.monotonic()
     seconds = before + time.monotonic() - start
     save({"model": model.state_dict(), "step": number, "seconds": seconds}, done)
     resume.unlink(missing_ok=True)

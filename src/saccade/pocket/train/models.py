@@ -1,15 +1,27 @@
-"""The model classes of a run: standard Hugging Face LLaVA, small."""
+"""The model class of a run: the standard LLaVA-OneVision, small.
+
+Of the standard classes it is the one that serves all that the world asks: one picture, several, and videos
+(with a token of their own and 2 x 2 pooling of every frame), around a plain Llama.
+"""
+
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from torch import Tensor, nn
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+)
 
-from saccade.pocket.sample import IMAGE_SIZE, PATCH_SIZE
-from saccade.pocket.train.batches import IGNORED
-from saccade.pocket.train.chat import BEGIN, END, IMAGE, IMAGE_TOKENS, PAD
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE
+from saccade.pocket.train.batches import IGNORED, Batch
+from saccade.pocket.train.chat import BEGIN, END, IMAGE, PAD, VIDEO
 from saccade.pocket.train.recipe import LanguageShape, TowerShape
 
 CONTEXT = 2048
+PocketModel: TypeAlias = LlavaOnevisionForConditionalGeneration
 
 
 def tower_config(shape: TowerShape) -> CLIPVisionConfig:
@@ -25,8 +37,8 @@ def tower_config(shape: TowerShape) -> CLIPVisionConfig:
     )
 
 
-def build(shape: LanguageShape, tower: TowerShape, vocabulary: int) -> LlavaForConditionalGeneration:
-    """A LLaVA with fresh weights."""
+def build(shape: LanguageShape, tower: TowerShape, vocabulary: int) -> PocketModel:
+    """A LLaVA-OneVision with fresh weights."""
     heads = shape.width // shape.head_dim
     tokens = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
     text = LlamaConfig(
@@ -41,48 +53,76 @@ def build(shape: LanguageShape, tower: TowerShape, vocabulary: int) -> LlavaForC
         tie_word_embeddings=False,
         **tokens,
     )
-    config = LlavaConfig(
+    config = LlavaOnevisionConfig(
         vision_config=tower_config(tower),
         text_config=text,
         image_token_index=IMAGE,
-        image_seq_length=IMAGE_TOKENS,
+        video_token_index=VIDEO,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
+        vision_aspect_ratio="anyres_max_9",
+        image_grid_pinpoints=[[IMAGE_SIZE, IMAGE_SIZE]],
         tie_word_embeddings=False,
         **tokens,
     )
-    # On a CPU, plain attention is three times as fast as the fused one at these sizes, backward pass included.
-    config._attn_implementation = "sdpa" if torch.cuda.is_available() else "eager"
-    return LlavaForConditionalGeneration(config)
+    return PocketModel(config)
 
 
-def embed(
-    model: LlavaForConditionalGeneration, ids: Tensor, pictures: Tensor | None, train_tower: bool = False
-) -> Tensor:
-    """Input embeddings `[B, N, d]` with the picture's features in the image slots, as LLaVA's forward does.
-
-    Apart from that one it can leave the tower out of the gradient.
-    """
-    inputs: Tensor = model.get_input_embeddings()(ids)
-    if pictures is None:
-        return inputs
+def _seen(model: PocketModel, pixels: Tensor, train_tower: bool) -> Tensor:
+    """Projected features of pictures: `[P, 64, d]`."""
     with torch.set_grad_enabled(train_tower and torch.is_grad_enabled()):
-        seen = model.model.vision_tower(pixel_values=pictures, output_hidden_states=True).hidden_states[-1]
-    features = model.model.multi_modal_projector(seen[:, 1:]).to(inputs.dtype)  # [B, 64, d]
-    return inputs.masked_scatter((ids == IMAGE).unsqueeze(-1), features)
+        tower = model.model.vision_tower(pixel_values=pixels, output_hidden_states=True)
+    features: Tensor = model.model.multi_modal_projector(tower.hidden_states[-1][:, 1:])
+    return features
+
+
+def _pieces(model: PocketModel, batch: Batch, device: torch.device, train_tower: bool) -> list[Tensor]:
+    """The features of every picture and video, in the order of the rows: `[tokens, d]` each."""
+    newline = model.model.image_newline[None]
+    pictures: list[list[Tensor]] = [[] for _ in range(len(batch.ids))]
+    if batch.pictures is not None:
+        features = iter(_seen(model, batch.pictures.to(device), train_tower))
+        for row, count in enumerate(batch.counts):
+            for _ in range(count):
+                once = next(features)
+                end = newline.to(once.dtype)
+                if count == 1 and batch.tiled:
+                    lines = torch.cat([once.view(GRID, GRID, -1), end[None].expand(GRID, 1, -1)], 1)
+                    pictures[row] += [once, lines.flatten(0, 1)]
+                else:
+                    pictures[row] += [once, end]
+    if batch.frames is not None:
+        pooled = model.model.apply_pooling(_seen(model, batch.frames.to(device), train_tower))
+        at = 0
+        for row, count in enumerate(batch.lengths):
+            if count:
+                pictures[row] += [pooled[at : at + count].flatten(0, 1), newline.to(pooled.dtype)]
+                at += count
+    return [piece for row in pictures for piece in row]
+
+
+def embed(model: PocketModel, batch: Batch, train_tower: bool = False) -> Tensor:
+    """Input embeddings `[B, N, d]` with what is seen in its slots, as the class's own forward makes them.
+
+    Apart from that one it can leave the tower out of the gradient, and sees a lone picture once where the
+    class runs the tower on the same pixels twice.
+    """
+    ids = batch.ids.to(model.device)
+    inputs: Tensor = model.get_input_embeddings()(ids)
+    pieces = _pieces(model, batch, model.device, train_tower)
+    if not pieces:
+        return inputs
+    slots = ((ids == IMAGE) | (ids == VIDEO)).unsqueeze(-1)
+    return inputs.masked_scatter(slots, torch.cat(pieces).to(inputs.dtype))
 
 
 def loss_of(
-    model: LlavaForConditionalGeneration,
-    ids: Tensor,
-    targets: Tensor,
-    pictures: Tensor | None,
-    train_tower: bool = False,
-    token_weights: Tensor | None = None,
+    model: PocketModel, batch: Batch, train_tower: bool = False, token_weights: Tensor | None = None
 ) -> Tensor:
     """Mean cross-entropy over the answer tokens, each weighted by what it is (`token_weights`: `[V]`)."""
-    inputs = embed(model, ids, pictures, train_tower)
+    inputs = embed(model, batch, train_tower)
     hidden = model.model.language_model(inputs_embeds=inputs).last_hidden_state
+    targets = batch.targets.to(model.device)
     learnt = targets[:, 1:] != IGNORED
     logits = model.lm_head(hidden[:, :-1][learnt])
-    return torch.nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt], weight=token_weights)
+    return nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt], weight=token_weights)

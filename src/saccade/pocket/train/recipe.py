@@ -1,4 +1,4 @@
-"""The numbers of a training run: model shapes, minutes per stage, sample counts."""
+"""The numbers of a training run: model shapes, steps per stage, sample counts."""
 
 from dataclasses import dataclass, field, replace
 
@@ -31,18 +31,32 @@ class TowerShape:
 class Schedule:
     """How long a stage trains and with which learning rate.
 
-    The rate warms up over the first steps and falls linearly, by the clock, to `final` times its peak.
-    `content` weighs the tokens that tell a fact of the picture against the words between them, which are
-    mostly a matter of chance; `verbose` is the share of samples in the easy grammar.
+    The rate warms up, stays, and over the last part of the steps (`decay`) falls linearly to `final` times its
+    peak. `content` weighs the tokens that tell a fact of the picture against the words between them, which are
+    mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
+    `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
+    are seen once, at half the cost.
     """
 
-    minutes: float
+    steps: int
     batch: int
     rate: float
     warmup: int
-    final: float
+    final: float = 0.02
+    decay: float = 0.6
     content: float = 1.0
     verbose: float = 0.2
+    tiled: float = 1.0
+
+    def tiled_at(self, step: int) -> bool:
+        """Whether a step shows lone pictures tiled."""
+        return step >= (1 - self.tiled) * self.steps
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warm = min(1.0, (step + 1) / self.warmup)
+        fallen = max(0.0, (step - (1 - self.decay) * self.steps) / (self.decay * self.steps))
+        return self.rate * warm * (1 - (1 - self.final) * fallen)
 
 
 @dataclass(frozen=True)
@@ -55,27 +69,32 @@ class Recipe:
     shallow_layers: int = 4
     target: LanguageShape = field(default_factory=lambda: LanguageShape(layers=16, width=256, mlp=704))
     draft: LanguageShape = field(default_factory=lambda: LanguageShape(layers=2, width=128, mlp=352))
-    tokenizer_samples: int = 8000
-    tower_schedule: Schedule = Schedule(minutes=9, batch=64, rate=1.2e-3, warmup=100, final=0.01)
+    tokenizer_samples: int = 20_000
+    tower_schedule: Schedule = Schedule(steps=2400, batch=64, rate=3e-3, warmup=50)
     shallow_schedule: Schedule = Schedule(
-        minutes=40, batch=16, rate=1.5e-3, warmup=60, final=0.12, content=5.0, verbose=0.3
+        steps=2500, batch=32, rate=3e-3, warmup=60, final=0.3, decay=0.2, content=5.0, tiled=0.0
     )
-    deep_schedule: Schedule = Schedule(minutes=28, batch=16, rate=4e-4, warmup=30, final=0.02)
-    draft_schedule: Schedule = Schedule(minutes=14, batch=24, rate=2e-3, warmup=50, final=0.03)
-    answers_per_task: int = 512
-    evaluation_samples: int = 96
+    deep_schedule: Schedule = Schedule(steps=1200, batch=32, rate=1e-3, warmup=30, content=3.0, tiled=0.5)
+    draft_schedule: Schedule = Schedule(
+        steps=3000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
+    )
+    follow_schedule: Schedule = Schedule(steps=1500, batch=32, rate=1.5e-3, warmup=20)
+    answers: int = 12_000
+    evaluation_samples: int = 1000
     checkpoint_seconds: float = 120.0
 
     def scaled(self, factor: float) -> "Recipe":
-        """The same run with the minutes of every stage multiplied by `factor`."""
-        names = ("tower_schedule", "shallow_schedule", "deep_schedule", "draft_schedule")
+        """The same run with the steps of every stage multiplied by `factor`."""
+        names = [name for name in vars(self) if name.endswith("_schedule")]
         stages = {name: getattr(self, name) for name in names}
-        return replace(self, **{k: replace(s, minutes=s.minutes * factor) for k, s in stages.items()})
+        return replace(
+            self, **{k: replace(s, steps=max(1, round(s.steps * factor))) for k, s in stages.items()}
+        )
 
 
 def quick_recipe() -> Recipe:
     """A run of half a minute with toy sizes: it exercises every stage and learns nothing."""
-    toy = Schedule(minutes=1 / 30, batch=4, rate=1e-3, warmup=2, final=0.5)
+    toy = Schedule(steps=4, batch=4, rate=1e-3, warmup=2)
     return Recipe(
         vocabulary=400,
         tower=TowerShape(layers=1, width=32, mlp=64, heads=2),
@@ -87,7 +106,8 @@ def quick_recipe() -> Recipe:
         shallow_schedule=toy,
         deep_schedule=toy,
         draft_schedule=toy,
-        answers_per_task=4,
+        follow_schedule=toy,
+        answers=16,
         evaluation_samples=2,
-        checkpoint_seconds=0.5,
+        checkpoint_seconds=0.0,
     )

@@ -6,14 +6,16 @@ import torch
 from tokenizers import Tokenizer
 
 from saccade.pocket.train.answers import target_answers
-from saccade.pocket.train.draft import train_draft
-from saccade.pocket.train.export import Provenance, export
+from saccade.pocket.train.draft import train_draft, train_follower
+from saccade.pocket.train.export import Provenance, export, write_folder
+from saccade.pocket.train.files import replace_folder
 from saccade.pocket.train.language import train_deep, train_shallow
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tokens import train_tokenizer
 from saccade.pocket.train.tower import train_tower
 
-STAGES = ("tokenizer", "tower", "shallow", "deep", "answers", "draft", "export")
+STAGES = ("tokenizer", "tower", "shallow", "deep", "draft", "answers", "follow", "export")
+_SPEAKER = "answering"  # the folder of the target that has no card yet
 
 
 def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
@@ -47,24 +49,28 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
     if last < STAGES.index("deep"):
         return
     target, deep_minutes = train_deep(recipe, tokenizer, shallow, folder)
-    if last < STAGES.index("answers"):
-        return
-    answered = target_answers(recipe, tokenizer, target, folder)
     if last < STAGES.index("draft"):
         return
-    draft, draft_minutes = train_draft(recipe, tokenizer, target, answered, folder)
+    draft, draft_minutes = train_draft(recipe, tokenizer, tower, folder, device)
+    if last < STAGES.index("answers"):
+        return
+    replace_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
+    answered = target_answers(recipe, folder / _SPEAKER, folder)
+    if last < STAGES.index("follow"):
+        return
+    follow_minutes = train_follower(recipe, tokenizer, draft, answered, folder)
     if last < STAGES.index("export"):
         return
     hardware = _hardware(device)
     how = (
-        f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers}-layer LLaVA on the "
-        f"frozen tower {shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained whole "
+        f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
+        f"{shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
         f"{deep_minutes:.0f} min."
     )
     export(target, tokenizer, folder / "target", recipe, Provenance("Pocket target", how, hardware))
     how = (
-        f"on the target's tower, frozen, {draft_minutes:.0f} min; half on ground truth, half on "
-        f"{len(answered)} answers of the target (half greedy, half at temperature 1), every third batch "
-        "without its picture."
+        f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, then {follow_minutes:.0f} min "
+        f"with half of the batches from {len(answered)} answers of the target (half greedy, half at temperature "
+        "1); every third batch without its pictures; no five-picture stories."
     )
     export(draft, tokenizer, folder / "draft", recipe, Provenance("Pocket draft", how, hardware))

@@ -6,12 +6,27 @@ from random import Random
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from saccade.pocket.sample import IMAGE_MARK
 from saccade.pocket.train.batches import training_samples
 from saccade.pocket.train.chat import SPECIAL_TOKENS
 from saccade.pocket.train.recipe import Recipe
-from saccade.pocket.words import COLOURS, COLUMNS, GOODS, NUMBERS, ORDINALS, ROWS, SHAPES, SIZES, plural
+from saccade.pocket.words import (
+    COLOURS,
+    COLUMNS,
+    DAYS,
+    GOODS,
+    NAMES,
+    NUMBERS,
+    ORDINALS,
+    ROWS,
+    SHAPES,
+    SIZES,
+    TOWNS,
+    plural,
+)
 
-_RELATIONS = ("above", "below", "larger", "smaller", "same", "more", "less")
+_RELATIONS = ("above", "below", "larger", "smaller", "same", "more", "less", "yes", "no")
+_CHANGES = ("up", "down", "appears", "leaves", "gone", "stays", "moves", "back", "day", "night")
 
 
 def train_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -28,8 +43,9 @@ def train_tokenizer(recipe: Recipe) -> Tokenizer:
 
     def texts() -> Iterator[str]:
         for sample in training_samples(Random(f"tokens/{recipe.seed}"), recipe.tokenizer_samples, 0.5):
-            yield sample.question
-            yield sample.answer
+            for turn in (*sample.turns, (sample.question, sample.answer)):
+                yield turn[0].replace(IMAGE_MARK, "\n")
+                yield turn[1]
 
     tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer
@@ -38,6 +54,7 @@ def train_tokenizer(recipe: Recipe) -> Tokenizer:
 def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> torch.Tensor:
     """`weight` for tokens that tell a fact of the picture, 1 for the words between them: `[vocabulary]`."""
     content = {*COLOURS, *COLUMNS, *GOODS, *NUMBERS, *ORDINALS, *ROWS, *SIZES, *_RELATIONS}
+    content |= {word.lower() for word in (*DAYS, *NAMES, *TOWNS)} | set(_CHANGES)
     content |= {plural(shape, count) for shape in SHAPES for count in (1, 2)}
     weights = torch.ones(vocabulary)
     for number in range(tokenizer.get_vocab_size()):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
-from saccade.pocket.sample import LABEL_CLASSES
-from saccade.pocket.train.batches import labels, pixels, training_samples
+from saccade.pocket.labels import LABEL_CLASSES
+from saccade.pocket.train.batches import labelled_samples, labels, pixels
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import tower_config
 from saccade.pocket.train.recipe import Recipe
@@ -37,7 +37,7 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
 
     def step(number: int) -> Tensor:
         rng = Random(f"tower/{recipe.seed}/{number}")
-        samples = training_samples(rng, recipe.tower_schedule.batch, 0.0)
+        samples = labelled_samples(rng, recipe.tower_schedule.batch)
         pictures, truth = pixels([s.image for s in samples]).to(device), labels(samples).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(pictures)
@@ -57,7 +57,6 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
             words.append(f"{name} {right:.2f}")
         return "named rightly where something is: " + ", ".join(words)
 
-    groups = [(list(model.parameters()), 1.0)]
     schedule, pause = recipe.tower_schedule, recipe.checkpoint_seconds
-    minutes = train("tower", model, groups, step, schedule, folder, pause, check)
+    minutes = train("tower", model, step, schedule, folder, pause, check)
     return {name: weight.cpu() for name, weight in model.tower.state_dict().items()}, minutes
