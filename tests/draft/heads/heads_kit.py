@@ -1,0 +1,312 @@
+"""Heads for the tiny families, what a drafting head computed, and the same by the slowest possible means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from families import FAMILIES, FamilyCase, Inputs, pristine, reset_rope_deltas
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.policy import Frontier
+from saccade.draft.sage import SageTree
+from saccade.draft.static import Chain, StaticTree
+from saccade.engine import Engine, Request, Session
+from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.prompt import Prompt
+from saccade.output import Output
+from saccade.target.adapter import Target
+
+KINDS = ("eagle2", "hivis")
+POLICIES: dict[str, Any] = {
+    "chain": Chain(4),
+    "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
+    "dynamic": DynamicTree(top=3, max_depth=4, total=12),
+    "sage": SageTree(),
+}
+LENGTH = 24
+"""Length of the answers that heads are taught."""
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(FAMILIES[name].model())
+
+
+def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
+    return split(target(case.name).config, inputs)
+
+
+def kind_of_prompt(name: str) -> str:
+    return "image" if FAMILIES[name].is_visual else "text"
+
+
+def untaught(name: str, kind: str, seed: int = 0, **options: Any) -> Head:
+    """Random weights; the residuals, too, which begin at zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = build_head(HeadConfig.from_target(target(name), kind, **options))
+        for parameter in head.parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter)
+    return head
+
+
+@cache
+def taught(name: str, kind: str, rows: int = 3) -> Head:
+    """A head that has nearly learnt the answers to the family's first prompts by heart, by teacher forcing."""
+    head, case, prompt_kind = untaught(name, kind), FAMILIES[name], kind_of_prompt(name)
+    texts = []
+    for row in range(rows):
+        inputs, answer = case.row_inputs(prompt_kind, row), case.reference(prompt_kind, rows=row + 1)[row]
+        texts.append((Text.of(name, inputs, answer[:LENGTH]), len(answer[:LENGTH])))
+    lm_head = target(name).model.get_output_embeddings()
+    optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
+    with torch.enable_grad():
+        for step in range(60):
+            text, length = texts[step % rows]
+            tokens, sources = slow_entries(head, text.visual)
+            count = len(tokens)
+            causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+            hidden = head(
+                text.states[None, sources], text.embeddings[None, tokens], torch.arange(count)[None], causal
+            )
+            logits = head.logits(hidden, lambda h: F.linear(h, lm_head.weight.detach()))
+            optimiser.zero_grad()
+            F.cross_entropy(logits[0, -length - 1 : -1], text.ids[-length:]).backward()
+            optimiser.step()
+    return head.eval()
+
+
+def engine(name: str, head: Head, policy: Any) -> Engine:
+    return Engine(target(name), HeadDrafter(head, target(name), policy))
+
+
+# --------------------------------------------------------------------------- the slow way
+
+
+@dataclass(frozen=True)
+class Text:
+    """One row's prompt and what follows, run by the stock model in one piece.
+
+    Attributes:
+        ids: ``[S]``.
+        visual: ``[S]`` bool.
+        states: ``[S, d]`` after the final norm.
+        embeddings: ``[S, d]`` what the decoder was given.
+    """
+
+    ids: Tensor
+    visual: Tensor
+    states: Tensor
+    embeddings: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, name: str, inputs: Inputs, more: Sequence[int]) -> Text:
+        model, given = pristine(name), {}
+        inputs = _extended(inputs, more)
+        decoder = model.get_decoder()
+
+        def keep(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+            embeddings = kwargs.get("inputs_embeds")
+            given["embeddings"] = (
+                model.get_input_embeddings()(kwargs["input_ids"]) if embeddings is None else embeddings
+            )
+
+        handle = decoder.register_forward_pre_hook(keep, with_kwargs=True)
+        reset_rope_deltas(model)
+        states = model(**inputs, output_hidden_states=True).hidden_states[-1]
+        reset_rope_deltas(model)
+        handle.remove()
+        ids = inputs["input_ids"][0]
+        return cls(ids, visual_mask(model.config, ids), states[0], given["embeddings"][0])
+
+
+def _extended(inputs: Inputs, more: Sequence[int]) -> Inputs:
+    extra = torch.tensor([list(more)], dtype=torch.long)
+    out = {**inputs, "input_ids": torch.cat([inputs["input_ids"], extra], 1)}
+    out["attention_mask"] = torch.ones_like(out["input_ids"])
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            out[name] = torch.cat([inputs[name], torch.zeros_like(extra)], 1)
+    return out
+
+
+def slow_entries(head: Head, visual: Tensor) -> tuple[list[int], list[int]]:
+    """Which tokens have entries, and at which tokens their features are read, one by one."""
+    hides, after = head.hides_visual, head.config.options.get("after_image")
+    tokens, sources = [], []
+    seen = None
+    for token, is_visual in enumerate(visual.tolist()):
+        if hides and is_visual:
+            continue
+        if seen is not None:
+            tokens.append(token)
+            sources.append(seen if hides and after == "text" else token - 1)
+        seen = token
+    return tokens, sources
+
+
+class Slow:
+    """Every path of a tree as a sequence of its own, every time from the first token on, without a cache."""
+
+    def __init__(self, name: str, head: Head, text: Text) -> None:
+        self._name, self._head, self._text = name, head, text
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
+
+    def logits(self, length: int, path: tuple[int, ...]) -> Tensor:
+        """``[V]`` behind the first ``length`` tokens, which the target has confirmed, and a path of guesses."""
+        return self._run(length, path)[1]
+
+    @torch.no_grad()
+    def _run(self, length: int, path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The head's last state, and the logits."""
+        if (length, path) not in self._known:
+            model, text = target(self._name).model, self._text
+            tokens, sources = slow_entries(self._head, text.visual[:length])
+            features = [text.states[source] for source in sources]
+            embeddings = [text.embeddings[token] for token in tokens]
+            for depth, token in enumerate(path):
+                features.append(self._run(length, path[:depth])[0])
+                embeddings.append(model.get_input_embeddings()(torch.tensor(token)))
+            count = len(features)
+            steps = torch.tensor([0] * len(tokens) + [depth + 1 for depth in range(len(path))])
+            hidden = self._head(
+                torch.stack(features)[None],
+                torch.stack(embeddings)[None],
+                torch.arange(count)[None],
+                torch.ones(1, count, count, dtype=torch.bool).tril(),
+                step=steps,
+            )[0, -1]
+            self._known[length, path] = hidden, model.get_output_embeddings()(hidden)
+        return self._known[length, path]
+
+
+# --------------------------------------------------------------------------- what drafting computed
+
+
+@dataclass
+class Drafted:
+    """One step's trees as the head grew them.
+
+    Attributes:
+        emitted: tokens of every row's answer before the step; its root is the last of them.
+        levels: per forward the tokens, the allow matrix and the logits behind them; the root's first.
+    """
+
+    emitted: list[list[int]]
+    levels: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def nodes(self, row: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Path and logits of every node that was run, the root's path being empty."""
+        found: list[tuple[tuple[int, ...], Tensor]] = [((), self.levels[0][2][row, 0])]
+        ran: list[int] = []
+        for tokens, allow, logits in self.levels[1:]:
+            ran += tokens[row].tolist()
+            for place, seen in enumerate(allow.expand(len(tokens), -1, -1)[row].tolist()):
+                path = tuple(token for token, sees in zip(ran, seen, strict=True) if sees)
+                found.append((path, logits[row, place]))
+        return found
+
+
+class Recording:
+    """A tree policy that writes down what its drafter tells it."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.steps: list[Drafted] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def open(self, batch: int, device: torch.device) -> Any:
+        shaping = self._policy.open(batch, device)
+        return _RecordingShaping(self, shaping)
+
+
+class _RecordingShaping:
+    def __init__(self, owner: Recording, shaping: Any) -> None:
+        self._owner, self._shaping = owner, shaping
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shaping, name)
+
+    def begin(self, roots: Tensor, proposer: Any) -> Any:
+        self._owner.steps.append(Drafted([]))
+        return _RecordingGrowth(self._owner.steps[-1], self._shaping.begin(roots, proposer), roots)
+
+
+class _RecordingGrowth:
+    def __init__(self, step: Drafted, growth: Any, roots: Tensor) -> None:
+        self._step, self._growth = step, growth
+        self._ran = (roots[:, None], torch.ones(1, 1, 1, dtype=torch.bool))
+
+    def expand(self, logits: Tensor) -> Frontier | None:
+        self._step.levels.append((*self._ran, logits.clone()))
+        frontier: Frontier | None = self._growth.expand(logits)
+        if frontier is not None:
+            self._ran = frontier.tokens, frontier.allow
+        return frontier
+
+    def tree(self) -> Any:
+        return self._growth.tree()
+
+
+def recorded(
+    name: str,
+    head: Head,
+    policy: Any,
+    asked: Sequence[Prompt],
+    n: int = LENGTH,
+    session: Session | None = None,
+) -> tuple[list[Output], list[Drafted]]:
+    """Answers, and the trees of every step. A session's own policy must be the `Recording` given."""
+    recording = policy if isinstance(policy, Recording) else Recording(policy)
+    recording.steps.clear()
+    under_test = engine(name, head, recording)
+    from saccade.generation import plan
+
+    requests = [Request(prompt) for prompt in asked]
+    run = under_test.start(requests, plan(under_test.target, list(asked), max_new_tokens=n), session)
+    answers: list[list[int]] = [[] for _ in asked]
+    histories: list[list[list[int]]] = []
+    for step in run.steps:
+        for answer, new in zip(answers, step.tokens, strict=True):
+            answer.extend(new)
+        done = step.finished
+        histories.append([[] if end else list(a) for a, end in zip(answers, done, strict=True)])
+    steps = [replace(s, emitted=h) for s, h in zip(recording.steps, histories, strict=False)]
+    return run.outputs, steps
+
+
+def worst_difference(
+    name: str, head: Head, rows: Sequence[Inputs], outputs: Sequence[Output], steps: Sequence[Drafted]
+) -> float:
+    """Largest difference between any logit that was drafted from and the slow way's, in standard deviations."""
+    worst, nodes = 0.0, 0
+    for row, inputs in enumerate(rows):
+        text = Text.of(name, inputs, outputs[row].tokens)
+        slow, start = Slow(name, head, text), inputs["input_ids"].shape[1]
+        for step in steps:
+            if step.emitted[row]:
+                for path, logits in step.nodes(row):
+                    expected = slow.logits(start + len(step.emitted[row]), path)
+                    worst = max(worst, float((logits - expected).abs().max() / expected.std()))
+                    nodes += 1
+    assert nodes > len(rows)
+    return worst
+
+
+def drafting(session: Session) -> HeadDraftSession:
+    assert isinstance(session.drafting, HeadDraftSession)
+    return session.drafting
