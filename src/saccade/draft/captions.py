@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.draft.view import PlainView
 from saccade.errors import MethodError
-from saccade.inputs.blind import _wrapped_spans as wrapped_spans
+from saccade.inputs.blind import spans_with_wrappers
 from saccade.inputs.families import family_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
@@ -65,7 +65,7 @@ class Caption(PlainView):
     def read(self, prompt: Prompt) -> Prompt:
         if not prompt.media:
             return prompt
-        spans = wrapped_spans(self._config, self._tokenizer, prompt)
+        spans = spans_with_wrappers(self._config, self._tokenizer, prompt)
         ids: list[int] = []
         end = 0
         for (start, stop), medium in zip(spans, prompt.media, strict=True):
@@ -112,7 +112,7 @@ class OwnCaptions:
             empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
         else:
             empty = self._processor.prompt(question, videos=[np.zeros((4, 32, 32, 3), np.uint8)])
-        start, stop = wrapped_spans(self._processor.config, self._processor.tokenizer, empty)[0]
+        start, stop = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)[0]
         return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), (seen.medium,))
 
     @torch.inference_mode()
@@ -189,18 +189,9 @@ def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
         MethodError: the family's tensors are not understood.
     """
     pixels = _pixels(processor.config, medium)
-    mean, std = (torch.tensor(v)[:, None, None] for v in _scale(processor, medium))
+    mean, std = (torch.tensor(v)[:, None, None] for v in processor.colour_scale(medium.kind))
     values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255
     return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
-
-
-def _scale(processor: InputProcessor, medium: Medium) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and standard deviation of the colours, by which pixels were scaled."""
-    parts, family = processor._parts, family_of(processor.config)
-    if medium.kind == "video" and family is not None and family.video is not None:
-        settings = {**family.video.settings, **parts.video_settings}
-        return settings["image_mean"], settings["image_std"]
-    return parts.image_processor.image_mean, parts.image_processor.image_std
 
 
 def _pixels(config: Any, medium: Medium) -> Tensor:

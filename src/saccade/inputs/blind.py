@@ -30,14 +30,15 @@ def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     ids: list[int] = []
     end = 0
-    for start, stop in _wrapped_spans(config, tokenizer, prompt):
+    for start, stop in spans_with_wrappers(config, tokenizer, prompt):
         ids += [*prompt.ids[end:start], newline]
         end = stop
     return Prompt((*ids, *prompt.ids[end:]))
 
 
-def _wrapped_spans(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
-    """Spans of the media with their wrapper tokens, in order and apart."""
+def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
+    """First and last (excluded) position of every medium with its wrapper tokens, in order and apart; arguments as in
+    `without_media`."""
     family = family_of(config)
     openers, closers = _wrapper_ids(config, tokenizer)
     ids = prompt.ids

@@ -148,6 +148,14 @@ class InputProcessor:
         """
         return without_media(self.config, self.tokenizer, prompt)
 
+    def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
+        """Mean and standard deviation of the three colours, by which an ``image`` or a ``video`` is scaled."""
+        parts = self._parts
+        if kind == "video" and self._family is not None and self._family.video is not None:
+            settings = {**self._family.video.settings, **parts.video_settings}
+            return settings["image_mean"], settings["image_std"]
+        return parts.image_processor.image_mean, parts.image_processor.image_std
+
     def _conversation(
         self, given: str | Sequence[Message], images: int, videos: int
     ) -> tuple[list[dict[str, Any]], list[Slot]]:
