@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +12,19 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.policy import TreePolicy
 from saccade.draft.pruned import PrunedDrafter
 from saccade.draft.pruning import Pruning
 from saccade.draft.sage import SageTree
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.views import by_names
+from saccade.draft.static import Chain, StaticTree, branches_of
+from saccade.draft.views import TextOnly, by_names
 from saccade.draft.weights import by_name
 from saccade.draft.width import WidthTree
 from saccade.engine import Engine
 from saccade.errors import MethodError
+from saccade.inputs.families import visual_ids
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.verify.fly import FLy
@@ -51,6 +54,18 @@ class Parts:
         assert self.draft_model is not None
         return ModelDrafter(self.draft_model, policy, self.vocab_size or self.target.vocab_size)
 
+    def rewriting(self, method: str) -> InputProcessor:
+        """The draft model's inputs, for a method that rewrites its prompt.
+
+        Raises:
+            MethodError: they are not known.
+        """
+        if self.draft_processor is None:
+            raise MethodError(
+                f"{method} rewrites the draft model's prompt, so it needs its processor; use saccade.load()."
+            )
+        return self.draft_processor
+
     def pruned(self, model: Target, policy: TreePolicy, pruning: Pruning) -> Engine:
         """A model that drafts with part of the visual tokens; the target itself for self-speculation."""
         vocab_size = self.vocab_size or self.target.vocab_size
@@ -77,8 +92,32 @@ def dynamic_tree(parts: Parts, *, top: int = 10, max_depth: int = 6, total: int 
     return parts.engine(parts.drafter(DynamicTree(top, max_depth, total)))
 
 
+def spd(parts: Parts, *, gamma: int = 5, tree: str = "chain") -> Engine:
+    assert parts.draft_model is not None
+    sees = visual_ids(parts.draft_model.config)  # else the prompt is the target's
+    config = parts.draft_model.config if sees else parts.target.config
+    blind = TextOnly(config, parts.rewriting("spd").tokenizer)
+    vocab_size = parts.vocab_size or parts.target.vocab_size
+    policy = policy_of(tree, gamma)
+    return parts.engine(EnsembleDrafter(parts.draft_model, policy, [blind], vocab_size=vocab_size))
+
+
 def prompt_lookup(parts: Parts, *, gamma: int = 10, max_ngram: int = 3) -> Engine:
     return parts.engine(PromptLookup(gamma, max_ngram, torch.device(parts.target.device)))
+
+
+def lookup_merge(
+    parts: Parts,
+    *,
+    gamma: int = 5,
+    tree: str = "chain",
+    copied: int = 10,
+    max_ngram: int = 3,
+    total: int = 64,
+) -> Engine:
+    drafter = parts.drafter(policy_of(tree, gamma))
+    copies = PromptLookup(copied, max_ngram, torch.device(drafter.model.device), parts.target.vocab_size)
+    return parts.engine(MergedDrafter(drafter, copies, total))
 
 
 def tabed(
@@ -87,19 +126,18 @@ def tabed(
     views: str = "MT",
     gamma: int = 5,
     width: int = 1,
+    tree: str = "chain",
     weights: str = "auto",
     distance: str = "kl",
     window: int = 0,
     carry: bool = True,
 ) -> Engine:
-    if parts.draft_processor is None:
-        raise MethodError(
-            "tabed rewrites the draft model's prompt, so it needs its processor; use saccade.load()."
-        )
+    if width != 1 and tree != "chain":
+        raise ValueError(f"width {width} is a tree of its own; leave out tree={tree}, or width.")
     assert parts.draft_model is not None
-    seen = by_names(views, parts.draft_model, parts.draft_processor)
+    seen = by_names(views, parts.draft_model, parts.rewriting("tabed"))
     weighting = by_name(weights, len(seen), distance=distance, window=window or None)  # type: ignore[arg-type]
-    policy = Chain(gamma) if width == 1 else WidthTree(width, gamma)
+    policy = policy_of(tree, gamma) if width == 1 else WidthTree(width, gamma)
     vocab_size = parts.vocab_size or parts.target.vocab_size
     return parts.engine(EnsembleDrafter(parts.draft_model, policy, seen, weighting, vocab_size, carry))
 
@@ -108,13 +146,18 @@ def lvspec(
     parts: Parts,
     *,
     gamma: int = 10,
+    branches: int = 1,
+    tree: str = "chain",
     share: float = 0.7,
     nearest: int = 10,
     shift: bool = True,
     space: str = "hidden",
 ) -> Engine:
+    if branches != 1 and tree != "chain":
+        raise ValueError(f"{branches} branches are chains; leave out tree={tree}, or branches.")
     rule = LVSpec(share, nearest, shift, space, parts.special_ids)  # type: ignore[arg-type]  # checked there
-    return parts.engine(parts.drafter(Chain(gamma)), rule)
+    policy = policy_of(tree, gamma) if branches == 1 else branches_of(branches, gamma)
+    return parts.engine(parts.drafter(policy), rule)
 
 
 def fly(parts: Parts, *, gamma: int = 10, entropy: float = 0.2, window: int = 4) -> Engine:
@@ -126,16 +169,30 @@ def random_loosening(parts: Parts, *, gamma: int = 10, share: float = 0.7) -> En
 
 
 def specvlm(
-    parts: Parts, *, select: str = "specvlm", images: float = 0.2, videos: float = 0.1, mass: float = 0.4
+    parts: Parts,
+    *,
+    select: str = "specvlm",
+    images: float = 0.2,
+    videos: float = 0.1,
+    mass: float = 0.4,
+    tree: str = "static",
+    gamma: int = 5,
 ) -> Engine:
     assert parts.draft_model is not None
-    return parts.pruned(parts.draft_model, StaticTree(), _pruning(select, images, videos, mass))
+    return parts.pruned(parts.draft_model, policy_of(tree, gamma), _pruning(select, images, videos, mass))
 
 
 def self_spec(
-    parts: Parts, *, select: str = "specvlm", images: float = 0.2, videos: float = 0.1, mass: float = 0.4
+    parts: Parts,
+    *,
+    select: str = "specvlm",
+    images: float = 0.2,
+    videos: float = 0.1,
+    mass: float = 0.4,
+    tree: str = "static",
+    gamma: int = 5,
 ) -> Engine:
-    return parts.pruned(parts.target, StaticTree(), _pruning(select, images, videos, mass))
+    return parts.pruned(parts.target, policy_of(tree, gamma), _pruning(select, images, videos, mass))
 
 
 def sage(
@@ -162,6 +219,23 @@ def sage(
         total=total,
     )
     return parts.pruned(parts.draft_model, tree, _pruning(select, images, videos, mass))
+
+
+def policy_of(tree: str, gamma: int) -> TreePolicy:
+    """A tree policy by its name in options; ``gamma`` is the length of a chain and says nothing to the others.
+
+    Raises:
+        ValueError: unknown name, or a value out of range.
+    """
+    policies: dict[str, Callable[[], TreePolicy]] = {
+        "chain": lambda: Chain(gamma),
+        "static": StaticTree,
+        "dynamic": DynamicTree,
+        "sage": SageTree,
+    }
+    if tree not in policies:
+        raise ValueError(f"tree must be one of {', '.join(policies)}, not {tree!r}.")
+    return policies[tree]()
 
 
 def _pruning(select: str, images: float, videos: float, mass: float) -> Pruning:

@@ -77,9 +77,23 @@ METHODS: dict[str, Method] = {
         needs="nothing",
         compose=compositions.prompt_lookup,
     ),
+    "lookup-merge": Method(
+        "one tree of what a draft model guesses and of what prompt lookup copies",
+        source="Saxena 2023 beside a draft model; tree=chain, static, dynamic or sage, copied=10 tokens at most",
+        lossless=True,
+        needs="draft model",
+        compose=compositions.lookup_merge,
+    ),
+    "spd": Method(
+        "a draft model that reads the words alone: a language model, or a VLM with a line break for every picture",
+        source="Gagrani et al. 2024, On Speculative Decoding for Multimodal LLMs",
+        lossless=True,
+        needs="draft model",
+        compose=compositions.spd,
+    ),
     "tabed": Method(
         "an ensemble of views of one draft VLM (M picture, T text, C caption, P pooled, R pruned), weighted by success",
-        source="TABED, Section 4; MT* by default, views=MTCP is MTCP*; window=0 keeps the whole history",
+        source="TABED, Section 4; views=MTCP is MTCP*; window=0 keeps all of the history; tree=sage, or width=2",
         lossless=True,
         needs="draft model",
         compose=compositions.tabed,
@@ -107,7 +121,7 @@ METHODS: dict[str, Method] = {
     ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
-        source="LVSpec, Section 3; greedy decoding only",
+        source="LVSpec, Section 3; branches=2 is Appendix E, tree=sage grows SAGE's trees; greedy decoding only",
         lossless=False,
         needs="draft model",
         compose=compositions.lvspec,

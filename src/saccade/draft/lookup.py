@@ -23,11 +23,13 @@ class PromptLookup:
         gamma: longest guess.
         max_ngram: longest n-gram that is matched; shorter ones are tried in turn.
         device: where the trees are made; the target's device.
+        vocab_size: ids from here on are never guessed; for prompts of a drafter with a larger vocabulary.
     """
 
     gamma: int = 10
     max_ngram: int = 3
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.gamma < 1 or self.max_ngram < 1:
@@ -94,8 +96,13 @@ class LookupSession:
         for n in range(min(self._drafter.max_ngram, len(ids)), 0, -1):
             end = ends.get(tuple(ids[-n:]))
             if end is not None:
-                return ids[end : end + self._drafter.gamma]
+                return self._guessable(ids[end : end + self._drafter.gamma])
         return []
+
+    def _guessable(self, ids: list[int]) -> list[int]:
+        """The ids before the first one that the target does not have."""
+        known = self._drafter.vocab_size
+        return ids if known is None else ids[: next((i for i, t in enumerate(ids) if t >= known), None)]
 
 
 def chains(roots: Sequence[int], guesses: Sequence[Sequence[int]], device: torch.device) -> DraftTree:

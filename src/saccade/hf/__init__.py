@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from saccade import methods
 from saccade.compositions import Parts
 from saccade.draft.drafter import Drafter
+from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.errors import InputError, MethodError
@@ -155,7 +156,7 @@ class Speculation:
     def _draft_prompts(
         self, engine: Engine, prompts: Sequence[Prompt], assistant_inputs: Mapping[str, Any] | None
     ) -> Sequence[Prompt | None]:
-        drafts = engine.drafter.model if isinstance(engine.drafter, ModelDrafter) else None
+        drafts = engine.drafter.model if isinstance(engine.drafter, (ModelDrafter, MergedDrafter)) else None
         if drafts is None:
             if assistant_inputs is not None:
                 raise InputError(

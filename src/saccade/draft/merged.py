@@ -1,0 +1,151 @@
+"""Two drafters' trees as one: what both guess stands in it once (prompt lookup beside a draft model, say)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.sampling import Proposer, TopProposer
+from saccade.draft.tree import DraftTree, ancestors_of
+from saccade.inputs.prompt import Prompt
+from saccade.target.context import Context
+from saccade.verify.rule import Verdict
+
+
+class MergedDrafter:
+    """The union of two drafters' trees under one root.
+
+    Children are the likeliest tokens of each drafter, never draws: draws and point masses among one node's children
+    could not be verified by one residual rule. Under sampling each is verified as a point mass, which stays exact.
+
+    Args:
+        first: any drafter; of one node's children its own are tried first.
+        second: any other.
+        total: guesses that are verified at most; the deepest go first.
+
+    Raises:
+        ValueError: ``total`` is below 1.
+
+    Attributes:
+        model: the adapter of the draft model, if one of the drafters has one.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, total: int = 64) -> None:
+        if total < 1:
+            raise ValueError(f"total must be at least 1, not {total}.")
+        self.first = first
+        self.second = second
+        self.total = total
+        self.model: Any = getattr(first, "model", None) or getattr(second, "model", None)
+
+    @property
+    def max_nodes(self) -> int:
+        return min(self.first.max_nodes + self.second.max_nodes - 1, self.total + 1)
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.first.max_depth, self.second.max_depth)
+
+    @property
+    def max_children(self) -> int:
+        return self.first.max_children + self.second.max_children
+
+    @property
+    def draws(self) -> bool:
+        return False
+
+    def open(self, batch: int, target: Context) -> MergedSession:
+        sessions = self.first.open(batch, target), self.second.open(batch, target)
+        return MergedSession(sessions, self.total)
+
+
+class MergedSession:
+    """Two draft sessions over the same rows."""
+
+    def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int) -> None:
+        self._sessions = sessions
+        self._total = total
+
+    @property
+    def reading_seconds(self) -> float:
+        return sum(session.reading_seconds for session in self._sessions)
+
+    def grow(self, capacity: int) -> None:
+        for session in self._sessions:
+            session.grow(capacity)
+
+    def load(self, row: int, prompt: Prompt) -> None:
+        for session in self._sessions:
+            session.load(row, prompt)
+
+    @torch.inference_mode()
+    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+        first, second = (session.propose(new, TopProposer()) for session in self._sessions)
+        return union(first, second.to(first.tokens.device), self._total)
+
+    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
+        for session in self._sessions:
+            session.learn(tree, scores, verdict)
+
+
+def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
+    """Both trees under their common root, a common prefix once, nodes in the order of their depth.
+
+    Args:
+        first: of B rows; among the nodes of one depth its own come first.
+        second: of the same rows, on the same device.
+        total: guesses that stay; the deepest go first, of one depth the last.
+    """
+    if second.size == 1 and first.size <= total + 1:
+        return first
+    batch, device = first.tokens.shape[0], first.tokens.device
+    ones, twos = first.parents.expand(batch, -1), second.parents.expand(batch, -1)
+    same = _same_prefix(first, second, ones, twos)  # [B, N2, N1]
+    known = same.any(2)
+    joint = torch.arange(first.size, first.size + second.size, device=device)
+    place = torch.where(known, same.int().argmax(2), joint)  # of second's nodes, behind first's
+    tokens = torch.cat([first.tokens, second.tokens], 1)
+    parents = torch.cat([ones, place.gather(1, twos)], 1)
+    depth = torch.cat([first.depth.expand(batch, -1), second.depth.expand(batch, -1)], 1)
+    real = torch.cat([first.valid.expand(batch, -1), second.valid & ~known], 1)
+    deepest = max(first.max_depth, second.max_depth)
+    count = min(_size(real), total + 1)
+    # Stable: a node's parent has a lesser depth, and padding comes last.
+    order = depth.where(real, deepest + 1).argsort(dim=1, stable=True)[:, :count]
+    valid = real.gather(1, order)
+    after = torch.zeros_like(parents).scatter_(1, order, torch.arange(count, device=device).expand_as(order))
+    parents = after.gather(1, parents.gather(1, order)).where(valid, 0)
+    ancestors = ancestors_of(parents, max(deepest, 1))  # a tensor of its own also where nobody guesses
+    ancestors[..., 0] &= valid  # padding sees itself alone
+    return DraftTree(
+        tokens=tokens.gather(1, order),
+        parents=parents,
+        depth=depth.gather(1, order).where(valid, 0),
+        ancestors=ancestors,
+        valid=valid,
+        max_depth=deepest,
+        max_children=first.max_children + second.max_children,
+    )
+
+
+def _size(real: Tensor) -> int:
+    """Nodes of the largest row; an accelerator is not waited for, there padding stays."""
+    return real.shape[1] - 1 if real.is_cuda else int(real.sum(1).max())
+
+
+def _same_prefix(first: DraftTree, second: DraftTree, ones: Tensor, twos: Tensor) -> Tensor:
+    """``[B, N2, N1]`` where the tokens from the root to a node of second are those to a node of first."""
+    alike = second.tokens[:, :, None] == first.tokens[:, None]
+    alike &= second.valid[..., None] & first.valid[:, None]
+    alike[:, 0], alike[:, :, 0] = False, False
+    alike[:, 0, 0] = True
+    above = twos[..., None].expand_as(alike), ones[:, None].expand_as(alike)
+    same = torch.zeros_like(alike)
+    same[:, 0, 0] = True
+    for _ in range(min(first.max_depth, second.max_depth)):
+        same = alike & same.gather(1, above[0]).gather(2, above[1])
+    return same

@@ -1,0 +1,149 @@
+"""A draft model's tree merged with prompt lookup changes no token and no distribution."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ManyUniforms, Table, Trial, exact, histogram, p_value
+from harness import POLICIES, draft, prompts, target, tokens
+from test_sampling import BATCH, BATCHES, LIKELY, NEW, PROMPT, SMALL, processed, small_model
+from test_turns import second_turn
+
+from families import FAMILIES, pristine, reference_greedy
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter, union
+from saccade.draft.model import ModelDrafter
+from saccade.draft.sage import SageTree
+from saccade.draft.sampling import TopProposer
+from saccade.draft.static import Chain, StaticTree
+from saccade.draft.tree import DraftTree
+from saccade.engine import Engine, Request
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.verify.sampling import Sampling
+
+TREES: dict[str, Any] = {**POLICIES, "sage": SageTree()}
+
+
+@cache
+def engine(name: str, policy: str, total: int = 64) -> Engine:
+    drafter = ModelDrafter(draft(name), TREES[policy])
+    return Engine(target(name), MergedDrafter(drafter, PromptLookup(6), total))
+
+
+def requests(name: str, rows: int) -> list[Request]:
+    case = FAMILIES[name]
+    return [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows))]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("llama", "chain"), ("llava", "sage"), ("qwen2_5_vl", "static"), ("gemma3", "dynamic")],
+)
+def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
+    kind = FAMILIES[name].kinds[0]
+    outputs = engine(name, policy).generate(requests(name, rows), max_new_tokens=40)
+    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=40)
+    for output in outputs:
+        assert 0 < output.stats.accepted_tokens < output.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("total", [1, 5])
+def test_a_node_cap_changes_no_token(total: int) -> None:
+    outputs = engine("llava", "static", total).generate(requests("llava", 3), max_new_tokens=30)
+    assert tokens(outputs) == FAMILIES["llava"].reference("image", 3, n=30)
+    assert all(o.stats.drafted_tokens <= total * o.stats.target_passes for o in outputs)
+
+
+def test_a_second_turn_goes_on() -> None:
+    method = engine("llava", "chain")
+    session = method.open(1)
+    method.generate(requests("llava", 1), max_new_tokens=24, session=session)
+    inputs = second_turn("llava", "image", 0)
+    (prompt,) = prompts(FAMILIES["llava"], inputs)
+    (output,) = method.generate([Request(prompt)], max_new_tokens=24, session=session)
+    assert output.tokens == reference_greedy(pristine("llava"), inputs, 24)[0]
+    assert output.stats.reused_tokens > 0
+
+
+def test_an_answer_that_repeats_the_prompt_is_copied_where_the_draft_model_is_lost() -> None:
+    """The draft model knows nothing of the target; what was said before is all that helps."""
+    stranger = ModelDrafter(Target(small_model(7)), Chain(3))
+    own = Target(small_model(1))
+    (answer,) = Engine(own).generate([Request(Prompt(tuple(PROMPT)))], max_new_tokens=26)
+    asked = [Request(Prompt((*PROMPT, *answer.tokens)))]
+    outputs = [
+        Engine(own, drafter).generate(asked, max_new_tokens=26)[0]
+        for drafter in (stranger, MergedDrafter(stranger, PromptLookup(8)))
+    ]
+    assert outputs[0].tokens == outputs[1].tokens
+    assert outputs[1].stats.target_passes < outputs[0].stats.target_passes
+
+
+# --------------------------------------------------------------------------- exact under sampling
+
+ROWS, VOCAB, DEPTH = 40_000, 4, 3
+
+
+class _WithChain:
+    """A policy whose tree is merged with a chain that other tables would guess."""
+
+    def __init__(self, policy: Any, other: Table) -> None:
+        self._policy, self._other = policy, other
+
+    def begin(self, roots: torch.Tensor, proposer: Any) -> Any:
+        growth = self._policy.begin(roots, proposer)
+        trial: Any = Trial(
+            self._other, self._other, Chain(DEPTH), TopProposer(), Sampling(), ManyUniforms(len(roots))
+        )
+        chain = trial._grow(len(roots))
+
+        class Grown:
+            def expand(self, logits: torch.Tensor) -> Any:
+                return growth.expand(logits)
+
+            def tree(self) -> DraftTree:
+                return union(growth.tree(), chain, 64)
+
+        return Grown()
+
+
+def p_of(seed: int) -> float:
+    policy = _WithChain(StaticTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]), Table(VOCAB, DEPTH, seed=8))
+    uniforms = ManyUniforms(ROWS)
+    trial = Trial(
+        Table(VOCAB, DEPTH + 1, seed=1),
+        Table(VOCAB, DEPTH, seed=seed),
+        policy,
+        TopProposer(),
+        Sampling(),
+        uniforms,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sequences, accepted = trial.sequences(ROWS, DEPTH + 1)
+    assert accepted.float().mean() > 0
+    return p_value(histogram(sequences, VOCAB), trial.target.exact(DEPTH + 1))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_one_pass_draws_from_the_target(seed: int) -> None:
+    assert p_of(seed) > LIKELY
+
+
+def test_the_engine_draws_from_the_target() -> None:
+    drafter = MergedDrafter(
+        ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
+    )
+    method = Engine(Target(small_model(1)), drafter)
+    session, found = method.open(BATCH), []
+    for batch in range(BATCHES):
+        asked = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
+        outputs = method.generate(asked, do_sample=True, max_new_tokens=NEW, session=session, temperature=0.8)
+        found += [output.tokens for output in outputs]
+    probabilities = exact(small_model(1), PROMPT, NEW, processed(temperature=0.8))
+    assert p_value(histogram(torch.tensor(found), SMALL), probabilities) > LIKELY

@@ -1,0 +1,119 @@
+"""Methods by name that join parts: a drafter without pictures, copies beside a draft model, trees under other rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from checkpoints import picture, vlm
+from saccade import MethodError
+from saccade.compositions import Parts, policy_of
+from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.sage import SageTree
+from saccade.draft.static import Chain, branches_of
+from saccade.engine import Request
+from saccade.methods import build
+
+IMAGES = [picture(3)]
+QUESTION = "What is it, and what was it?"
+PAIRS = [("llava", "llava-draft"), ("llava", "llama"), ("qwen", "qwen-draft")]
+
+
+def plain(name: str) -> list[int]:
+    answer: list[int] = vlm(name, method="plain").generate(QUESTION, IMAGES).tokens
+    return answer
+
+
+def course(output: Any) -> tuple[Any, ...]:
+    return output.tokens, output.marks, output.stats.accepted_histogram, output.stats.drafted_tokens
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("spd", {}),
+        ("spd", {"tree": "sage"}),
+        ("lookup-merge", {}),
+        ("lookup-merge", {"tree": "static", "total": 20}),
+        ("tabed", {"tree": "sage"}),
+        ("lvspec", {"share": 0.0, "shift": False, "branches": 2}),
+        ("lvspec", {"share": 0.0, "shift": False, "tree": "sage"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_tokens_are_the_target_s(target: str, drafter: str, method: str, options: dict[str, Any]) -> None:
+    if method == "tabed" and drafter == "llama":
+        options = {**options, "views": "T"}
+    model = vlm(target, drafter).using(method, **options)
+    output = model.generate(QUESTION, IMAGES)
+    assert output.tokens == plain(target)
+    assert output.stats.drafted_tokens > 0
+
+
+def test_a_batch_with_and_without_pictures_drafts_blind() -> None:
+    model = vlm("llava", "llava-draft").using("spd")
+    questions, images = [QUESTION, "And now?", QUESTION], [[picture(1), picture(2)], [], [picture(4)]]
+    outputs = model.generate(questions, images)
+    wanted = vlm("llava", method="plain").generate(questions, images)
+    assert [o.tokens for o in outputs] == [o.tokens for o in wanted]
+
+
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_spd_drafts_what_the_draft_model_guesses_from_the_words(target: str, drafter: str) -> None:
+    blind, chain = (vlm(target, drafter).using(m, gamma=4) for m in ("spd", "chain"))
+    prompt = blind.processor.prompt(QUESTION, IMAGES)
+    words = blind.processor.text_only(prompt)
+    assert not words.media
+    (expected,) = chain.engine.generate([Request(prompt, words)], max_new_tokens=24)
+    assert course(blind.generate(QUESTION, IMAGES)) == course(expected)
+    (direct,) = blind.engine.generate([Request(prompt)], max_new_tokens=24)  # the target's prompt for both
+    assert course(direct) == course(expected)
+
+
+def test_a_picture_changes_none_of_spd_s_guesses() -> None:
+    model, seen = vlm("llava", "llava-draft").using("spd"), []
+    for shade in (1, 9):
+        session: Any = model.engine.open(1)
+        prompt = model.processor.prompt(QUESTION, [picture(shade)])
+        session.drafting.grow(len(prompt) + 8)
+        session.drafting.load(0, prompt)
+        seen.append(session.drafting.context.lengths)
+    assert seen[0] == seen[1] < [len(prompt)]
+
+
+def test_trees_are_put_where_the_options_say() -> None:
+    parts: Parts = vlm("llava", "llava-draft")._parts
+    tabed: Any = build("tabed", parts, tree="sage").drafter
+    assert isinstance(tabed, EnsembleDrafter)
+    assert isinstance(tabed.policy, SageTree)
+    assert build("lvspec", parts, tree="sage").drafter.policy == SageTree()  # type: ignore[union-attr]
+    assert build("lvspec", parts, branches=2, gamma=3).drafter.policy == branches_of(2, 3)  # type: ignore[union-attr]
+    assert build("lvspec", parts, gamma=3).drafter.policy == Chain(3)  # type: ignore[union-attr]
+    assert branches_of(2, 2).paths == [(0,), (0, 0), (1,), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("tabed", {"tree": "oak"}, "tree must be one of chain, static, dynamic, sage, not 'oak'"),
+        ("tabed", {"tree": "sage", "width": 2}, "width 2 is a tree of its own; leave out tree=sage"),
+        ("lvspec", {"tree": "sage", "branches": 2}, "2 branches are chains; leave out tree=sage"),
+        ("lvspec", {"branches": 0}, "branches and gamma must be at least 1"),
+        ("lookup-merge", {"total": 0}, "total must be at least 1"),
+        ("lookup-merge", {"copied": 0}, "gamma and max_ngram of at least 1"),
+        ("spd", {"gamma": 0}, "gamma must be at least 1"),
+    ],
+)
+def test_nonsense_is_refused(method: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MethodError, match=message):
+        build(method, vlm("llava", "llava-draft")._parts, **options)
+
+
+def test_methods_that_rewrite_prompts_say_what_they_need() -> None:
+    parts = vlm("llava", "llava-draft")._parts
+    for method in ("spd", "tabed"):
+        with pytest.raises(MethodError, match=f"{method} rewrites the draft model's prompt"):
+            build(method, Parts(parts.target, parts.draft_model))
+    assert policy_of("chain", 4) == Chain(4)
