@@ -154,8 +154,9 @@ def distill(
         **{word: value for word, value in pocket.items() if value is not None},
     }
     from saccade.distill import Options
+    from saccade.distill.planning import check_source
 
-    Options(**chosen)  # wrong values are told before models are loaded
+    check_source(source, Options(**chosen))  # before models are loaded
     vlm = screen.load_models(
         target, drafter, name, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
     )
@@ -191,7 +192,14 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
         TextColumn("{task.description}", markup=False),
         TimeRemainingColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600) as bar:
+    console = Console(stderr=True)
+    with Bar(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        speed_estimate_period=600,  # seconds; a batch can take many
+    ) as bar:
         task = bar.add_task("reading the prompts", total=None)
 
         def update(progress: Progress) -> None:

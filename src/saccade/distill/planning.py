@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saccade.distill import pocket_source
 from saccade.distill.conversations import Conversation, Messages, parse, text_of
 from saccade.distill.duplicates import Seen, check_media
 from saccade.distill.options import Options
@@ -102,6 +103,16 @@ class Prompts:
     def where(self, line: int) -> str:
         """A line, for messages."""
         return f"{self.path}, line {line}"
+
+
+def check_source(source: str, options: Options) -> None:
+    """Raise `SaccadeError` for a prompt set that is not there, without reading it."""
+    if source.startswith(pocket_source.PREFIX):
+        pocket_source.tasks_of(source, options.grammar)
+    elif not Path(source).expanduser().is_file():
+        raise SaccadeError(
+            f"There is no file {source}; give a file of JSON lines, or pocket:TASK for built-in prompts."
+        )
 
 
 def make_plan(

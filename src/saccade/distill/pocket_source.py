@@ -56,7 +56,7 @@ def write_prompts(folder: Path, tasks: Sequence[str], options: Options) -> Path:
         with part.open("w", encoding="utf-8") as file:
             for seed in range(options.first_seed, options.first_seed + options.count):
                 for task in tasks:
-                    line = _line(draw(seed, task, options.grammar), f"{task}-{seed}", folder)
+                    line = _line(draw(seed, task, options.grammar), seed, folder)
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -68,13 +68,13 @@ def write_prompts(folder: Path, tasks: Sequence[str], options: Options) -> Path:
     return path
 
 
-def _line(sample: Sample, name: str, folder: Path) -> dict[str, Any]:
+def _line(sample: Sample, seed: int, folder: Path) -> dict[str, Any]:
     """A sample as a conversation with its true answers, media saved."""
     count = 0
 
     def saved(picture: Image.Image) -> str:
         nonlocal count
-        path = f"{MEDIA}/{name.replace('-', '/')}-{count}.png"
+        path = f"{MEDIA}/{sample.task}/{seed}-{count}.png"
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         picture.save(folder / path, format="PNG")
         count += 1
@@ -88,4 +88,4 @@ def _line(sample: Sample, name: str, folder: Path) -> dict[str, Any]:
             elif part["type"] == "video":
                 part["video"] = [saved(frame) for frame in part["video"]]
     answer = {"role": "assistant", "content": [{"type": "text", "text": sample.answer}]}
-    return {"id": name, "messages": [*messages, answer]}
+    return {"id": f"{sample.task}-{seed}", "messages": [*messages, answer]}

@@ -1,0 +1,90 @@
+"""`saccade distill`: help, plan, a run, Ctrl-C, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Shell
+from prompt_lines import asks, rows
+
+from checkpoints import ready
+from saccade.distill import folder
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setenv("TERM", "dumb")
+    return Shell(capsys, monkeypatch)
+
+
+@pytest.fixture
+def source(written: Callable[..., Path], pictures: Path) -> Path:
+    return written(
+        *(asks(f"What {n}?", "images/a.png") for n in range(5)), asks("What 0?", "images/same.png")
+    )
+
+
+def command(source: Any, *more: Any) -> list[Any]:
+    return ["distill", source, "-t", ready("llava"), "-n", "5", "-b", "2", "-o", source.parent / "out", *more]
+
+
+def test_help_teaches_with_examples(shell: Shell) -> None:
+    page = shell("distill", "--help").out
+    assert "saccade distill pocket:chart,receipt --count 500 -t pocket -o answers" in " ".join(page.split())
+    assert "--sampled-share" in page
+
+
+def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source: Path) -> None:
+    plan = shell(*command(source, "--plan", "--sampled-share", "0"))
+    assert plan.code == 0, plan.err
+    assert "Questions: 5 of 6 conversations, 3 batches" in plan.out
+    assert "5 greedy, 0 sampled" in plan.out
+    assert "1 asked already, 0 that cannot be used" in plan.out
+    assert not (source.parent / "out").exists()
+    done = shell(*command(source, "--sampled-share", "0"))
+    assert done.code == 0, done.err
+    assert done.out.startswith("5 answers in ")
+    assert "1 duplicates" in done.out
+    assert len(rows(source.parent / "out")) == 5
+    assert "5 there already" in shell(*command(source, "--plan", "--sampled-share", "0")).out
+    assert "0 answers in 0 s, 5 were there" in shell(*command(source, "--sampled-share", "0")).out
+
+
+def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = os.write
+
+    def interrupted(file: int, data: Any) -> int:
+        if file > 2 and os.fstat(file).st_size:
+            raise KeyboardInterrupt
+        return stock(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.os, "write", interrupted)
+        stopped = shell(*command(source))
+    assert stopped.code == 130
+    assert (
+        f"Stopped. The answers so far are in {source.parent / 'out'}; the same command goes on" in stopped.err
+    )
+    assert 0 < len(rows(source.parent / "out")) < 5
+    assert shell(*command(source)).code == 0
+    assert len(rows(source.parent / "out")) == 5
+
+
+def test_what_is_wrong_is_one_sentence(shell: Shell, source: Path) -> None:
+    out = source.parent / "x"
+    refused: dict[str, list[Any]] = {
+        "No model is named": ["distill", source, "-o", out],
+        "Method fly is lossy": [*command(source), "-m", "fly"],
+        "Unknown method 'nope'": [*command(source), "-m", "nope"],
+        "sampled_share must be": [*command(source), "--sampled-share", "2"],
+        "There is no file": command(source.parent / "none.jsonl"),
+        "count is for pocket sources": [*command(source), "--count", "3"],
+        "images/a.png does not exist in": [*command(source), "--media-root", source.parent / "images"],
+        "There is no pocket task 'poem'": ["distill", "pocket:poem", "-t", ready("llava"), "-o", out],
+    }
+    for words, arguments in refused.items():
+        assert words in shell(*arguments).complaint

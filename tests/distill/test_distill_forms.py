@@ -1,0 +1,135 @@
+"""Every form of a line, and what is refused, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_lines import asks, talks
+
+from saccade.distill.conversations import parse, text_of
+from saccade.distill.duplicates import Seen
+from saccade.errors import InputError
+
+IMAGE = {"type": "image", "image": "a.png"}
+
+
+def told(row: Any) -> list[dict[str, Any]]:
+    return parse(json.dumps(row)).messages
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        talks("x", ("<image>\nWhat?", "This."), image="a.png"),
+        talks("x", ("What?", "This."), image=["a.png"]),
+        {**talks("x", ("<image>\nWhat?", "This.")), "images": ["a.png"], "data_source": "anything"},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, words("What?")],
+                },
+                {"role": "assistant", "content": "This."},
+            ]
+        },
+        {"messages": [user(IMAGE, words("What?")), {"role": "assistant", "content": [words("This.")]}]},
+    ],
+)
+def test_the_same_question_in_every_form_is_the_same(row: dict[str, Any]) -> None:
+    assert told(row) == [user(IMAGE, words("What?")), {"role": "assistant", "content": [words("This.")]}]
+
+
+def test_images_stand_where_their_marks_are_and_videos_too() -> None:
+    row = talks(
+        "x",
+        ("Left <image> right <image>", "Yes."),
+        ("<video>\nAnd now?", "No."),
+        image=["a", "b"],
+        video="v.mp4",
+    )
+    messages = told(row)
+    assert messages[0]["content"] == [
+        words("Left "),
+        {"type": "image", "image": "a"},
+        words(" right "),
+        {"type": "image", "image": "b"},
+    ]
+    assert messages[2]["content"] == [{"type": "video", "video": "v.mp4"}, words("And now?")]
+    frames = {"messages": [user({"type": "video", "video": ["1.png", "2.png"]}, words("?"))]}
+    assert told(frames)[0]["content"][0] == {"type": "video", "video": ["1.png", "2.png"]}
+
+
+def test_every_assistant_turn_is_a_question_and_so_is_an_open_end() -> None:
+    conversation = parse(json.dumps(talks("x", ("One?", "1"), ("Two?", "2"))))
+    assert [text_of(conversation.messages[i]) for i in conversation.questions] == ["One?", "Two?"]
+    roles = ["system", "assistant", "user", "user", "assistant", "user"]
+    row = {"messages": [{"role": role, "content": "."} for role in roles]}
+    assert parse(json.dumps(row)).questions == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "either conversations"),
+        ('{"id": 1}', "either conversations"),
+        ('{"messages": 3}', "must be a list"),
+        ('{"messages": []}', "is empty"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "nobody asks anything"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        ('{"conversations": [{"from": "human"}]}', "from and value"),
+        ('{"conversations": [{"from": "robot", "value": "x"}]}', "unknown speaker 'robot'"),
+        (json.dumps(talks("x", ("<image> <image>", "a"), image="a.png")), "<image> 2 times, but 1 files"),
+        (json.dumps(talks("x", ("<image>", "a"))), "<image> 1 times, but 0 files"),
+        (json.dumps(asks("?", "https://example.com/a.png")), "on the network"),
+        (json.dumps({**asks("?"), "id": {"a": 1}}), "the id must be"),
+        (json.dumps(talks("x", ("?", "a"), image=7)), "must be the path of a file"),
+        (json.dumps({"messages": [user({"type": "video", "video": []})]}), "no frames"),
+    ],
+)
+def test_lines_of_another_form_are_refused_with_the_reason(line: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        parse(line)
+
+
+def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pictures: Path) -> None:
+    read: list[str] = []
+
+    def digest(path: str) -> str:
+        read.append(Path(path).name)
+        return Path(path).read_bytes().hex()
+
+    seen = Seen(pictures, digest)
+
+    def first(name: str, words: str, *images: str) -> str:
+        return seen.first(name, told(asks(words, *images)))
+
+    assert first("one", "What?", "a.png") == "one"
+    assert first("two", "Why?", "a.png") == "two"
+    assert read == [], "texts differ"
+    assert first("three", "What?", "same.png") == "one"
+    assert first("four", "What?", "a.png") == "one"
+    assert first("five", "What?", "b.png") == "five"
+    assert first("six", "What?", "a.png", "b.png") == "six"
+    assert first("seven", "What?", "b.png", "a.png") == "seven", "order counts"
+    assert first("eight", "What?", "b.png", "a.png") == "seven"
+    assert len(read) == len(set(read)), "no file is read twice"
+
+
+def test_files_of_one_size_with_other_bytes_are_no_duplicates(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "b").write_bytes(b"two")
+    seen = Seen(tmp_path)
+    assert [seen.first(n, told(asks("?", n))) for n in ("a", "b", "a")] == ["a", "b", "a"]

@@ -1,0 +1,253 @@
+"""Going on after any kind of end gives the file of an unbroken run, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_lines import asks, rows, talks
+
+import saccade
+from checkpoints import ready, vlm
+from saccade.distill import distill, folder
+from saccade.distill.folder import ANSWERS, HEADER, whole_lines
+from saccade.errors import SaccadeError
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "batch": 2, "history": "own", "on_bad_line": "skip"}
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+
+
+@pytest.fixture
+def source(written: Callable[..., Path], pictures: Path) -> Path:
+    """Pictures, texts, turns, a duplicate, and what cannot be used."""
+    (pictures / "broken.png").write_bytes(b"no picture")
+    return written(
+        *(asks(f"What {'x' * n} é?", ("a.png", "b.png")[n % 2], name=f"p{n}") for n in range(3)),
+        asks("Broken?", "broken.png"),
+        asks("What  é?", "same.png"),
+        "{",
+        talks("t", ("One?", "1"), ("Two?", "2")),
+        asks("Text?"),
+    )
+
+
+def run(source: Path, out: Path, **changes: Any) -> Any:
+    target = changes.pop("target", vlm("llava", method="plain"))
+    return distill(target, source, out, **{**OPTIONS, "media_root": source.parent / "images", **changes})
+
+
+def in_child(work: Callable[[], Any], seconds: float | None = None) -> bool:
+    """Run in a forked process, killed after some seconds; whether it came to its end."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(3)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFEXITED(status)
+
+
+def killed_at(call: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> bool:
+    """Run until the given call that writes, half of which still happens, then SIGKILL."""
+    calls = iter(range(10**6))
+
+    def dying(stock: Any, half: bool) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            if next(calls) == call:
+                if half:
+                    stock(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return stock(*arguments)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("write", "fsync", "replace", "ftruncate"):
+            patch.setattr(folder.os, name, dying(getattr(os, name), name == "write"))
+        return in_child(work)
+
+
+def test_a_kill_at_any_write_changes_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "whole")
+    whole = (tmp_path / "whole" / ANSWERS).read_bytes()
+    assert whole.count(b"\n") == 6
+    call, ended = 0, False
+    while not ended:
+        out = tmp_path / f"killed{call}"
+        ended = killed_at(call, monkeypatch, lambda out=out: run(source, out))  # type: ignore[misc]
+        if not ended:
+            run(source, out)
+        assert (out / ANSWERS).read_bytes() == whole
+        assert (out / HEADER).read_bytes() == (tmp_path / "whole" / HEADER).read_bytes()
+        call += 1
+    assert call > 8, "every batch is a chance to die"
+
+
+def test_kills_at_random_moments_change_nothing(source: Path, tmp_path: Path) -> None:
+    vlm("llava", method="plain")  # loading it takes longer than the run
+    started = time.perf_counter()
+    run(source, tmp_path / "whole")
+    seconds = time.perf_counter() - started
+    moments = random.Random(1)
+    for _ in range(12):
+        in_child(lambda: run(source, tmp_path / "broken"), moments.uniform(0, 0.7 * seconds))
+    run(source, tmp_path / "broken")
+    assert (tmp_path / "broken" / ANSWERS).read_bytes() == (tmp_path / "whole" / ANSWERS).read_bytes()
+
+
+def test_a_file_torn_at_any_byte_is_mended(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out")
+    path = tmp_path / "out" / ANSWERS
+    whole = path.read_bytes()
+    for end in [*range(0, len(whole), 211), len(whole) - 1]:
+        path.write_bytes(whole[:end])
+        report = run(source, tmp_path / "out")
+        assert path.read_bytes() == whole
+        assert report.there == whole[:end].count(b"\n")
+        assert report.there + report.asked == 6
+
+
+def test_whole_lines_end_where_a_slow_reading_says(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for content in (
+        b"",
+        b"1",
+        b"1\n",
+        b"1\n2",
+        b'{"a": 1}\n{"b"',
+        b'1\n{"b"\n',
+        b"1\n\0\0\0\n",
+        b"[" + b"7," * 50_000,
+    ):
+        path.write_bytes(content)
+        lines = content.split(b"\n")[:-1]
+        try:
+            json.loads(lines[-1])
+        except (IndexError, ValueError):
+            lines = lines[:-1]
+        assert whole_lines(path) == sum(len(line) + 1 for line in lines), content[:20]
+
+
+def test_ctrl_c_leaves_whole_lines(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(source, tmp_path / "whole")
+    whole = (tmp_path / "whole" / ANSWERS).read_bytes()
+    stock = os.write
+
+    def interrupted(file: int, data: Any) -> int:
+        if os.fstat(file).st_size:
+            stock(file, bytes(data)[:7])
+            raise KeyboardInterrupt
+        return stock(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, tmp_path / "out")
+    left = (tmp_path / "out" / ANSWERS).read_bytes()
+    assert whole.startswith(left)
+    assert left.endswith(b"\n")
+    run(source, tmp_path / "out")
+    assert (tmp_path / "out" / ANSWERS).read_bytes() == whole
+
+
+def test_a_full_disk_is_told_and_leaves_whole_lines(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = os.write
+
+    def full(file: int, data: Any) -> int:
+        stock(file, bytes(data)[:7])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder.os, "write", full)
+    with pytest.raises(SaccadeError, match="No space left on device; the answers so far are intact"):
+        run(source, tmp_path / "out")
+    assert (tmp_path / "out" / ANSWERS).read_bytes() == b""
+
+
+def test_another_runs_folder_is_refused_by_the_name_of_what_differs(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out)
+    before = (out / ANSWERS).read_bytes()
+    other = saccade.load(ready("llava-draft"), method="plain")
+    changes: dict[str, dict[str, Any]] = {
+        r"another max_new_tokens \(6 there, 7 now\)": {"max_new_tokens": 7},
+        r"another sampled_share \(0.5 there, 0.25 now\)": {"sampled_share": 0.25},
+        r"another limit \(None there, 2 now\)": {"limit": 2},
+        r"another method \('plain' there, 'prompt-lookup' now\)": {
+            "target": vlm("llava", method="prompt-lookup")
+        },
+        "another target's digest": {"target": other},
+        "another source's media_root": {"media_root": tmp_path},
+    }
+    for words, options in changes.items():
+        with pytest.raises(SaccadeError, match=words):
+            run(source, out, **options)
+    source.write_text(source.read_text() + "\n")
+    with pytest.raises(SaccadeError, match="another source's content"):
+        run(source, out)
+    assert (out / ANSWERS).read_bytes() == before
+    assert len(rows(out)) == 6
+
+
+def test_a_folder_of_something_else_is_refused(source: Path, tmp_path: Path) -> None:
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    (busy / "records.jsonl").write_text("{}\n")
+    with pytest.raises(SaccadeError, match=r"is not empty and holds no distill\.json"):
+        run(source, busy)
+    with pytest.raises(SaccadeError, match="is a file; choose a folder"):
+        run(source, source)
+    assert [p.name for p in busy.iterdir()] == ["records.jsonl"]
+
+
+def test_options_may_change_until_there_is_an_answer(
+    written: Callable[..., Path], pictures: Path, tmp_path: Path
+) -> None:
+    (pictures / "broken.png").write_bytes(b"no picture")
+    source = written(asks("?", "broken.png"), asks("Fine?"))
+    with pytest.raises(SaccadeError, match="line 1, question line-1: .* not an image"):
+        run(source, tmp_path / "out", on_bad_line="stop", sampled_share=0)
+    assert json.loads((tmp_path / "out" / HEADER).read_text())["options"]["max_new_tokens"] == 6
+    run(source, tmp_path / "out", max_new_tokens=3)
+    assert json.loads((tmp_path / "out" / HEADER).read_text())["options"]["max_new_tokens"] == 3
+    assert [len(row["answer_ids"]) for row in rows(tmp_path / "out")] == [3]
+
+
+def test_two_runs_never_write_to_one_folder(source: Path, tmp_path: Path) -> None:
+    def second(progress: Any) -> None:
+        with pytest.raises(SaccadeError, match="Another run is writing to"):
+            run(source, tmp_path / "out")
+
+    run(source, tmp_path / "out", progress=second)
+    assert len(rows(tmp_path / "out")) == 6
+
+
+def test_damage_inside_the_file_is_told_with_its_line(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out")
+    path = tmp_path / "out" / ANSWERS
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damaged, words in {
+        b"".join([lines[0], b"{\n", *lines[2:]]): "line 2 is damaged",
+        b"".join([*lines, lines[1]]): "line 7: .* is answered twice",
+        b"".join([*lines, lines[1].replace(b'"id": "', b'"id": "strange')]): "an answer to strange",
+    }.items():
+        path.write_bytes(damaged)
+        with pytest.raises(SaccadeError, match=words):
+            run(source, tmp_path / "out")

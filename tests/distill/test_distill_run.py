@@ -1,0 +1,200 @@
+"""What is written: the target's own answers, for the right questions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_lines import asks, rows, shaped, talks
+
+import saccade
+from checkpoints import ready, vlm
+from saccade.distill import Options, distill, read_answers
+from saccade.distill.asking import Asker
+from saccade.distill.planning import Item, Prompts
+from saccade.errors import InputError, MethodError, SaccadeError
+from saccade.output import Output
+
+Written = Callable[..., Path]
+
+
+def run(source: Path, **options: Any) -> Path:
+    out = source.parent / options.pop("out", "out")
+    target = options.pop("target", vlm("llava", method="plain"))
+    distill(
+        target,
+        source,
+        out,
+        **{"max_new_tokens": 8, "batch": 3, "media_root": out.parent / "images", **options},
+    )
+    return out
+
+
+def test_answers_are_the_targets_own_one_by_one(written: Written, pictures: Path) -> None:
+    source = written(
+        *(
+            asks(f"What {'x' * n}?", image, name=f"{image}{n}")
+            for n in range(5)
+            for image in ("a.png", "b.png")
+        ),
+        asks("No picture?"),
+    )
+    out = run(source, sampled_share=0.4, temperature=1.5)
+    options = Options(sampled_share=0.4, temperature=1.5, max_new_tokens=8)
+    answers = read_answers(out)
+    assert len(answers) == 11
+    assert {a.temperature for a in answers} == {0.0, 1.5}
+    target = vlm("llava", method="plain")
+    for answer in answers:
+        alone = target.generate(
+            answer.messages, seed=options.seed_of(answer.id), **options.decoding(answer.temperature > 0)
+        )
+        assert answer.answer_ids == alone.tokens
+        assert answer.answer == alone.text == target.processor.decode(answer.answer_ids)
+        assert answer.finish == "length"
+
+
+def test_a_drafter_changes_no_greedy_answer(written: Written, pictures: Path) -> None:
+    source = written(*(asks(f"What {'x' * n}?", "a.png") for n in range(4)))
+    plain = run(source, sampled_share=0)
+    drafted = run(source, sampled_share=0, out="drafted", target=vlm("llava", "llava-draft", "chain"))
+    assert rows(plain) == rows(drafted)
+    assert json.loads((drafted / "distill.json").read_text())["options"]["method"] == "chain"
+
+
+def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(
+    written: Written, pictures: Path
+) -> None:
+    lines = [asks(f"What {'x' * n}?", name=f"q{n}") for n in range(6)]
+    one = shaped(run(written(*lines), sampled_share=1))
+    other = shaped(run(written(*reversed(lines)), sampled_share=1, batch=2, out="other"))
+    assert one == other
+    assert one != shaped(run(written(*lines), sampled_share=1, seed=1, out="seed"))
+
+
+def test_histories_hold_the_reference_or_the_targets_own_answers(written: Written, pictures: Path) -> None:
+    source = written(
+        talks("x", ("<image>\nOne?", "first"), ("Two?", "second"), ("Three?", "third"), image="a.png")
+    )
+    given = shaped(run(source))
+    assert [m["content"][0].get("text") for m in given["x/3"]["messages"][1::2]] == ["first", "second"]
+    own = shaped(run(source, history="own", out="own"))
+    said = [m["content"][0].get("text") for m in own["x/3"]["messages"][1::2]]
+    assert said == [own["x/1"]["answer"], own["x/2"]["answer"]]
+    assert own["x/1"] == given["x/1"]
+    assert own["x/3"]["answer_ids"] != given["x/3"]["answer_ids"], "the history counts"
+
+
+def test_the_same_question_is_asked_once(written: Written, pictures: Path) -> None:
+    source = written(
+        asks("What?", "a.png", name="one"),
+        asks("What?", "same.png", name="two"),
+        asks("What?", "b.png", name="three"),
+        talks("four", ("<image>\nWhat?", "It."), ("Why?", "So."), image="a.png"),
+        talks("five", ("<image>\nWhat?", "It."), ("How?", "So."), image="same.png"),
+    )
+    report = distill(
+        vlm("llava", method="plain"), source, source.parent / "out", media_root=pictures, max_new_tokens=4
+    )
+    assert report.duplicates == 3
+    assert set(shaped(report.folder)) == {"one", "three", "four/2", "five/2"}
+    own = shaped(run(source, history="own", out="own"))
+    assert own["five/2"]["messages"][1]["content"][0]["text"] == own["one"]["answer"]
+
+
+def test_ids_are_unique_whatever_the_lines_say(written: Written, pictures: Path) -> None:
+    out = run(written(asks("A", name="x"), asks("B", name="x"), asks("C"), asks("D", name="x@2")))
+    assert set(shaped(out)) == {"x", "x@2", "line-3", "x@2@4"}
+
+
+def test_limit_asks_the_first_questions(written: Written, pictures: Path) -> None:
+    source = written(talks("x", ("One?", "1"), ("Two?", "2")), asks("Three?", name="y"), "not read any more")
+    assert set(shaped(run(source, limit=3))) == {"x/1", "x/2", "y"}
+    assert set(shaped(run(source, limit=1, out="one"))) == {"x/1"}
+
+
+def test_bad_lines_stop_the_run_or_are_left_out(written: Written, pictures: Path) -> None:
+    (pictures / "broken.png").write_bytes(b"no picture")
+    lines = [
+        asks("Good?", "a.png", name="good"),
+        "{",
+        asks("Gone?", "gone.png"),
+        asks("Broken?", "broken.png"),
+        asks("Long " * 400, name="long"),
+        asks("Fine?", name="fine"),
+        talks("x", ("<image>\nOne?", "1"), ("Two?", "2"), image="broken.png"),
+    ]
+    for number, reason in {2: "not valid JSON", 3: "gone.png does not exist", 4: "not an image"}.items():
+        source = written(lines[0], *[""] * (number - 2), lines[number - 1])
+        with pytest.raises(SaccadeError, match=f"line {number}.*{reason}.*skip"):
+            run(source, out=f"stop{number}")
+    source = written(*lines)
+    report = distill(
+        vlm("llava", method="plain"),
+        source,
+        source.parent / "out",
+        media_root=pictures,
+        max_new_tokens=4,
+        on_bad_line="skip",
+        history="own",
+    )
+    assert set(shaped(report.folder)) == {"good", "fine"}
+    assert sorted(p.split(", line ")[1][0] for p in report.problems) == ["2", "3", "4", "5", "7", "7"]
+    assert any("context is 1024" in p for p in report.problems)
+    assert any("earlier turn x/1 is missing" in p for p in report.problems)
+
+
+def test_a_prompt_set_without_questions_is_refused(written: Written, pictures: Path) -> None:
+    with pytest.raises(SaccadeError, match="holds no question to ask"):
+        run(written("", " "))
+    with pytest.raises(SaccadeError, match=r"holds no question to ask.*line 1.*not valid JSON"):
+        run(written("{"), on_bad_line="skip")
+    with pytest.raises(SaccadeError, match="Cannot read the prompts"):
+        run(pictures.parent / "none.jsonl")
+
+
+def test_the_token_that_ends_an_answer_is_left_out(written: Written, pictures: Path) -> None:
+    source = written(*(asks(f"What {n}?") for n in range(4)))
+    long = rows(run(source, sampled_share=0))
+    target = saccade.load(ready("llava"), method="plain")
+    end = long[0]["answer_ids"][3]
+    target.target.model.generation_config.eos_token_id = end
+    short = shaped(run(source, sampled_share=0, out="short", target=target))
+    for row in long:
+        ids = row["answer_ids"]
+        expected = ids[: ids.index(end)] if end in ids else ids
+        assert short[row["id"]]["answer_ids"] == expected
+        assert short[row["id"]]["finish"] == ("eos" if end in ids else "length")
+
+
+def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> None:
+    target = vlm("llava", method="plain")
+    picture = target.target.config.image_token_id
+    prompts = Prompts(written(asks("?")), Path())
+    asker = Asker(target, prompts, Options(), {}, lambda item, reason: None)
+    item = Item("x", 1, 0, 0, False, (0, 0))
+    line = asker._line(item, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
+    assert (line["answer_ids"], line["finish"]) == ([5, 6], "visual")
+    assert line["answer"] == target.processor.decode([5, 6])
+
+
+def test_wrong_options_are_told(written: Written, pictures: Path) -> None:
+    source = written(asks("?"))
+    wrong: dict[str, dict[str, Any]] = {
+        "sampled_share must be from 0": {"sampled_share": 1.5},
+        "temperature must be above 0": {"temperature": 0},
+        "batch must be": {"batch": 0},
+        "history must be": {"history": "mine"},
+        "on_bad_line must be": {"on_bad_line": "maybe"},
+        "count is for pocket sources": {"count": 5},
+        "Unknown option share": {"share": 0.5},
+    }
+    for words, options in wrong.items():
+        with pytest.raises(InputError, match=words):
+            run(source, **options)
+    with pytest.raises(MethodError, match="is lossy"):
+        run(source, target=vlm("llava", "llava-draft", "fly"))
+    assert not (source.parent / "out").exists()
