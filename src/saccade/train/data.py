@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from saccade.distill.folder import ANSWERS, HEADER
 from saccade.errors import InputError, TrainingError
+from saccade.inputs.batch import visual_mask
 from saccade.inputs.chat import normalise
 from saccade.inputs.processor import InputProcessor
 from saccade.train.samples import Sample
@@ -24,10 +26,10 @@ class Answers:
     """The file that `saccade distill` writes, as a source of samples.
 
     A line is ``{"id", "messages", "answer", "answer_ids", "finish"?}``; images and videos in the messages are
-    ``data:`` URIs or files, relative to the JSON lines file.
+    ``data:`` URIs or files, relative to the JSON lines file, or to where its ``distill.json`` says.
 
     Args:
-        path: the file.
+        path: the file, or its folder.
         processor: of the target.
         on_bad_line: what becomes of lines that cannot be used: the first one stops, or all are skipped and counted.
         min_words: answers of fewer words are left out.
@@ -50,7 +52,7 @@ class Answers:
         min_words: int = 0,
         max_tokens: int | None = None,
     ) -> None:
-        self._path = Path(path).expanduser()
+        self._path, self._media = _places(Path(path).expanduser())
         self._processor, self._max_tokens = processor, max_tokens
         self._stop = on_bad_line == "stop"
         self.bad: dict[int, str] = {}
@@ -83,11 +85,16 @@ class Answers:
             line = file.readline()
         try:
             row = _row(line)
-            prompt = self._processor.prompt(_located(row["messages"], self._path.parent))
+            prompt = self._processor.prompt(_located(row["messages"], self._media))
         except (InputError, TrainingError) as problem:
             self._refuse(number, str(problem))
             return None
         answer = _answer(row, self._processor.eos_token_ids)
+        if visual_mask(self._processor.config, answer).any():
+            self._refuse(
+                number, "the answer holds a placeholder of an image or video, which stands for none."
+            )
+            return None
         if self._max_tokens is not None:
             answer = answer[: max(self._max_tokens - len(prompt), 0)]
         if not answer:
@@ -115,7 +122,8 @@ class Answers:
         try:
             row = _row(line)
         except (InputError, TrainingError) as problem:
-            self._refuse(number, str(problem))
+            if line.endswith(b"\n"):  # or it is still being written
+                self._refuse(number, str(problem))
             return
         if min_words and len(row["answer"].split()) < min_words:
             self.short += 1
@@ -130,6 +138,16 @@ class Answers:
                 f"{self._path}, line {number}: {why} Mend the line, or leave such lines out with --on-bad-line skip."
             )
         self.bad[number] = why
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """The file of the answers, and the folder that its media are relative to."""
+    file = path / ANSWERS if path.is_dir() else path
+    try:
+        root = json.loads((file.parent / HEADER).read_text(encoding="utf-8"))["source"]["media_root"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return file, file.parent
+    return file, file.parent / Path(root).expanduser()
 
 
 def _row(line: bytes) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Features kept for later epochs, in memory or in checksummed files, up to a limit."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+
+from saccade.inputs.batch import visual_mask
+from saccade.target.adapter import Target
+from saccade.train.features import Features
+from saccade.train.folders import writing
+
+_SHARD = 64
+"""Samples per file."""
+
+
+class FeatureCache:
+    """Features by sample number.
+
+    Only what the target had to compute is kept: text embeddings are looked up again. Files are named after the hash of
+    their content; a damaged one is named, taken away, and its samples are computed anew.
+
+    Args:
+        target: whose features they are.
+        limit: bytes; what comes after is not kept.
+        folder: of the files; None keeps everything in memory.
+        fingerprint: of target, layers and data; files of another one are thrown away.
+        say: told about damaged files.
+
+    Attributes:
+        bytes: held now.
+        samples: held now.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        limit: float,
+        folder: Path | None = None,
+        fingerprint: str = "",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._target, self._limit, self._folder, self._say = target, limit, folder, say
+        self.bytes, self.samples = 0, 0
+        self._memory: dict[int, dict[str, Tensor]] = {}
+        self._shards: dict[int, Path] = {}
+        self._whole: set[Path] = set()
+        if folder is not None:
+            self._open(folder, fingerprint)
+
+    def get(self, index: int) -> Features | None:
+        """The features of a sample on the target's device, or None where they are not held."""
+        packed = self._memory.get(index)
+        if packed is None and index in self._shards:
+            packed = self._read(index)
+        return None if packed is None else self._unpack(packed)
+
+    def put(self, index: int, features: Features) -> None:
+        """Keep the features of a sample if there is room.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        if index in self._memory or index in self._shards:
+            return
+        packed = self._pack(features)
+        size = sum(t.nbytes for t in packed.values())
+        if self.bytes + size > self._limit:
+            return
+        self._memory[index] = packed
+        self.bytes += size
+        self.samples += 1
+        if self._folder is not None and len(self._memory) >= _SHARD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring to disk what waits for a file to fill; nothing where all is kept in memory."""
+        if self._folder is None or not self._memory:
+            return
+        content = save({f"{i}.{name}": t for i, packed in self._memory.items() for name, t in packed.items()})
+        place = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
+        part = place.with_suffix(".part")
+        with writing(place):
+            try:
+                part.write_bytes(content)
+                part.rename(place)
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+        self._shards.update(dict.fromkeys(self._memory, place))
+        self._memory.clear()
+
+    def __str__(self) -> str:
+        each = self.bytes // self.samples if self.samples else 0
+        return f"{self.samples} samples, {self.bytes / 1e6:.1f} MB ({each} bytes each)"
+
+    def _open(self, folder: Path, fingerprint: str) -> None:
+        mark = folder / "fingerprint"
+        with writing(folder):
+            if folder.exists() and (not mark.exists() or mark.read_text() != fingerprint):
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(fingerprint)
+        for place in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(place, "pt") as file:
+                    held = {int(name.partition(".")[0]) for name in file.keys()}  # noqa: SIM118
+            except (SafetensorError, ValueError):
+                self._drop(place)
+                continue
+            self._shards.update(dict.fromkeys(held, place))
+            self.bytes += place.stat().st_size
+        self.samples = len(self._shards)
+
+    def _read(self, index: int) -> dict[str, Tensor] | None:
+        place = self._shards[index]
+        try:
+            if place not in self._whole:
+                content = place.read_bytes()
+                if hashlib.sha256(content).hexdigest() != place.stem:
+                    self._drop(place)
+                    return None
+                load(content)
+                self._whole.add(place)
+            with safe_open(place, "pt") as file:
+                prefix = f"{index}."
+                return {
+                    n.removeprefix(prefix): file.get_tensor(n) for n in file.keys() if n.startswith(prefix)
+                }  # noqa: SIM118
+        except (OSError, SafetensorError):
+            self._drop(place)
+            return None
+
+    def _drop(self, place: Path) -> None:
+        lost = [i for i, shard in self._shards.items() if shard == place]
+        for index in lost:
+            del self._shards[index]
+        self.samples -= len(lost)
+        if place.exists():
+            self.bytes = max(self.bytes - place.stat().st_size, 0)
+            place.unlink()
+        self._say(f"The feature file {place} is damaged; its samples are computed anew.")
+
+    def _pack(self, features: Features) -> dict[str, Tensor]:
+        packed = {f"state.{layer}": states for layer, states in features.states.items()}
+        packed["ids"], packed["answer"] = features.ids, features.answer
+        packed["visual"] = features.embeddings[features.visual]
+        return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in packed.items()}
+
+    def _unpack(self, packed: dict[str, Tensor]) -> Features:
+        held = {name: t.to(self._target.device) for name, t in packed.items()}
+        visual = visual_mask(self._target.config, held["ids"])
+        with torch.no_grad():
+            text = held["ids"].masked_fill(visual, 0)  # placeholders may lie outside the embedding table
+            embeddings = self._target.model.get_input_embeddings()(text)
+            embeddings[visual] = held["visual"]
+        states = {int(n.partition(".")[2]): t for n, t in held.items() if n.startswith("state.")}
+        return Features(held["ids"], visual, held["answer"], states, embeddings)

@@ -1,0 +1,124 @@
+"""Checkpoints that a kill at any moment cannot spoil, and that only the run which wrote them goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade.errors import TrainingError
+from saccade.train.folders import recover, write_folder
+
+_STATE, _ABOUT = "state.pt", "checkpoint.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they stand, one folder each.
+        about: names the run: what must be the same for it to go on (JSON values, nested dictionaries).
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], keep: int = 2) -> None:
+        self._folder, self._keep = folder, keep
+        self._about = json.loads(json.dumps(about))
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write the state after ``step`` steps, random states included; the oldest checkpoints go.
+
+        Raises:
+            TrainingError: the disk is full or cannot be written; older checkpoints stay.
+        """
+        buffer = io.BytesIO()
+        torch.save({**state, "random": _random_states()}, buffer)
+        content = buffer.getvalue()
+        about = {"step": step, "sha256": hashlib.sha256(content).hexdigest(), "run": self._about}
+
+        def write(part: Path) -> None:
+            (part / _STATE).write_bytes(content)
+            (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+
+        write_folder(self._folder / f"step-{step:08d}", write)
+        for old in self._found()[: -self._keep]:
+            shutil.rmtree(old)
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest whole checkpoint, with the random states put back.
+
+        Returns:
+            Steps done and the state; None if there is no checkpoint.
+
+        Raises:
+            TrainingError: the checkpoints are of another run, or all of them are damaged.
+        """
+        for left in self._folder.glob(".step-*"):
+            recover(left.with_name(left.name[1:].rpartition(".")[0]))
+        found = self._found()
+        for place in reversed(found):
+            about, content = _read(place)
+            if about is None:
+                continue
+            self._check(about["run"], place)
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            _set_random_states(state.pop("random"))
+            return about["step"], state
+        if found:
+            raise TrainingError(
+                f"All checkpoints in {self._folder} are damaged; take them away, or start anew in another folder."
+            )
+        return None
+
+    def _found(self) -> list[Path]:
+        return sorted(self._folder.glob("step-*"))
+
+    def _check(self, run: Mapping[str, Any], place: Path) -> None:
+        for key, ours, theirs in _differences(self._about, run):
+            raise TrainingError(
+                f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give what it "
+                "was started with, or another --out folder."
+            )
+
+
+def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:
+    try:
+        about = json.loads((place / _ABOUT).read_text())
+        content = (place / _STATE).read_bytes()
+        whole = hashlib.sha256(content).hexdigest() == about["sha256"]
+    except (OSError, ValueError, KeyError):
+        return None, b""
+    return (about, content) if whole else (None, b"")
+
+
+def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            found
+            for name in dict.fromkeys([*ours, *theirs])
+            for found in _differences(ours.get(name), theirs.get(name), f"{key}.{name}" if key else name)
+        ]
+    return [] if ours == theirs else [(key, ours, theirs)]
+
+
+def _random_states() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in states and torch.cuda.device_count() == len(states["cuda"]):
+        torch.cuda.set_rng_state_all(states["cuda"])

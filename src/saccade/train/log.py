@@ -1,0 +1,84 @@
+"""What a run says: JSON lines, TensorBoard where it is installed, and a line of progress."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from saccade.train.folders import writing
+
+
+class Log:
+    """The log of a run, continued from a step.
+
+    Args:
+        folder: of ``log.jsonl`` and of TensorBoard's events.
+        step: steps done; what an earlier process wrote about later ones is taken out, because they run again.
+        steps: of the whole run.
+        say: takes the line of progress.
+    """
+
+    def __init__(self, folder: Path, step: int, steps: int, say: Callable[[str], None]) -> None:
+        self._path, self._steps, self._say = folder / "log.jsonl", steps, say
+        self._first, self._begun = step, time.monotonic()
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in _lines(self._path) if _step_of(line) <= step]
+            part = self._path.with_suffix(".part")
+            part.write_text("".join(line + "\n" for line in kept))
+            part.replace(self._path)
+        self._board: Any = None
+        if find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record numbers after a step.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        with writing(self._path), self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                numbers = value if isinstance(value, list) else [value]
+                for place, number in enumerate(numbers):
+                    if isinstance(number, (int, float)):
+                        self._board.add_scalar(
+                            name + (f"/{place}" if isinstance(value, list) else ""), number, step
+                        )
+
+    def progress(self, step: int, words: str) -> None:
+        """One line with the time left."""
+        done = step - self._first
+        left = (time.monotonic() - self._begun) / max(done, 1) * (self._steps - step)
+        self._say(f"step {step} of {self._steps}, {words}, {duration(left)} left")
+
+    def close(self) -> None:
+        """Bring everything to disk."""
+        if self._board is not None:
+            self._board.close()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # cut short by a kill

@@ -1,0 +1,71 @@
+"""Optimisers, and the learning rate of every step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from saccade.train.recipe import Recipe, Stage
+
+
+def rate_at(stage: Stage, step: int) -> float:
+    """The learning rate of a step of a stage, counted from 0: linear warmup, then a cosine."""
+    if step < stage.warmup:
+        return stage.rate * (step + 1) / stage.warmup
+    done = (step - stage.warmup) / max(stage.steps - stage.warmup, 1)
+    return stage.rate * (stage.final + (1 - stage.final) * (1 + math.cos(math.pi * done)) / 2)
+
+
+class Optimiser:
+    """AdamW for all weights, or Muon for matrices and AdamW for the rest, under one learning rate.
+
+    Attributes:
+        weights: those that are trained.
+    """
+
+    def __init__(self, head: nn.Module, recipe: Recipe) -> None:
+        self.weights = [p for p in head.parameters() if p.requires_grad]
+        self._clip = recipe.clip
+        others, self._parts = self.weights, list[torch.optim.Optimizer]()
+        if recipe.optimiser == "muon":
+            # Only what is multiplied with: r^s of HiViS are rows of a table, of which most steps use some.
+            table = getattr(head, "residuals", None)
+            matrices = [p for p in self.weights if p.dim() == 2 and p is not table]
+            others = [p for p in self.weights if p.dim() != 2 or p is table]
+            self._parts.append(
+                torch.optim.Muon(
+                    matrices, lr=1.0, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        self._parts.append(
+            torch.optim.AdamW(others, lr=1.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
+        )
+
+    def step(self, rate: float) -> float:
+        """Clip, update and forget the gradients.
+
+        Returns:
+            The gradient's norm before clipping.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.weights, self._clip or math.inf))
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+        self.clear()
+        return norm
+
+    def clear(self) -> None:
+        """Gradients of zero everywhere, also where a step will use no weight."""
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self._parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)

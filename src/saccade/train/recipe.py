@@ -1,0 +1,231 @@
+"""What a training run depends on besides its data: a TOML file with strict keys."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import TrainingError
+from saccade.train.eagle2 import Eagle2Objective
+from saccade.train.hivis import HiViSObjective
+
+OBJECTIVES: dict[str, type[Eagle2Objective] | type[HiViSObjective]] = {
+    "eagle2": Eagle2Objective,
+    "hivis": HiViSObjective,
+}
+"""Kind of head -> how it learns."""
+
+PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
+"""Settings that may change when a run goes on: they do not decide what is learnt."""
+
+_CHOICES = {
+    "optimiser": ("adamw", "muon"),
+    "precision": ("fp32", "bf16"),
+    "feature_cache": ("none", "memory", "disk"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of steps with a learning rate of its own.
+
+    Attributes:
+        steps: optimiser steps; 0 leaves the stage out.
+        rate: peak of the learning rate, reached after ``warmup`` steps and falling on a cosine to ``final`` of it.
+        draft_steps: how many tokens deep drafts are trained; 1 is teacher forcing.
+    """
+
+    steps: int
+    rate: float
+    draft_steps: int = 1
+    warmup: int = 0
+    final: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All numbers of a run.
+
+    Attributes:
+        kind: of the head.
+        stages: one after another, with one optimiser.
+        head: options of the kind (`HeadConfig.from_target`).
+        loss: fields of the kind's objective.
+        residuals: False keeps HiViS's step residuals at zero (ablation).
+        batch_size: samples per optimiser step, over all processes.
+        micro_batch: samples per forward pass of a process; gradients add up.
+        optimiser: ``adamw``, or ``muon`` for matrices with AdamW for the rest.
+        clip: largest norm of the gradient; 0 for none.
+        precision: of the head's computation; its weights are always float32.
+        min_words: shorter answers are left out (JSON lines only).
+        max_tokens: samples are cut to this many.
+        validation_samples: kept apart to measure how long drafts are accepted.
+        feature_cache: where the target's states are kept for later epochs, up to ``cache_gb`` per process.
+        checkpoint_every: steps; 0 for the end only. Likewise ``validate_every`` and ``log_every``.
+    """
+
+    kind: str
+    stages: tuple[Stage, ...]
+    head: Mapping[str, Any] = field(default_factory=dict)
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    residuals: bool = True
+    seed: int = 0
+    batch_size: int = 16
+    micro_batch: int = 4
+    optimiser: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    precision: str = "fp32"
+    min_words: int = 0
+    max_tokens: int = 4096
+    validation_samples: int = 32
+    feature_cache: str = "none"
+    cache_gb: float = 4.0
+    checkpoint_every: int = 500
+    validate_every: int = 1000
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.kind not in OBJECTIVES:
+            raise TrainingError(f"There is no head of kind {self.kind!r}; choose {' or '.join(OBJECTIVES)}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise TrainingError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        for name in ("batch_size", "micro_batch", "max_tokens", "log_every"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for number, stage in enumerate(self.stages, 1):
+            if stage.steps < 0 or stage.draft_steps < 1 or not stage.rate > 0:
+                raise TrainingError(
+                    f"stage{number} needs steps of 0 or more, draft_steps of 1 or more and a rate above 0."
+                )
+        if not self.steps:
+            raise TrainingError("No stage has any steps, so there is nothing to train.")
+        known = {f.name for f in fields(OBJECTIVES[self.kind])}
+        _strict(self.loss, known, "loss.")
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def deepest(self) -> int:
+        """Draft steps of the deepest stage that is run."""
+        return max(stage.draft_steps for stage in self.stages if stage.steps)
+
+    @property
+    def objective(self) -> Eagle2Objective | HiViSObjective:
+        """How the head learns."""
+        return OBJECTIVES[self.kind](**self.loss)
+
+    def at(self, step: int) -> tuple[int, Stage, int]:
+        """Number of the stage, from 1, the stage, and the step within it, of a step counted from 0."""
+        for number, stage in enumerate(self.stages, 1):
+            if step < stage.steps:
+                return number, stage, step
+            step -= stage.steps
+        raise IndexError("The step lies behind the end of the recipe.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON has it."""
+        given = asdict(self)
+        return {**given, "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
+        """Another recipe with single values changed.
+
+        Args:
+            settings: ``batch_size``, ``head.text_only``, ``loss.k``, ``stage2.steps`` and the like.
+
+        Raises:
+            TrainingError: there is no such setting.
+        """
+        content = self.as_dict()
+        for key, value in settings.items():
+            group, dot, name = key.partition(".")
+            if not dot:
+                content[key] = value
+            elif group in ("head", "loss"):
+                content[group] = {**content[group], name: value}
+            elif group.removeprefix("stage").isdigit() and 0 < int(group[5:]) <= len(self.stages):
+                content["stages"][int(group[5:]) - 1][name] = value
+            else:
+                raise TrainingError(
+                    f"There is no setting {key!r}; groups are head, loss, and stage1 to stage{len(self.stages)}."
+                )
+        return from_dict(content)
+
+
+def from_dict(content: Mapping[str, Any]) -> Recipe:
+    """A recipe from the content of its file.
+
+    Raises:
+        TrainingError: a key is unknown or missing, or a value cannot be.
+    """
+    _strict(content, {f.name for f in fields(Recipe)}, "")
+    stages = []
+    for number, stage in enumerate(content.get("stages", ()), 1):
+        _strict(stage, {f.name for f in fields(Stage)}, f"stage{number}.")
+        stages.append(_typed(Stage, stage, f"stage{number}."))
+    return replace(_typed(Recipe, {**content, "stages": tuple(stages)}, ""))
+
+
+def read_recipe(name: str) -> Recipe:
+    """A built-in recipe by name, or one from a TOML file.
+
+    Raises:
+        TrainingError: there is none, or it is not valid.
+    """
+    place = files("saccade.train") / "recipes" / f"{name}.toml"
+    try:
+        text = place.read_text() if place.is_file() else Path(name).expanduser().read_text(encoding="utf-8")
+        return from_dict(tomllib.loads(text))
+    except OSError:
+        raise TrainingError(
+            f"There is no recipe {name!r}; choose one of {', '.join(recipe_names())}, or give a TOML file."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise TrainingError(f"The recipe {name} is not valid TOML: {problem}.") from problem
+
+
+def recipe_names() -> list[str]:
+    """Names of the built-in recipes."""
+    folder = files("saccade.train") / "recipes"
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def _strict(given: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise TrainingError(
+            f"The recipe has no setting {prefix + unknown[0]!r}; known are {', '.join(prefix + k for k in sorted(known))}."
+        )
+
+
+def _typed(kind: Any, given: Mapping[str, Any], prefix: str) -> Any:
+    """The dataclass of these values; whole numbers will do for others, nothing else is converted."""
+    wanted = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    values = dict(given)
+    for f in fields(kind):
+        value, types = values.get(f.name), wanted.get(str(f.type))
+        if (
+            f.name in values
+            and types
+            and (not isinstance(value, types) or isinstance(value, bool) != (types is bool))
+        ):
+            raise TrainingError(f"The setting {prefix + f.name} is {value!r}; expected {f.type}.")
+        if str(f.type).startswith("Mapping") and f.name in values and not isinstance(value, Mapping):
+            raise TrainingError(f"The setting {prefix + f.name} is {value!r}; expected a table.")
+    if isinstance(values.get("betas"), list):
+        values["betas"] = tuple(values["betas"])
+    try:
+        return kind(**values)
+    except TypeError as problem:
+        missing = str(problem).split(": ")[-1]
+        raise TrainingError(f"The recipe lacks the setting {missing}.") from None

@@ -1,0 +1,55 @@
+"""How long a head's drafts are accepted, measured by the engine that will use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.policy import TreePolicy
+from saccade.draft.static import Chain
+from saccade.engine import Engine, Request
+from saccade.inputs.prompt import Prompt
+from saccade.loading import draft_dtype
+from saccade.target.adapter import Target
+
+Measure = Callable[[Head], float]
+"""A head -> its block efficiency; the best head of a run is the one with the largest."""
+
+
+class EngineMeasure:
+    """Block efficiency over greedy answers to prompts kept apart.
+
+    Args:
+        target: the model that the head drafts for.
+        prompts: asked together, ``rows`` at a time.
+        max_new_tokens: longest answer.
+        policy: shape of the drafts; a chain of five by default.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        rows: int = 4,
+        policy: TreePolicy | None = None,
+    ) -> None:
+        self._target, self._prompts = target, list(prompts)
+        self._length, self._rows, self._policy = max_new_tokens, rows, policy or Chain(5)
+
+    def __call__(self, head: Head) -> float:
+        """Tokens per verification pass, over all prompts; the head is left as it was."""
+        mirror = deepcopy(head).to(self._target.device, self._target.dtype)
+        mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
+        engine = Engine(self._target, HeadDrafter(mirror, self._target, self._policy))
+        accepted, passes = 0, 0
+        for start in range(0, len(self._prompts), self._rows):
+            requests = [Request(p) for p in self._prompts[start : start + self._rows]]
+            for out in engine.generate(requests, max_new_tokens=self._length, do_sample=False):
+                histogram = out.stats.accepted_histogram
+                accepted += sum(a * n for a, n in enumerate(histogram))
+                passes += sum(histogram)
+        return accepted / passes + 1 if passes else 0.0
