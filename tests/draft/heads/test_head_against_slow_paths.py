@@ -1,0 +1,184 @@
+"""What a head computes in a tree, with cache and batch, is what every path gives as a sequence of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from heads_kit import (
+    KINDS,
+    POLICIES,
+    Recording,
+    drafting,
+    engine,
+    kind_of_prompt,
+    prompts,
+    recorded,
+    target,
+    taught,
+    untaught,
+    worst_difference,
+)
+from torch import Tensor
+
+from families import FAMILIES
+from saccade.draft.heads import session as under_test
+from saccade.draft.heads.head import Head
+from saccade.engine import Request
+
+CLOSE = 1e-3
+"""Standard deviations of the logits: hundreds of roundings of float32. Planted mistakes move them by 0.1 and more."""
+FAR = 0.05
+
+NAMES = ("llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+
+
+def difference(
+    name: str, head: Head, policy: str = "dynamic", rows: int = 3, kind: str = "", n: int = 10
+) -> float:
+    case, kind = FAMILIES[name], kind or kind_of_prompt(name)
+    inputs = [case.row_inputs(kind, row) for row in range(rows)]
+    asked = [prompts(case, one)[0] for one in inputs]
+    outputs, steps = recorded(name, head, POLICIES[policy], asked, n)
+    assert [o.tokens for o in outputs] == case.reference(kind, rows=rows, n=n)
+    return worst_difference(name, head, inputs, outputs, steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_of_ragged_rows(name: str, kind: str) -> None:
+    assert difference(name, taught(name, kind)) < CLOSE
+
+
+@pytest.mark.parametrize("policy", ["chain", "static", "sage"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_policy(kind: str, policy: str) -> None:
+    assert difference("llava", taught("llava", kind), policy) < CLOSE
+    assert difference("llava", untaught("llava", kind), policy, rows=1, n=5) < CLOSE
+
+
+@pytest.mark.parametrize("prompt_kind", ["images2", "video", "text"])
+@pytest.mark.parametrize("after", ["text", "visual"])
+def test_several_images_videos_and_words_alone(after: str, prompt_kind: str) -> None:
+    name = "qwen2_5_vl"
+    hivis, eagle = untaught(name, "hivis", after_image=after), untaught(name, "eagle2")
+    blind = untaught(name, "eagle2", text_only=True, after_image=after)
+    for head in (hivis, eagle, blind):
+        assert difference(name, head, rows=2, kind=prompt_kind, n=5) < CLOSE
+
+
+def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "CHUNK", 3)
+    for kind in KINDS:
+        assert difference("smolvlm", taught("smolvlm", kind), n=5) < CLOSE
+
+
+# --------------------------------------------------------------------------- planted mistakes
+
+
+def _siblings_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = under_test.visible
+    monkeypatch.setattr(
+        under_test, "visible", lambda allow, lengths, slots: right(torch.ones_like(allow), lengths, slots)
+    )
+
+
+def _prompt_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Head.entries
+
+    def late(self: Head, visual: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, sources = right(self, visual)
+        return tokens, (sources + 1).clamp(max=len(visual) - 1)
+
+    monkeypatch.setattr(Head, "entries", late)
+
+
+def _answer_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = under_test.HeadDraftSession.learn
+
+    def late(self: Any, tree: Any, scores: Tensor, verdict: Any) -> None:
+        right(self, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)))
+
+    monkeypatch.setattr(under_test.HeadDraftSession, "learn", late)
+
+
+def _nodes_fed_the_root_s_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = under_test.HeadDraftSession._run
+    monkeypatch.setattr(
+        under_test.HeadDraftSession,
+        "_run",
+        lambda self, frontier, ran: right(self, frontier, ran[:, :1].expand_as(ran)),
+    )
+
+
+def _positions_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = under_test.HeadDraftSession._forward
+
+    def counted(self: Any, features: Tensor, tokens: Tensor, allow: Tensor, offset: Any, step: int) -> Tensor:
+        return right(self, features, tokens, allow, torch.arange(tokens.shape[1]) + offset, step)
+
+    monkeypatch.setattr(under_test.HeadDraftSession, "_forward", counted)
+
+
+def _guesses_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stay(self: Any) -> None:
+        self.keep([range(min(self.pending, 1))] * self.batch)
+
+    monkeypatch.setattr(under_test.SlotCache, "drop_pending", stay)
+
+
+MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
+    _siblings_see_each_other,
+    _prompt_features_one_late,
+    _answer_features_one_late,
+    _nodes_fed_the_root_s_state,
+    _positions_by_node,
+    _guesses_stay_in_the_cache,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_mistake_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], kind: str
+) -> None:
+    head = taught("llava", kind)
+    target("llava")
+    mistake(monkeypatch)
+    assert difference("llava", head) > FAR
+
+
+def test_a_planted_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual of HiViS that belongs to another step."""
+    head = untaught("llava", "hivis")
+    right = under_test.HeadDraftSession._forward
+
+    def later(self: Any, features: Tensor, tokens: Tensor, allow: Tensor, offset: Any, step: int) -> Tensor:
+        return right(self, features, tokens, allow, offset, step + 1)
+
+    monkeypatch.setattr(under_test.HeadDraftSession, "_forward", later)
+    assert difference("llava", head) > FAR
+
+
+# --------------------------------------------------------------------------- what has entries
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "smolvlm"])
+def test_hidden_visual_tokens_have_no_entries(name: str) -> None:
+    """The first token has none either, and the first answer token has one after the first step."""
+    case = FAMILIES[name]
+    (prompt,) = prompts(case, case.row_inputs("image", 0))
+    words = len(prompt) - sum(m.n_tokens for m in prompt.media)
+    for head, expected in (
+        (untaught(name, "hivis"), words),
+        (untaught(name, "eagle2", text_only=True), words),
+        (untaught(name, "eagle2"), len(prompt)),
+    ):
+        under = engine(name, head, Recording(POLICIES["chain"]))
+        session = under.open(1)
+        under.generate([Request(prompt)], max_new_tokens=1, session=session)
+        assert drafting(session).cache.lengths == [expected - 1]
+        assert drafting(session).cache.capacity < len(prompt) + 20 - (len(prompt) - expected)
