@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from saccade.cli import bench, chat, demo, distill, doctor, generate, methods, pocket, predict, report
+from saccade.cli import bench, chat, demo, distill, doctor, generate, methods, pocket, predict, report, train
 from saccade.errors import SaccadeError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("compare")(report.compare)
 app.command("distill")(distill.distill)
+app.command("train")(train.train)
 app.command("predict")(predict.predict)
 app.command("doctor")(doctor.doctor)
 app.add_typer(pocket.app)

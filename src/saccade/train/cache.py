@@ -111,7 +111,8 @@ class FeatureCache:
         for place in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(place, "pt") as file:
-                    held = {int(name.partition(".")[0]) for name in file.keys()}  # noqa: SIM118
+                    names = file.keys()
+                    held = {int(name.partition(".")[0]) for name in names}
             except (SafetensorError, ValueError):
                 self._drop(place)
                 continue
@@ -130,10 +131,8 @@ class FeatureCache:
                 load(content)
                 self._whole.add(place)
             with safe_open(place, "pt") as file:
-                prefix = f"{index}."
-                return {
-                    n.removeprefix(prefix): file.get_tensor(n) for n in file.keys() if n.startswith(prefix)
-                }  # noqa: SIM118
+                prefix, names = f"{index}.", file.keys()
+                return {n.removeprefix(prefix): file.get_tensor(n) for n in names if n.startswith(prefix)}
         except (OSError, SafetensorError):
             self._drop(place)
             return None

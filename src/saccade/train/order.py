@@ -34,6 +34,9 @@ class Order:
         self._batch, self._seed = batch, seed
         self._epoch, self._batches = -1, list[list[int]]()
 
+    def __len__(self) -> int:
+        return len(self._chosen)
+
     @property
     def steps_per_epoch(self) -> int:
         """Batches of one epoch; samples that fill no batch wait for the next."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import reduce
 from torch import Tensor, nn
+
+from saccade.errors import TrainingError
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import reduce
+except ImportError:
+    raise TrainingError("Training needs accelerate; install it with: pip install saccade[train]") from None
 
 
 class Processes:

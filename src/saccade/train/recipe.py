@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,8 @@ def from_dict(content: Mapping[str, Any]) -> Recipe:
     for number, stage in enumerate(content.get("stages", ()), 1):
         _strict(stage, {f.name for f in fields(Stage)}, f"stage{number}.")
         stages.append(_typed(Stage, stage, f"stage{number}."))
-    return replace(_typed(Recipe, {**content, "stages": tuple(stages)}, ""))
+    recipe: Recipe = _typed(Recipe, {**content, "stages": tuple(stages)}, "")
+    return recipe
 
 
 def read_recipe(name: str) -> Recipe:
@@ -203,14 +204,13 @@ def recipe_names() -> list[str]:
 def _strict(given: Mapping[str, Any], known: set[str], prefix: str) -> None:
     unknown = sorted(set(given) - known)
     if unknown:
-        raise TrainingError(
-            f"The recipe has no setting {prefix + unknown[0]!r}; known are {', '.join(prefix + k for k in sorted(known))}."
-        )
+        names = ", ".join(prefix + name for name in sorted(known))
+        raise TrainingError(f"The recipe has no setting {prefix + unknown[0]!r}; known are {names}.")
 
 
 def _typed(kind: Any, given: Mapping[str, Any], prefix: str) -> Any:
     """The dataclass of these values; whole numbers will do for others, nothing else is converted."""
-    wanted = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    wanted: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
     values = dict(given)
     for f in fields(kind):
         value, types = values.get(f.name), wanted.get(str(f.type))

@@ -63,9 +63,12 @@ class Trainer:
         resume: whether to go on from a checkpoint in ``out``.
         say: takes lines of progress.
 
+    Attributes:
+        order: which samples make up which step.
+        apart: numbers of the samples that are measured on, and not learnt from.
+
     Raises:
-        TrainingError: the folder holds checkpoints and none is to be gone on from, or those of another run; or the
-            data are too few.
+        TrainingError: the data are too few.
         ModelError: the kind of head has no such option.
     """
 
@@ -89,7 +92,7 @@ class Trainer:
         self._lm_head, self._objective = lm_head_of(target), recipe.objective
         apart, chosen = _set_apart(len(source.lengths), recipe)
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
-        self._apart, self._measure = apart, measure
+        self.apart, self._measure = apart, measure
         about = self._about()
         self._checkpoints = Checkpoints(self._out / "checkpoints", about)
         cache = new_cache(
@@ -108,7 +111,8 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            TrainingError: a loss is not a number, the disk is full, or a line of the data is bad and that is to stop.
+            TrainingError: the folder holds checkpoints and none is to be gone on from, or those of another run; a loss
+                is not a number; the disk is full; or a line of the data is bad and that is to stop.
         """
         self._restore()
         log = Log(self._out, self._step, self.recipe.steps, self._say) if self.processes.leads else None
@@ -154,7 +158,7 @@ class Trainer:
         loss, terms, (kept, tried, right) = _parted(sums, stage.draft_steps)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"The loss is {loss} at step {step + 1}; its batch is in {self._out / f'bad-step-{step + 1}'}. Go on from "
+                f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}. Go on from "
                 "the last checkpoint with a lower rate or a smaller clip, in another --out folder."
             )
         examples, rate, norm = sum(kept), rate_at(stage, within), 0.0
@@ -179,6 +183,13 @@ class Trainer:
             "examples": kept,
             "agreement": [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)],
         }
+
+    def try_step(self, step: int, stage: Stage) -> None:
+        """The work of a step as if in this stage, without its update."""
+        for start in range(0, self.recipe.batch_size, self.recipe.micro_batch * self.processes.count):
+            mine = self.order.at(step)[start + self.processes.rank :: self.processes.count]
+            self._backward(mine[: self.recipe.micro_batch], stage, step)
+        self._optimiser.clear()
 
     def _backward(self, indices: list[int], stage: Stage, step: int) -> Tally | None:
         entries = self.feeder.entries(indices)
@@ -266,8 +277,8 @@ class Trainer:
         (part / "validation.json").write_text(json.dumps(about) + "\n")
 
     def _measuring(self) -> Measure | None:
-        if self._measure is None and self._apart:
-            samples = [self._source.sample(i) for i in self._apart]
+        if self._measure is None and self.apart:
+            samples = [self._source.sample(i) for i in self.apart]
             self._measure = EngineMeasure(self.target, [s.prompt for s in samples if s is not None])
         return self._measure
 

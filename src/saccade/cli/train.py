@@ -1,0 +1,114 @@
+"""`saccade train`: a drafter head for a target of one's own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.cli import options as o
+from saccade.cli import screen
+from saccade.errors import InputError
+
+
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="`eagle2`, `hivis`, or the path of a .toml file.")
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data", metavar="FILE", help="Answers of the target, as `saccade distill` writes them."
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FOLDER", help="Where checkpoints, log and the trained head go."),
+    ],
+    target: o.Target = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Override one of the recipe's numbers, for example `batch_size=8`, `stage2.steps=0` or "
+            "`head.text_only=true`; may be repeated.",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Make a few steps, say what the run would take, and stop.")
+    ] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="`auto` goes on from the newest checkpoint in --out; `never` refuses if there is one."
+        ),
+    ] = "never",
+    on_bad_line: Annotated[
+        str,
+        typer.Option("--on-bad-line", help="`stop` at the first line that cannot be used, or `skip` them."),
+    ] = "stop",
+    dtype: o.Dtype = "auto",
+    device: o.DeviceMap = None,
+) -> None:
+    """Train a drafter head for a target on the target's own answers.
+
+    The head with the longest accepted drafts is in OUT/best, the last one in OUT/head; give either as `--drafter`.
+    Stop at any time: the same command with `--resume auto` goes on from the last checkpoint, and on a CPU in float32
+    it ends with the very weights of a run that was never stopped.
+
+    Examples:
+
+    `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
+
+    `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
+
+    `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head`
+    """
+    if target is None:
+        raise InputError(
+            "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
+            "built-in one."
+        )
+    for name, value, choices in (
+        ("--resume", resume, ("auto", "never")),
+        ("--on-bad-line", on_bad_line, ("stop", "skip")),
+    ):
+        if value not in choices:
+            raise InputError(f"{name} takes {' or '.join(choices)}, not {value!r}.")
+    with screen.waiting("Starting"):
+        from saccade.train.data import Answers
+        from saccade.train.plan import plan_of
+        from saccade.train.processes import Processes
+        from saccade.train.recipe import read_recipe
+        from saccade.train.trainer import Trainer
+
+    chosen = read_recipe(recipe).with_settings(o.settings(settings))
+    if plan:
+        chosen = replace(chosen, feature_cache="none")
+    if device is None and "LOCAL_RANK" in os.environ:
+        device = str(Processes().device)
+    vlm = screen.load_models(target, None, "plain", dtype=dtype, device_map=device)
+    source = Answers(
+        data,
+        vlm.processor,
+        on_bad_line="skip" if on_bad_line == "skip" else "stop",
+        min_words=chosen.min_words,
+        max_tokens=chosen.max_tokens,
+    )
+    trainer = Trainer(vlm.target, chosen, source, out, resume=resume == "auto", say=screen.note)
+    if plan:
+        print(plan_of(trainer))
+        return
+    outcome = trainer.run()
+    if not trainer.processes.leads:
+        return
+    if source.bad:
+        number, why = next(iter(source.bad.items()))
+        screen.note(f"{len(source.bad)} bad lines were skipped; the first is line {number}: {why}")
+    if outcome.best is not None:
+        print(f"{outcome.best}  block efficiency {outcome.efficiency:.3f}")
+    print(outcome.head)
