@@ -11,7 +11,9 @@ import saccade
 from saccade.bench import library
 from saccade.bench.preparing import prepare
 from saccade.bench.suite import BASELINE, parse
-from saccade.errors import SaccadeError
+from saccade.errors import InputError, SaccadeError
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
 
 MIRRORED = [
     "quick",
@@ -164,7 +166,17 @@ def test_optional_tasks_that_the_shipped_pair_has_not_learnt_are_left_out(vlm: s
     assert set(prepare(suite(tasks=["story"]), vlm, ("pocket", None)).questions) == {"story"}
 
 
-def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(vlm: saccade.VLM) -> None:
+def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(
+    vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = type(vlm.processor).prompt
+
+    def still(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]]) -> Prompt:
+        if any(part["type"] == "video" for message in messages for part in message["content"]):
+            raise InputError("The model takes images but no videos.")
+        return prompt(self, messages)
+
+    monkeypatch.setattr(type(vlm.processor), "prompt", still)
     prepared = prepare(suite(tasks=["scene", {"task": "video", "optional": True}]), vlm)
     assert "takes images but no videos" in prepared.missing[0]
     with pytest.raises(SaccadeError, match=r"Task video cannot be asked of this model: .*no videos"):
