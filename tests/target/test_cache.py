@@ -44,14 +44,20 @@ def write(cache: SlotCache, numbers: list[list[int]]) -> list[tuple[Tensor, Tens
     ]
 
 
-def assert_holds(seen: list[tuple[Tensor, Tensor]], rows: list[list[int]]) -> None:
-    """Every row's first slots are its entries, in every layer."""
+def assert_holds(
+    seen: list[tuple[Tensor, Tensor]], rows: list[list[int]], pending: list[list[int]] | None = None
+) -> None:
+    """Every row's first slots are its entries, in every layer; pending ones stand behind the longest row."""
+    first = max(map(len, rows))
     for layer, tensors in enumerate(seen):
         for kind, tensor in zip(("key", "value"), tensors, strict=True):
             assert tensor.shape[0] == len(rows)
             for row, numbers in enumerate(rows):
                 expected = entries([numbers], layer, kind)[0]
                 assert torch.equal(tensor[row, :, : len(numbers)], expected)
+                if pending is not None:
+                    expected = entries([pending[row]], layer, kind)[0]
+                    assert torch.equal(tensor[row, :, first:], expected)
 
 
 def new_cache(capacity: int = 8) -> SlotCache:
@@ -91,7 +97,7 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
                 reference.pending[row] += new_rows[row]
             seen = write(cache, new_rows)
             assert seen[0][0].shape[2] == slots == max(map(len, reference.rows)) + len(reference.pending[0])
-            assert_holds(seen, [a + b for a, b in zip(reference.rows, reference.pending, strict=True)])
+            assert_holds(seen, reference.rows, reference.pending)
         elif step == "keep":
             pending = range(len(reference.pending[0]))
             chosen = [
@@ -115,8 +121,8 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
     make_room(1)
     last = [reference.numbers(1) for _ in range(BATCH)]
     cache.writing_nodes(1)
-    held = zip(reference.rows, reference.pending, last, strict=True)
-    assert_holds(write(cache, last), [a + b + c for a, b, c in held])
+    pending = [a + b for a, b in zip(reference.pending, last, strict=True)]
+    assert_holds(write(cache, last), reference.rows, pending)
 
 
 def test_memory_is_what_was_asked_for() -> None:
@@ -143,6 +149,20 @@ def test_only_entries_that_change_place_are_moved(monkeypatch: pytest.MonkeyPatc
     cache.writing_nodes(2)
     cache.keep([[0, 1], [0], []])
     assert len(moved) == 1
+
+
+def test_only_what_is_kept_of_a_shorter_row_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = new_cache()
+    cache.writing_prompt(1, 3)
+    write(cache, [[1, 2, 3]])
+    cache.keep_first(1, 3)
+    moved: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(cache, "_move", lambda source, target: moved.append((source, target)))
+    cache.writing_nodes(2)
+    write(cache, [[4, 5]] * BATCH)
+    cache.keep([[0, 1], [0, 1], []])
+    assert moved == [([3, 4], [0, 1])]
+    assert cache.lengths == [2, 5, 0]
 
 
 def test_entries_beyond_the_capacity_are_an_error_not_an_overwrite() -> None:

@@ -13,16 +13,17 @@ from saccade.target.masks import MaskPlan, additive, visible, within_window
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
 
 
-def entry_position(tree: NaiveTree, length: int, slot: int) -> int | None:
-    """Position of the entry in a slot: prefix entries count up, tree entries count depth; None: nothing there."""
+def entry_position(tree: NaiveTree, length: int, first: int, slot: int) -> int | None:
+    """Position of the entry in a slot: prefix entries count up, tree entries, which stand from slot ``first`` on, count
+    depth; None: nothing there."""
     if slot < length:
         return slot
-    return length + tree.depth(slot - length) if slot < length + len(tree.parents) else None
+    return length + tree.depth(slot - first) if first <= slot < first + len(tree.parents) else None
 
 
-def naive_visible(tree: NaiveTree, length: int, node: int, slot: int, window: int | None) -> bool:
-    position = entry_position(tree, length, slot)
-    if position is None or (slot >= length and slot - length not in tree.path(node)):
+def naive_visible(tree: NaiveTree, length: int, first: int, node: int, slot: int, window: int | None) -> bool:
+    position = entry_position(tree, length, first, slot)
+    if position is None or (slot >= first and slot - first not in tree.path(node)):
         return False
     return window is None or position > length + tree.depth(node) - window
 
@@ -35,7 +36,7 @@ def naive(
     return torch.tensor(
         [
             [
-                [naive_visible(row, length, node, slot, window) for slot in range(slots)]
+                [naive_visible(row, length, max(lengths), node, slot, window) for slot in range(slots)]
                 for node in range(count - new, count)
             ]
             for row, length in zip(rows, lengths, strict=True)

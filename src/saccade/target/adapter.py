@@ -20,6 +20,7 @@ from saccade.target.cache import SlotCache
 from saccade.target.families import Family, ordinary_ids
 from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
+from saccade.target.masks import starts
 from saccade.target.selected import Merged, held_of, kept_of, only, shift_of
 from saccade.target.stopwatch import Stopwatch
 
@@ -177,7 +178,7 @@ class Target:
         mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype, shift)
         lengths: int | Tensor = cache.lengths[0]
         if min(cache.lengths) != max(cache.lengths):
-            lengths = torch.tensor(cache.lengths, device=self.device)[:, None]
+            lengths = starts(tuple(cache.lengths), self.device)
         positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
         if self._rope_index is not None:
             positions = positions.expand(3, -1, -1)

@@ -2,7 +2,8 @@
 
 Storage is ``[layers, B, S, H, D]`` per device, so that one gather and one scatter move an accepted path for
 all layers at once. The caller says where the next forward writes (`writing_prompt`, `writing_nodes`) and
-afterwards which of the written entries stay (`keep`).
+afterwards which of the written entries stay (`keep`). Entries of nodes stand in the same slots of every row, behind
+the longest one: rows of different lengths are then written and masked like equal ones, and only what is kept moves.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class SlotCache(Cache):
 
     Attributes:
         lengths: committed entries per row, on the host.
-        pending: entries written after the committed ones and not yet kept or dropped (equal for all rows).
+        pending: entries of nodes, written behind the longest row and not yet kept or dropped (equal for all rows).
     """
 
     def __init__(self, layer_devices: Sequence[torch.device], batch: int, capacity: int) -> None:
@@ -83,8 +84,6 @@ class SlotCache(Cache):
         self._row: int | None = None
         self._start = 0
         self._stop = 0
-        self._slots: Tensor | None = None
-        self._slots_on: dict[torch.device, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -100,21 +99,15 @@ class SlotCache(Cache):
         self._stop = self._start + count
 
     def writing_nodes(self, count: int) -> int:
-        """The next forward is ``count`` entries for every row, after what is committed and pending.
+        """The next forward is ``count`` entries for every row, after what the longest one has committed and what is
+        pending.
 
         Returns:
             The number of slots that attention will see (``K``).
         """
-        starts = [n + self.pending for n in self.lengths]
-        low, high = min(starts), max(starts)
-        self._require(high + count)
-        self._row, self._start, self._stop = None, high, high + count
-        self._slots_on.clear()
-        if low == high:
-            self._slots = None
-        else:
-            rows = torch.arange(self.batch) * self.capacity + torch.tensor(starts)
-            self._slots = (rows[:, None] + torch.arange(count)).flatten()  # [B * count] into [B * S]
+        start = max(self.lengths) + self.pending
+        self._require(start + count)
+        self._row, self._start, self._stop = None, start, start + count
         self.pending += count
         return self._stop
 
@@ -137,12 +130,13 @@ class SlotCache(Cache):
         """
         source: list[int] = []
         target: list[int] = []
+        first = max(self.lengths)
         for row, indices in enumerate(chosen):
-            base = row * self.capacity + self.lengths[row]
+            base, held = row * self.capacity, self.lengths[row]
             for place, index in enumerate(indices):
-                if place != index:
-                    source.append(base + index)
-                    target.append(base + place)
+                if first + index != held + place:
+                    source.append(base + first + index)
+                    target.append(base + held + place)
             self.lengths[row] += len(indices)
         self.pending = 0
         if source:
@@ -210,13 +204,6 @@ class SlotCache(Cache):
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if self._row is not None:
             keys, values = keys[self._row : self._row + 1], values[self._row : self._row + 1]
-        if self._row is not None or self._slots is None:
-            keys[:, self._start : self._stop] = k
-            values[:, self._start : self._stop] = v
-        else:
-            slots = self._slots_on.get(keys.device)
-            if slots is None:
-                slots = self._slots_on[keys.device] = self._slots.to(keys.device)
-            keys.flatten(0, 1).index_copy_(0, slots, k.flatten(0, 1))
-            values.flatten(0, 1).index_copy_(0, slots, v.flatten(0, 1))
+        keys[:, self._start : self._stop] = k
+        values[:, self._start : self._stop] = v
         return keys[:, : self._stop].transpose(1, 2), values[:, : self._stop].transpose(1, 2)

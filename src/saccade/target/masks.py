@@ -1,9 +1,10 @@
-"""Additive attention masks for prefixes of different lengths with a small graph of new entries behind each."""
+"""Additive attention masks for prefixes of different lengths with a small graph of new entries behind the longest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class MaskPlan:
                 new ones last) each new entry attends to. Every entry must see itself.
             lengths: committed entries per row (host integers).
             depth: ``[B or 1, T]`` positions of the uncommitted entries relative to their row's length.
-            slots: number of slots that attention sees (``K >= max(lengths) + T``).
+            slots: number of slots that attention sees (``K = max(lengths) + T``).
             dtype: of the model.
             shift: ``[B, S]`` how far the first S slots of every row stand before their own number (0 or less), where
                 positions have been left out between them; None where none have.
@@ -64,26 +65,39 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def additive_over(allow: Tensor, lengths: Sequence[int], slots: int, dtype: torch.dtype) -> Tensor:
-    """The additive form of `visible`, made without it where all rows have one length."""
+    """The additive form of `visible`, made without it: what is committed stays the same for all forwards of a step."""
+    new = additive(allow, dtype).expand(len(lengths), -1, -1, -1)
     if min(lengths) == max(lengths):
-        return pad(additive(allow, dtype).expand(len(lengths), -1, -1, -1), (lengths[0], 0))
-    return additive(visible(allow, lengths, slots), dtype)
+        return pad(new, (lengths[0], 0))
+    held = _held(tuple(lengths), dtype, allow.device)
+    return torch.cat([held.expand(-1, -1, new.shape[2], -1), new], -1)
 
 
 def visible(allow: Tensor, lengths: Sequence[int], slots: int) -> Tensor:
-    """Which slots each new entry sees: its row's committed prefix and the allowed uncommitted entries.
+    """Which slots each new entry sees: its row's committed prefix, and the allowed uncommitted entries behind the
+    longest row.
 
     Args and shapes as in `MaskPlan.build`; returns ``[B, Q, K]`` bool.
     """
-    batch, (_, new, total), device = len(lengths), allow.shape, allow.device
-    if min(lengths) == max(lengths):
-        prefix = allow.new_ones(1, 1, 1).expand(batch, new, lengths[0])
-        return torch.cat([prefix, allow.expand(batch, -1, -1)], -1)
-    start = torch.tensor(lengths, device=device)
-    at = torch.arange(slots, device=device)
-    seen = (at < start[:, None])[:, None].repeat(1, new, 1)
-    places = (start[:, None] + torch.arange(total, device=device))[:, None].expand(-1, new, -1)
-    return seen.scatter_(2, places, allow.expand(batch, -1, -1))
+    prefix = _committed(tuple(lengths), allow.device)
+    return torch.cat([prefix.expand(-1, allow.shape[1], -1), allow.expand(len(lengths), -1, -1)], -1)
+
+
+@lru_cache(maxsize=8)
+def starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[B, 1]`` lengths of rows on a device; made once for all forwards of a step."""
+    return torch.tensor(lengths, device=device)[:, None]
+
+
+@lru_cache(maxsize=8)
+def _held(lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[B, 1, 1, max(lengths)]`` additive mask over the committed entries of rows of these lengths."""
+    return additive(_committed(lengths, device), dtype)
+
+
+def _committed(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[B, 1, max(lengths)]`` which slots hold committed entries of rows of these lengths."""
+    return torch.arange(max(lengths), device=device) < starts(lengths, device)[..., None]
 
 
 def within_window(
@@ -94,11 +108,12 @@ def within_window(
     Positions count depth, not slots: siblings share one, and ``shift`` tells of gaps. Returns ``[B, Q, K]`` bool.
     """
     device, total = depth.device, depth.shape[1]
-    start = torch.tensor(lengths, device=device)[:, None]
+    start = starts(tuple(lengths), device)
     position = torch.arange(slots, device=device).repeat(len(lengths), 1)
     if shift is not None:
         width = min(shift.shape[1], slots)
         position[:, :width] += shift[:, :width]
-    position.scatter_(1, start + torch.arange(total, device=device), start + depth)
+    first = max(lengths)
+    position[:, first : first + total] = start + depth
     query = (start + depth)[:, total - new :]
     return position[:, None, :] > query[:, :, None] - window
