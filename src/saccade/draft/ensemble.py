@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from saccade.draft.history import TINY, Verified
-from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.history import TINY
+from saccade.draft.labelled import Level, verified
+from saccade.draft.model import ModelDrafter, ModelDraftSession, goes_on
 from saccade.draft.policy import Frontier, Growth, TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
@@ -96,8 +97,13 @@ class EnsembleSession:
         self._weights = drafter.weighting.open(batch, views, device)
         learns = drafter.weighting.learns and views > 1
         self._mixture = _Mixture(drafter.policy, batch, views, device, learns)
-        wide = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
-        self._session = ModelDraftSession(wide, batch * views)
+        model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
+        self._session = ModelDraftSession(model, batch * views)
+        # Where no prompt has a picture all views are one, and a batch of B rows does.
+        self._single = ModelDraftSession(model, batch) if views > 1 else self._session
+        self._is_single = False
+        self._read: dict[int, list[Prompt]] = {}  # of every row that was loaded since the last block
+        self._asked: list[Prompt | None] = [None] * batch
         self._capacity = 0
         self._surplus = 0
         self._active = [False] * batch
@@ -105,7 +111,7 @@ class EnsembleSession:
 
     @property
     def context(self) -> Context:
-        """The draft model's context: row ``b * m + i`` is view i of row b."""
+        """The draft model's context of prompts with pictures: row ``b * m + i`` is view i of row b."""
         return self._session.context
 
     @property
@@ -116,25 +122,46 @@ class EnsembleSession:
     def grow(self, capacity: int) -> None:
         self._capacity = max(capacity, self._capacity)
         self._session.grow(self._capacity + self._surplus)
+        self._single.grow(self._capacity + self._surplus)
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt) -> None:
         if not self._drafter.carry:
             self._weights.forget(row)
         self._weights.load(row, prompt.ids)
-        views = self._drafter.views
         started = time.perf_counter()
-        read = [view.read(prompt) for view in views]
+        read = [view.read(prompt) for view in self._drafter.views]
         self.reading_seconds = time.perf_counter() - started
-        for place, (view, seen) in enumerate(zip(views, read, strict=True)):
-            longer = len(seen) - len(prompt)  # a caption may be longer than its image
-            self._surplus = max(self._surplus, longer)
-            self.grow(self._capacity)
-            view.load(self._session, row * len(views) + place, seen, self._target)
+        self._surplus = max(
+            self._surplus, *(len(seen) - len(prompt) for seen in read)
+        )  # captions may be longer
+        self.grow(self._capacity)
+        asked = self._asked[row]
+        if asked is not None and not goes_on(asked, prompt):
+            self._mixture.forget(row)
+        self._asked[row] = prompt
+        self._hold(row, read)
+
+    def _hold(self, row: int, read: list[Prompt]) -> None:
+        """Prefill what the views have read of a row: once if it is the same, and so is every row's of this block."""
+        same = len(read) > 1 and not any(p.media for p in read) and len({p.ids for p in read}) == 1
+        earlier = self._read if self._read and self._is_single and not same else {}
+        self._is_single = same and (self._is_single or not self._read)
+        self._read[row] = read
+        if self._is_single:
+            self._single.load(row, read[0])
+            return
+        for index, prompts in {**earlier, row: read}.items():
+            for place, (view, seen) in enumerate(zip(self._drafter.views, prompts, strict=True)):
+                view.load(self._session, index * len(prompts) + place, seen, self._target)
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
         self._active = [bool(tokens) for tokens in new]
+        self._read = {}
+        self._mixture.views = 1 if self._is_single else len(self._drafter.views)
+        if self._is_single:
+            return self._single.propose(new, proposer)
         self._mixture.weights = self._weights.choose()
         return self._session.propose([tokens for tokens in new for _ in self._drafter.views], proposer)
 
@@ -150,23 +177,11 @@ class EnsembleSession:
         self._mixture.levels = []
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Nodes whose distributions one draft forward gave.
-
-    Attributes:
-        frontier: the W nodes; None for the root.
-        logits: ``[B, m, W, V]`` of every view.
-    """
-
-    frontier: Frontier | None
-    logits: Tensor
-
-
 class _Mixture:
     """A tree policy of B rows for a draft session of B * m: mixes what comes in, repeats what goes out.
 
     Attributes:
+        views: m; 1 while all views are one.
         weights: ``[B, m]`` of the block.
         levels: what the views said in this block, where the weighting learns from it.
     """
@@ -176,7 +191,7 @@ class _Mixture:
     ) -> None:
         self._policy = policy
         self._shaping = policy.open(batch, device)
-        self._views = views
+        self.views = views
         self._learns = learns
         self.weights = torch.full((batch, views), 1 / views, device=device)
         self.levels: list[Level] = []
@@ -206,8 +221,8 @@ class _Mixture:
 
     def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
         self.levels = []
-        growth = self._shaping.begin(roots[:: self._views], proposer)
-        if self._views == 1:
+        growth = self._shaping.begin(roots[:: self.views], proposer)
+        if self.views == 1:
             return growth
         return _MixedGrowth(growth, self.weights, self.levels if self._learns else None)
 
@@ -215,27 +230,31 @@ class _Mixture:
         self._shaping.learn(verdict)
 
     def restart(self, row: int) -> None:
-        self._shaping.restart(row // self._views)
+        """Left to the ensemble: whether a prompt is new is not for one view of it to say."""
+
+    def forget(self, row: int) -> None:
+        """Start a row of B anew."""
+        self._shaping.restart(row)
 
 
 class _MixedGrowth:
     def __init__(self, growth: Growth, weights: Tensor, levels: list[Level] | None) -> None:
         self._growth = growth
-        self._weights = weights
+        self._weights, self._shares = weights, weights[..., None, None]
         self._levels = levels
         self._frontier: Frontier | None = None
 
     def expand(self, logits: Tensor) -> Frontier | None:
         """logits: ``[B * m, W, V]``; what is to be run next comes back for all B * m rows."""
-        views = self._weights.shape[1]
-        logits = logits.unflatten(0, (-1, views))
+        batch, views = self._weights.shape
+        q = logits.float().softmax(-1).view(batch, views, *logits.shape[1:])
         if self._levels is not None:
-            self._levels.append(Level(self._frontier, logits))
-        self._frontier = new = self._growth.expand(mixture(logits, self._weights))
+            self._levels.append(Level(self._frontier, q))
+        self._frontier = new = self._growth.expand(_mixed(q, self._shares))
         if new is None:
             return None
         allow = new.allow if new.allow.shape[0] == 1 else new.allow.repeat_interleave(views, 0)
-        return Frontier(new.tokens.repeat_interleave(views, 0), allow, new.depth)
+        return Frontier(_repeated(new.tokens, views), allow, new.depth)
 
     def tree(self) -> DraftTree:
         return self._growth.tree()
@@ -248,44 +267,16 @@ def mixture(logits: Tensor, weights: Tensor) -> Tensor:
         logits: ``[B, m, W, V]``.
         weights: ``[B, m]``.
     """
-    q = torch.einsum("bm,bmwv->bwv", weights, logits.float().softmax(-1))
-    return q.clamp_(min=TINY).log_()
+    return _mixed(logits.float().softmax(-1), weights[..., None, None])
 
 
-def verified(levels: Sequence[Level], tree: DraftTree, scores: Tensor, verdict: Verdict) -> Verified:
-    """The positions that verification has reached and that the draft model was run on.
+def _mixed(q: Tensor, shares: Tensor) -> Tensor:
+    """The same from distributions ``[B, m, W, V]`` and weights ``[B, m, 1, 1]``."""
+    return (shares * q).sum(1).clamp_(min=TINY).log_()
 
-    These are the ones after the root and after every accepted node, of which the last is where the first guess was
-    rejected; a node that had no children in the tree was not run, and its position is left out. Nodes of the draft
-    forwards are told by their tokens on the way from the root.
 
-    Args:
-        levels: of the draft forwards, the root's first.
-        tree: as proposed.
-        scores: ``[B, N, V]`` the target's processed logits.
-        verdict: of every row.
-
-    Returns:
-        T positions for as many levels; tokens that one of the models does not have are cut away.
-    """
-    device, rows = levels[0].logits.device, torch.arange(len(verdict.count), device=levels[0].logits.device)
-    steps = min(len(levels), verdict.path.shape[1])
-    wanted = verdict.path[:, :steps, None].expand(-1, -1, scores.shape[2])
-    p = scores.gather(1, wanted).to(device).float().softmax(-1)
-    path = tree.tokens.gather(1, verdict.path).to(device)  # [B, D + 1]
-    count, token = verdict.count.to(device)[:, None], verdict.token.to(device)[:, None]
-    labels = torch.cat([path[:, 1:], token], 1).scatter(1, count, token)[:, :steps]
-    logits, known = [levels[0].logits[:, :, 0]], [torch.ones_like(count[:, 0], dtype=torch.bool)]
-    on_path = known[0].new_zeros(len(rows), 0)  # [B, F] entries so far
-    for depth, level in enumerate(levels[1:steps], start=1):
-        assert level.frontier is not None
-        above = level.frontier.allow[..., : on_path.shape[1]]
-        here = (on_path[:, None] | ~above).all(-1) & (depth <= count)
-        here &= level.frontier.tokens == path[:, depth, None]
-        at = here.int().argmax(1)
-        logits.append(level.logits[rows, :, at])
-        known.append(here.any(1))
-        on_path = torch.cat([on_path, here], 1)
-    q = torch.stack(logits, 2).float().softmax(-1)  # [B, m, T, V]
-    vocab = min(p.shape[2], q.shape[3])
-    return Verified(p[..., :vocab], q[..., :vocab], labels, torch.stack(known, 1))
+def _repeated(tokens: Tensor, views: int) -> Tensor:
+    """``[B, W]`` to ``[B * m, W]``, every row m times; no copy for one row."""
+    if len(tokens) == 1:
+        return tokens.expand(views, -1)
+    return tokens.repeat_interleave(views, 0)

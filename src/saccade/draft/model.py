@@ -67,7 +67,7 @@ class ModelDraftSession:
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self.context = Context(drafter.model, batch, 0)
         self._shaping = drafter.policy.open(batch, drafter.model.device)
-        self._prompts = [0] * batch  # length of the prompt that each row has read last
+        self._asked: list[Prompt | None] = [None] * batch
         self._rows = torch.arange(batch, device=drafter.model.device)
         self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._causal: dict[int, tuple[Tensor, Tensor]] = {}
@@ -84,13 +84,12 @@ class ModelDraftSession:
     ) -> None:
         """Make the row hold a prompt of readable ids; further arguments as in `Context.load`.
 
-        A prompt that begins with the row's earlier one is the next turn of a conversation, whose history the tree
-        policy keeps. Any other is a new prompt, even if a template gives both the same first tokens.
+        The tree policy keeps what it has seen of a row from one turn of a conversation to the next (see `goes_on`).
         """
         self.context.load(row, prompt, dropped, merged)
-        if self.context.reused[row] < self._prompts[row]:
+        asked, self._asked[row] = self._asked[row], prompt
+        if asked is not None and not goes_on(asked, prompt):
             self._shaping.restart(row)
-        self._prompts[row] = len(prompt)
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
@@ -136,3 +135,13 @@ class ModelDraftSession:
             allow = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
             self._causal[width] = allow, torch.arange(width, device=device)[None]
         return self._causal[width]
+
+
+def goes_on(earlier: Prompt, prompt: Prompt) -> bool:
+    """Whether a prompt is a later turn of a conversation: it begins with the earlier one, pictures included.
+
+    Any other is a new prompt, even if a template gives both the same first tokens, and so is the same one again.
+    """
+    same = prompt.ids[: len(earlier)] == earlier.ids and len(prompt) > len(earlier)
+    seen = zip(earlier.media, prompt.media, strict=False)
+    return same and len(prompt.media) >= len(earlier.media) and all(a.digest == b.digest for a, b in seen)
