@@ -11,6 +11,8 @@ import torch
 from saccade.draft.drafter import Drafter
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
@@ -41,6 +43,7 @@ class Parts:
         vocab_size: tokens that both share; the smaller vocabulary when None.
         special_ids: tokens that lossy rules never let pass.
         draft_processor: makes the draft model's prompts; needed by methods that rewrite them.
+        head: a trained drafter head, where a method needs it.
     """
 
     target: Target
@@ -48,6 +51,7 @@ class Parts:
     vocab_size: int | None = None
     special_ids: tuple[int, ...] = ()
     draft_processor: InputProcessor | None = None
+    head: Head | None = None
 
     def drafter(self, policy: TreePolicy) -> ModelDrafter:
         """The draft model under a tree policy."""
@@ -70,6 +74,20 @@ class Parts:
         """A model that drafts with part of the visual tokens; the target itself for self-speculation."""
         vocab_size = self.vocab_size or self.target.vocab_size
         return self.engine(PrunedDrafter(model, policy, vocab_size, pruning))
+
+    def headed(self, kind: str, policy: TreePolicy) -> Engine:
+        """The head under a tree policy.
+
+        Raises:
+            MethodError: it is of another kind.
+        """
+        assert self.head is not None
+        if self.head.kind != kind:
+            raise MethodError(
+                f"Method {kind} needs a {kind} head, but the one given is of the kind {self.head.kind}; choose "
+                f"method {self.head.kind}, or give another head."
+            )
+        return self.engine(HeadDrafter(self.head, self.target, policy))
 
     def engine(self, drafter: Drafter | None, rule: Any = None) -> Engine:
         """The composition."""
@@ -221,6 +239,18 @@ def sage(
     return parts.pruned(parts.draft_model, tree, _pruning(select, images, videos, mass))
 
 
+def eagle2(
+    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
+) -> Engine:
+    return parts.headed("eagle2", _tree_of_head(tree, top, depth, total, gamma))
+
+
+def hivis(
+    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
+) -> Engine:
+    return parts.headed("hivis", _tree_of_head(tree, top, depth, total, gamma))
+
+
 def policy_of(tree: str, gamma: int) -> TreePolicy:
     """A tree policy by its name in options; ``gamma`` is the length of a chain and says nothing to the others.
 
@@ -236,6 +266,11 @@ def policy_of(tree: str, gamma: int) -> TreePolicy:
     if tree not in policies:
         raise ValueError(f"tree must be one of {', '.join(policies)}, not {tree!r}.")
     return policies[tree]()
+
+
+def _tree_of_head(tree: str, top: int, depth: int, total: int, gamma: int) -> TreePolicy:
+    """``top``, ``depth`` and ``total`` are of the dynamic tree, ``gamma`` of the chain."""
+    return DynamicTree(top, depth, total) if tree == "dynamic" else policy_of(tree, gamma)
 
 
 def _pruning(select: str, images: float, videos: float, mass: float) -> Pruning:

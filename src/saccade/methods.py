@@ -13,7 +13,7 @@ from saccade.compositions import Parts
 from saccade.engine import Engine
 from saccade.errors import MethodError
 
-Needs = Literal["nothing", "draft model"]
+Needs = Literal["nothing", "draft model", "head"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,20 @@ METHODS: dict[str, Method] = {
         needs="draft model",
         compose=compositions.sage,
     ),
+    "eagle2": Method(
+        "a trained head guesses the target's next states; EAGLE-2's tree (tree=chain, static or sage: others)",
+        source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
+        lossless=True,
+        needs="head",
+        compose=compositions.eagle2,
+    ),
+    "hivis": Method(
+        "a trained head that is shown no visual tokens, only what the target's states say of them",
+        source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",
+        lossless=True,
+        needs="head",
+        compose=compositions.hivis,
+    ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
         source="LVSpec, Section 3; branches=2 is Appendix E, tree=sage grows SAGE's trees; greedy decoding only",
@@ -188,13 +202,18 @@ def build(name: str, parts: Parts, **options: Any) -> Engine:
         options: override the method's defaults.
 
     Raises:
-        MethodError: unknown method or option, a value out of range, or no draft model where one is needed.
+        MethodError: unknown method or option, a value out of range, or no draft model or head where one is needed.
     """
     method = get(name)
     check_options(name, options)
     if method.needs == "draft model" and parts.draft_model is None:
         raise MethodError(
             f"Method {name} needs a draft model; give one with drafter=... (or use prompt-lookup, which needs none)."
+        )
+    if method.needs == "head" and parts.head is None:
+        raise MethodError(
+            f"Method {name} needs a trained head; give its folder with drafter=... (or use prompt-lookup, which "
+            "needs none)."
         )
     try:
         return method.compose(parts, **options)

@@ -13,6 +13,9 @@ from saccade import methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
 from saccade.compositions import Parts
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.store import kind_in, load_head, read_config
 from saccade.engine import Request, Session
 from saccade.errors import InputError, MethodError
 from saccade.generation import plan
@@ -40,8 +43,10 @@ def load(
 
     Args:
         target: checkpoint folder, hub id, or a loaded Hugging Face model.
-        drafter: the same, of the target's tokenizer; None for methods that need none.
-        method: a name of `saccade methods`; ``chain`` with a drafter and ``prompt-lookup`` without by default.
+        drafter: the same, of the target's tokenizer, or the folder of a trained head; None for methods that need
+            none.
+        method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
+            head, and ``prompt-lookup`` without a drafter.
         dtype: of the target: ``auto`` (as stored), a name, or a torch dtype.
         draft_dtype: of the drafter; when None, as stored, but float32 for a small drafter on a CPU.
         device_map: of the target, as in `from_pretrained`; the drafter goes where the target's embeddings are.
@@ -51,26 +56,23 @@ def load(
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
         MethodError: unknown method or option.
     """
-    name = method or methods.default(drafter is not None)
-    needed = methods.get(name).needs == "draft model"
-    if drafter is not None and not needed:
-        raise MethodError(f"Method {name} takes no drafter; leave it out or choose another method.")
-    if drafter is None and needed:
-        raise MethodError(
-            f"Method {name} needs a drafter; give one with drafter=... (--drafter on the command line)."
-        )
+    head = _head_in(drafter)
+    name = method or (head.kind if head else methods.default(drafter is not None))
+    _check_drafter(name, drafter, head)
     # All that can be wrong is found before gigabytes of weights are read.
     methods.check_options(name, options)
     check_device(device_map)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     processor = _processor(target)
-    draft_processor = None if drafter is None else _processor(drafter)
+    draft_processor = None if drafter is None or head else _processor(drafter)
     if draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (_name(target), _name(drafter)))
     model = _model(target, dtype, device_map)
     draft_model = None
-    if drafter is not None:
+    if head:
+        draft_model = drafter
+    elif drafter is not None:
         place = model.get_input_embeddings().weight.device
         draft_model = _model(drafter, draft_dtype or "auto", None if place.type == "cpu" else place)
         if draft_dtype is None:
@@ -80,6 +82,7 @@ def load(
         processor,
         drafter=draft_model,
         draft_processor=draft_processor,
+        draft_dtype=draft_dtype if head else None,
         method=name,
         **options,
     )
@@ -91,8 +94,9 @@ class VLM:
     Args:
         model: a loaded Hugging Face model.
         processor: its `InputProcessor`; made from the model's own checkpoint when None.
-        drafter: a loaded Hugging Face model of the same tokenizer.
+        drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
         draft_processor: the drafter's; made from its checkpoint when None.
+        draft_dtype: of a head that is read from its folder; see `load`.
         method: a name of `saccade methods`.
         options: override the method's defaults.
     """
@@ -104,6 +108,7 @@ class VLM:
         *,
         drafter: Any = None,
         draft_processor: InputProcessor | None = None,
+        draft_dtype: str | torch.dtype | None = None,
         method: str | None = None,
         **options: Any,
     ) -> None:
@@ -111,16 +116,24 @@ class VLM:
         self.target: Target = adapt(model)
         self.draft_model: Target | None = None
         self._draft_processor: InputProcessor | None = None
+        self.head: Head | None = None
         vocabulary: int | None = None
-        if drafter is not None:
+        if isinstance(drafter, Head):
+            self.head = drafter
+        elif _head_in(drafter):
+            self.head = load_head(_path(drafter), self.target, _head_dtype(draft_dtype))
+        elif drafter is not None:
             self.draft_model = adapt(drafter)
             self._draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
             vocabulary = shared_vocabulary(
                 self.processor.tokenizer, self._draft_processor.tokenizer, (_name(model), _name(drafter))
             )
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
-        self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
-        self._compose(method or methods.default(drafter is not None), options)
+        self._parts = Parts(
+            self.target, self.draft_model, vocabulary, special, self._draft_processor, self.head
+        )
+        default = self.head.kind if self.head else methods.default(self.draft_model is not None)
+        self._compose(method or default, options)
 
     def _compose(self, method: str, options: Mapping[str, Any]) -> None:
         self.engine = methods.build(method, self._parts, **options)
@@ -244,6 +257,43 @@ def _eyes(model: Target) -> Any:
     return config.model_type, visual_ids(config), [getattr(vision, name, None) for name in sizes]
 
 
+def _head_in(drafter: Any) -> HeadConfig | None:
+    """The configuration of a head or of the one in a folder; None where a drafter is anything else."""
+    if isinstance(drafter, Head):
+        return drafter.config
+    return read_config(_path(drafter)) if kind_in(drafter) else None
+
+
+def _check_drafter(name: str, drafter: Any, head: HeadConfig | None) -> None:
+    """Raise `MethodError` unless a drafter is what a method needs."""
+    needs = methods.get(name).needs
+    if drafter is not None and needs == "nothing":
+        raise MethodError(f"Method {name} takes no drafter; leave it out or choose another method.")
+    if drafter is None and needs == "draft model":
+        raise MethodError(
+            f"Method {name} needs a drafter; give one with drafter=... (--drafter on the command line)."
+        )
+    if drafter is None and needs == "head":
+        raise MethodError(
+            f"Method {name} needs a trained head; give its folder with drafter=... (--drafter on the command line)."
+        )
+    if head and (needs == "draft model" or head.kind != name):
+        raise MethodError(
+            f"The drafter {_name(drafter)} is a trained {head.kind} head, which method {name} cannot use; choose "
+            f"method {head.kind}, or another drafter."
+        )
+    if drafter is not None and needs == "head" and not head:
+        raise MethodError(
+            f"Method {name} needs a trained head, which {_name(drafter)} is not; give the folder of one, or choose "
+            "another method."
+        )
+
+
+def _head_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    found = check_dtype(given or "auto")
+    return found if isinstance(found, torch.dtype) else None
+
+
 def _processor(given: Any) -> InputProcessor:
     if not isinstance(given, (str, Path)):
         return InputProcessor.load(given.config._name_or_path)
@@ -264,4 +314,4 @@ def _path(given: str | Path) -> str:
 def _name(given: Any) -> str:
     if isinstance(given, (str, Path)):
         return str(given)
-    return str(given.config._name_or_path or type(given).__name__)
+    return str(getattr(given.config, "_name_or_path", "") or type(given).__name__)

@@ -6,9 +6,12 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.head import Head
 
 PACKAGES = ("saccade", "torch", "transformers", "numpy")
 
@@ -64,6 +67,20 @@ def model_facts(model: Any, name: str) -> dict[str, Any]:
         "width": text.hidden_size,
         "vocabulary": text.vocab_size,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def head_facts(head: Head, name: str) -> dict[str, Any]:
+    """The same of a trained head; its vocabulary and embeddings are the target's."""
+    path, config = Path(name), head.config
+    return {
+        "name": path.resolve().name if path.is_dir() else name,
+        "type": head.kind,
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "layers": head.blocks,
+        "width": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
 
 

@@ -40,7 +40,7 @@ class Predicted:
 
 
 def predictions(run: Run) -> list[Predicted]:
-    """One entry per method that drafts; none where step times were not measured."""
+    """One entry per method whose step times were measured; none for heads."""
     costs = Costs.of(run.header.costs)
     if costs is None:
         return []
@@ -49,7 +49,8 @@ def predictions(run: Run) -> list[Predicted]:
     for method in run.header.config["methods"]:
         label = method["label"]
         records = [r for r in run.records if r.method == label]
-        if label == BASELINE or not sum(map(metrics.passes, records)):
+        timed = method["needs"] != "head"  # what a head's step costs is not measured alone
+        if label == BASELINE or not timed or not sum(map(metrics.passes, records)):
             continue
         drafts = method["needs"] == "draft model"
         measured = results[label].decode_speedup

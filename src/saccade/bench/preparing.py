@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade import methods
 from saccade.bench import questions
-from saccade.bench.environment import environment, model_facts
+from saccade.bench.environment import environment, head_facts, model_facts
 from saccade.bench.questions import Question
 from saccade.bench.suite import MethodEntry, Suite
 from saccade.errors import InputError, MethodError, SaccadeError
@@ -77,6 +77,8 @@ class Prepared:
         found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
         if self.vlm.draft_model is not None:
             found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
+        if self.vlm.head is not None:
+            found["drafter"] = head_facts(self.vlm.head, drafter or "")
         return as_json(found)
 
     def environment(self) -> dict[str, Any]:
@@ -99,7 +101,12 @@ def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) 
         if reason:
             missing.append(f"Method {entry.label}: {reason}")
         else:
-            found[entry.label] = vlm.using(entry.name, **entry.options)
+            try:
+                found[entry.label] = vlm.using(entry.name, **entry.options)
+            except MethodError as problem:  # needs another drafter than the one that is loaded
+                if not entry.optional:
+                    raise
+                missing.append(f"Method {entry.label}: {problem}")
     if len(found) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
     asked, absent = questions.gather(suite, shipped=names[0] == "pocket")

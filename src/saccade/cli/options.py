@@ -24,7 +24,7 @@ Drafter = Annotated[
         "--drafter",
         "-d",
         metavar="PATH",
-        help="A smaller checkpoint with the same tokenizer that guesses ahead.",
+        help="What guesses ahead: a smaller checkpoint with the same tokenizer, or the folder of a trained head.",
         rich_help_panel="Models",
     ),
 ]
@@ -33,7 +33,8 @@ MethodName = Annotated[
     typer.Option(
         "--method",
         "-m",
-        help="See `saccade methods`. By default `chain` with a drafter, `prompt-lookup` without.",
+        help="See `saccade methods`. By default `chain` with a draft model, a head's own method with a head, "
+        "`prompt-lookup` without a drafter.",
         rich_help_panel="Models",
     ),
 ]

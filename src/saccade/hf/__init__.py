@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from saccade import methods
 from saccade.compositions import Parts
 from saccade.draft.drafter import Drafter
+from saccade.draft.heads.head import Head
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
@@ -40,8 +41,9 @@ def speculate(
 
     Args:
         drafter: a loaded Hugging Face model of the target's tokenizer (a VLM or a text-only language model), a
-            ready-made `Drafter`, or None for a method that needs none.
-        method: a name of `saccade methods`; ``chain`` with a draft model and ``prompt-lookup`` without by default.
+            trained `Head`, a ready-made `Drafter`, or None for a method that needs none.
+        method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
+            head, and ``prompt-lookup`` without.
         options: override the method's defaults, for example ``gamma=7``.
 
     Raises:
@@ -71,10 +73,12 @@ class Speculation:
                 "A ready-made drafter brings its own settings; leave out method and its options."
             )
         self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]
-        self._draft_model = adapt(drafter) if isinstance(drafter, nn.Module) else None
-        self._method = method or methods.default(self._draft_model is not None)
+        self._head = drafter if isinstance(drafter, Head) else None
+        self._draft_model = adapt(drafter) if isinstance(drafter, nn.Module) and not self._head else None
+        default = self._head.kind if self._head else methods.default(self._draft_model is not None)
+        self._method = method or default
         self._options = options
-        if methods.get(self._method).needs == "nothing" and self._draft_model is not None:
+        if methods.get(self._method).needs == "nothing" and isinstance(drafter, nn.Module):
             raise MethodError(
                 f"Method {self._method} takes no drafter; leave it out or choose another method."
             )
@@ -149,7 +153,7 @@ class Speculation:
                 self._engine = Engine(target, self._given)
             else:
                 special = methods.special_ids(model.config, model.generation_config)
-                parts = Parts(target, self._draft_model, special_ids=special)
+                parts = Parts(target, self._draft_model, special_ids=special, head=self._head)
                 self._engine = methods.build(self._method, parts, **self._options)
         return self._engine
 

@@ -1,0 +1,227 @@
+"""Heads as modules: the block is the stock one, one forward serves training and drafting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from heads_kit import KINDS, target, untaught
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from saccade.draft.heads.block import Block
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.rotary import Rotary
+from saccade.errors import ModelError
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "attn_implementation": "sdpa",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+STOCK: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig(**SHAPE), LlamaDecoderLayer),
+    "llama3 rope": (LlamaConfig(**SHAPE, rope_parameters=LLAMA3), LlamaDecoderLayer),
+    "linear rope": (
+        LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+        LlamaDecoderLayer,
+    ),
+    "yarn rope": (
+        LlamaConfig(
+            **SHAPE,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        ),
+        LlamaDecoderLayer,
+    ),
+    "qwen2": (Qwen2Config(**SHAPE), Qwen2DecoderLayer),
+    "qwen3": (Qwen3Config(**SHAPE), Qwen3DecoderLayer),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_the_block_is_the_stock_decoder_layer(name: str) -> None:
+    config, layer_class = STOCK[name]
+    torch.manual_seed(0)
+    stock = layer_class(config, 0).eval()
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    rope = {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings}
+    shape = HeadConfig(
+        kind="hivis",
+        hidden_size=64,
+        intermediate_size=96,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab_size=10,
+        layers=(2,),
+        target_class="",
+        target_layers=2,
+        rope=rope,
+        norm_eps=config.rms_norm_eps,
+        qk_norm=name == "qwen3",
+        qkv_bias=name == "qwen2",
+    )
+    ours = Block(shape)
+    ours.load_state_dict(stock.state_dict())
+    x, positions = torch.randn(2, 9, 64), torch.tensor([[0, 1, 2, 3, 4, 5, 30, 31, 47], [3, *range(8)]])
+    angles = LlamaRotaryEmbedding(config)(x, positions)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = stock(x, attention_mask=causal[None, None], position_embeddings=angles)
+        got = ours(x, positions, causal[None])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)  # tens of roundings at magnitude 10
+
+
+def inputs(count: int = 7, batch: int = 2, width: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    features, embeddings = (torch.randn(batch, count, width, generator=generator) for _ in range(2))
+    return features, embeddings, torch.arange(count)[None], torch.ones(1, count, count, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
+    head = untaught("llava", kind)
+    features, embeddings, positions, causal = inputs()
+    features.requires_grad_()
+    embeddings.requires_grad_()
+    head(features, embeddings, positions, causal, step=torch.tensor([0, 0, 0, 0, 1, 2, 3]))[:, 4].sum().backward()
+    for fed in (features, embeddings):
+        assert fed.grad is not None
+        assert (fed.grad[:, :5] != 0).any(-1).all()
+        assert not fed.grad[:, 5:].any()
+    assert [n for n, p in head.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
+    head = untaught("llava", kind)
+    features, embeddings, positions, causal = inputs()
+    steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
+    with torch.no_grad():
+        whole = head(features, embeddings, positions, causal, step=steps)
+        cache, parts = head.new_cache(2, 7), []
+        for first, last in ((0, 3), (3, 4), (4, 7)):
+            here = slice(first, last)
+            cache.writing_nodes(last - first)
+            parts.append(
+                head(
+                    features[:, here],
+                    embeddings[:, here],
+                    positions[:, here],
+                    causal[:, here, :last],
+                    cache,
+                    steps[here],
+                )
+            )
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind: str) -> None:
+    head, given = untaught("llava", kind), inputs()
+    with torch.no_grad():
+        exact = head(*given)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast_inside = head(*given)
+        features, embeddings, positions, causal = given
+        cast = untaught("llava", kind).bfloat16()(features.bfloat16(), embeddings.bfloat16(), positions, causal)
+    for rough in (cast_inside, cast):
+        error = (rough.float() - exact).norm() / exact.norm()
+        assert 0 < error < 0.03  # a few roundings of 2 ** -9
+
+
+def test_positions_stay_exact_in_lower_precision() -> None:
+    """A frequency rounded to bfloat16 turns by whole radians a few hundred positions on."""
+    block = untaught("llava", "eagle2").bfloat16().block
+    assert isinstance(block, Block)
+    cos, _ = block._rotary(torch.tensor([[997]]))
+    expected = torch.cos(997.0 * 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16))
+    torch.testing.assert_close(cos[0, 0, 0, :8].double(), expected, atol=1e-3, rtol=0)
+
+
+def test_steps_beyond_the_trained_ones_reuse_the_last_residual() -> None:
+    head, given = untaught("llava", "hivis"), inputs()
+    with torch.no_grad():
+        of = [head(*given, step=step) for step in range(6)]
+        assert all(not torch.allclose(of[a], of[b]) for a in range(4) for b in range(a))
+        torch.testing.assert_close(of[5], of[3])
+        torch.testing.assert_close(head(*given, step=torch.tensor(5)), of[3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "tokens", "sources"),
+    [
+        ("eagle2", {}, [1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6]),
+        ("eagle2", {"text_only": True}, [3, 4, 7], [0, 3, 4]),
+        ("eagle2", {"text_only": True, "after_image": "visual"}, [3, 4, 7], [2, 3, 6]),
+        ("hivis", {}, [3, 4, 7], [0, 3, 4]),
+        ("hivis", {"after_image": "visual"}, [3, 4, 7], [2, 3, 6]),
+    ],
+)
+def test_which_tokens_have_entries(kind: str, options: Any, tokens: list[int], sources: list[int]) -> None:
+    visual = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.bool)
+    found = untaught("llava", kind, **options).entries(visual)
+    assert [part.tolist() for part in found] == [tokens, sources]
+
+
+def test_a_prompt_that_begins_with_its_image() -> None:
+    visual = torch.tensor([1, 1, 0, 0], dtype=torch.bool)
+    assert [part.tolist() for part in untaught("llava", "hivis").entries(visual)] == [[3], [2]]
+
+
+def test_the_target_is_no_part_of_the_head() -> None:
+    for kind in KINDS:
+        vocabulary = target("llava").vocab_size
+        assert all(vocabulary not in p.shape for p in untaught("llava", kind).parameters())
+
+
+def _config(**changes: Any) -> HeadConfig:
+    base = HeadConfig.from_target(target("llava"), "hivis")
+    return HeadConfig(**{**base.__dict__, **changes})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: HeadConfig.from_target(target("llava"), "eagle9"), "no drafter head of the kind 'eagle9'"),
+        (lambda: HeadConfig.from_target(target("llava"), "hivis", colour=1), "hivis head has no option colour"),
+        (lambda: untaught("llava", "hivis", after_image="none"), "after_image must be one of text, visual"),
+        (lambda: _config(heads=3), "heads that are a multiple of its kv_heads"),
+        (lambda: _config(steps=0), "steps must be at least 1, not 0"),
+        (lambda: build_head(_config(options={})), r"takes the options \['after_image'\]"),
+        (lambda: Rotary(16, {"rope_type": "wavy", "rope_theta": 1.0}), "rope type 'wavy' is not known"),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        call()
+
+
+def test_the_abstract_head_cannot_be_built() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Head(_config())  # type: ignore[abstract]
