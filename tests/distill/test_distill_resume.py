@@ -222,7 +222,7 @@ def test_options_may_change_until_there_is_an_answer(
 ) -> None:
     (pictures / "broken.png").write_bytes(b"no picture")
     source = written(asks("?", "broken.png"), asks("Fine?"))
-    with pytest.raises(SaccadeError, match="line 1, question line-1: .* not an image"):
+    with pytest.raises(SaccadeError, match=r"line 1, question line-1: .* not an image"):
         run(source, tmp_path / "out", on_bad_line="stop", sampled_share=0)
     assert json.loads((tmp_path / "out" / HEADER).read_text())["options"]["max_new_tokens"] == 6
     run(source, tmp_path / "out", max_new_tokens=3)

@@ -48,7 +48,7 @@ class Asker:
         for item in batch:
             try:
                 conversation = self.prompts.at(item.offset)
-                asked.append((item, asked_messages(item, conversation, dict(self.answers))))
+                asked.append((item, asked_messages(item, conversation, self.answers)))
             except InputError as problem:
                 self.refuse(item, str(problem))
         while any(item in wanted for item, _ in asked):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,11 @@ def check_source(source: str, options: Options) -> None:
         )
 
 
-def make_plan(
-    prompts: Prompts, options: Options, on_bad_line: str, told: Callable[[int], None] = lambda lines: None
-) -> Plan:
+def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
     """Read the whole prompt set once.
 
     Args:
         on_bad_line: ``stop`` at a line that cannot be used, or ``skip`` it.
-        told: called with the number of lines read.
 
     Raises:
         SaccadeError: nothing can be asked, or a line cannot be used and ``on_bad_line`` is ``stop``.
@@ -133,7 +130,6 @@ def make_plan(
     for number, offset, line in prompts.lines():
         if asked == options.limit:
             break
-        told(number)
         try:
             conversation = _read(line, prompts.root)
         except InputError as problem:
@@ -222,7 +218,7 @@ def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
             yield from (alike[at : at + size] for at in range(0, len(alike), size))
 
 
-def asked_messages(item: Item, conversation: Conversation, answers: dict[str, str]) -> Messages:
+def asked_messages(item: Item, conversation: Conversation, answers: Mapping[str, str]) -> Messages:
     """The conversation up to the question, with the target's own earlier answers where the item holds them.
 
     Raises:
