@@ -315,7 +315,7 @@ class _OneViewsDistribution(DrawProposer):
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         drawn, _ = super().children(logits, width)
-        return drawn, self.first.softmax(-1)
+        return drawn, self.first
 
     first: Tensor
 
@@ -330,9 +330,9 @@ def test_verifying_with_one_view_s_distribution_is_noticed(
     proposer = _OneViewsDistribution(identity, uniforms)
     right = module.mixture
 
-    def noted(logits: Tensor, weights: Tensor) -> Tensor:
-        proposer.first = logits[:, 0]
-        return right(logits, weights)
+    def noted(q: Tensor, shares: Tensor) -> Tensor:
+        proposer.first = q[:, 0]
+        return right(q, shares)
 
     monkeypatch.setattr(module, "mixture", noted)
     setup = mixed(form, proposer)

@@ -15,8 +15,9 @@ from numerals import Numerals
 from saccade.draft.captions import Caption
 from saccade.draft.controls import Fixed
 from saccade.draft.dynamic import DynamicTree
-from saccade.draft.ensemble import EnsembleDrafter, _Mixture, mixture, verified
+from saccade.draft.ensemble import EnsembleDrafter, _MixedGrowth, _Mixture
 from saccade.draft.history import Verified
+from saccade.draft.labelled import verified
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
@@ -36,6 +37,23 @@ POLICIES: dict[str, Any] = {
     "dynamic": DynamicTree(top=3, max_depth=4, total=12),
     "width": WidthTree(3, 4),
 }
+
+
+class _Hearing:
+    """A growth that keeps what it was told."""
+
+    def expand(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def tree(self) -> DraftTree:
+        raise NotImplementedError
+
+
+def mixture(logits: Tensor, weights: Tensor) -> Tensor:
+    """``[B, W, V]`` what a policy is told, from ``[B, m, W, V]`` of the views."""
+    hearing = _Hearing()
+    _MixedGrowth(hearing, weights, None).expand(logits.flatten(0, 1))
+    return hearing.logits
 
 
 def test_the_mixture_is_the_weighted_mean_of_probabilities() -> None:

@@ -65,7 +65,8 @@ def test_it_is_the_union_of_the_paths_shallow_ones_first(
     for row in range(ROWS):
         ours, theirs = paths_of(first[row]), paths_of(second[row])
         every = sorted([*ours, *(p for p in theirs if p not in ours)], key=len)
-        assert token_paths(merged, row) == every[: total + 1]
+        alone = two.size == 1 and one.size <= total + 1  # then first stays in its own order
+        assert token_paths(merged, row) == (ours if alone else every[: total + 1])
         valid = merged.valid.expand(ROWS, -1)[row].tolist()
         assert valid == sorted(valid, reverse=True), "padding stands behind the nodes"
     assert merged.size <= max(len(first[0].parents) + len(second[0].parents) - 1, 1)

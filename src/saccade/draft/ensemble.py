@@ -250,7 +250,7 @@ class _MixedGrowth:
         q = logits.float().softmax(-1).view(batch, views, *logits.shape[1:])
         if self._levels is not None:
             self._levels.append(Level(self._frontier, q))
-        self._frontier = new = self._growth.expand(_mixed(q, self._shares))
+        self._frontier = new = self._growth.expand(mixture(q, self._shares))
         if new is None:
             return None
         allow = new.allow if new.allow.shape[0] == 1 else new.allow.repeat_interleave(views, 0)
@@ -260,18 +260,13 @@ class _MixedGrowth:
         return self._growth.tree()
 
 
-def mixture(logits: Tensor, weights: Tensor) -> Tensor:
-    """Logarithm ``[B, W, V]`` of sum_i w_i softmax(logits_i), in float32 and always finite.
+def mixture(q: Tensor, shares: Tensor) -> Tensor:
+    """Logarithm ``[B, W, V]`` of sum_i w_i q_i, always finite.
 
     Args:
-        logits: ``[B, m, W, V]``.
-        weights: ``[B, m]``.
+        q: ``[B, m, W, V]`` distributions, in float32.
+        shares: ``[B, m, 1, 1]`` the weights.
     """
-    return _mixed(logits.float().softmax(-1), weights[..., None, None])
-
-
-def _mixed(q: Tensor, shares: Tensor) -> Tensor:
-    """The same from distributions ``[B, m, W, V]`` and weights ``[B, m, 1, 1]``."""
     return (shares * q).sum(1).clamp_(min=TINY).log_()
 
 

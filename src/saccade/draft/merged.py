@@ -69,10 +69,7 @@ class MergedSession:
     def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int) -> None:
         self._sessions = sessions
         self._total = total
-
-    @property
-    def reading_seconds(self) -> float:
-        return sum(session.reading_seconds for session in self._sessions)
+        self.reading_seconds = 0.0
 
     def grow(self, capacity: int) -> None:
         for session in self._sessions:
@@ -81,6 +78,7 @@ class MergedSession:
     def load(self, row: int, prompt: Prompt) -> None:
         for session in self._sessions:
             session.load(row, prompt)
+        self.reading_seconds = sum(session.reading_seconds for session in self._sessions)
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
@@ -93,7 +91,8 @@ class MergedSession:
 
 
 def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
-    """Both trees under their common root, a common prefix once, nodes in the order of their depth.
+    """Both trees under their common root, a common prefix once, nodes in the order of their depth; ``first`` as it is
+    where ``second`` has no guess in any row.
 
     Args:
         first: of B rows; among the nodes of one depth its own come first.
