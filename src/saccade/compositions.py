@@ -84,8 +84,8 @@ class Parts:
         assert self.head is not None
         if self.head.kind != kind:
             raise MethodError(
-                f"Method {kind} needs a {kind} head, but the one given is of the kind {self.head.kind}; choose "
-                f"method {self.head.kind}, or give another head."
+                f"Method {kind} needs a head of the kind {kind}, but the one given is of the kind {self.head.kind}; "
+                f"choose method {self.head.kind}, or give another head."
             )
         return self.engine(HeadDrafter(self.head, self.target, policy))
 

@@ -100,7 +100,12 @@ def test_the_block_is_the_stock_decoder_layer(name: str) -> None:
 def inputs(count: int = 7, batch: int = 2, width: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     features, embeddings = (torch.randn(batch, count, width, generator=generator) for _ in range(2))
-    return features, embeddings, torch.arange(count)[None], torch.ones(1, count, count, dtype=torch.bool).tril()
+    return (
+        features,
+        embeddings,
+        torch.arange(count)[None],
+        torch.ones(1, count, count, dtype=torch.bool).tril(),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +114,9 @@ def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
     features, embeddings, positions, causal = inputs()
     features.requires_grad_()
     embeddings.requires_grad_()
-    head(features, embeddings, positions, causal, step=torch.tensor([0, 0, 0, 0, 1, 2, 3]))[:, 4].sum().backward()
+    head(features, embeddings, positions, causal, step=torch.tensor([0, 0, 0, 0, 1, 2, 3]))[
+        :, 4
+    ].sum().backward()
     for fed in (features, embeddings):
         assert fed.grad is not None
         assert (fed.grad[:, :5] != 0).any(-1).all()
@@ -149,7 +156,9 @@ def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind:
         with torch.autocast("cpu", torch.bfloat16):
             cast_inside = head(*given)
         features, embeddings, positions, causal = given
-        cast = untaught("llava", kind).bfloat16()(features.bfloat16(), embeddings.bfloat16(), positions, causal)
+        cast = untaught("llava", kind).bfloat16()(
+            features.bfloat16(), embeddings.bfloat16(), positions, causal
+        )
     for rough in (cast_inside, cast):
         error = (rough.float() - exact).norm() / exact.norm()
         assert 0 < error < 0.03  # a few roundings of 2 ** -9
@@ -209,7 +218,10 @@ def _config(**changes: Any) -> HeadConfig:
     ("call", "message"),
     [
         (lambda: HeadConfig.from_target(target("llava"), "eagle9"), "no drafter head of the kind 'eagle9'"),
-        (lambda: HeadConfig.from_target(target("llava"), "hivis", colour=1), "hivis head has no option colour"),
+        (
+            lambda: HeadConfig.from_target(target("llava"), "hivis", colour=1),
+            "hivis head has no option colour",
+        ),
         (lambda: untaught("llava", "hivis", after_image="none"), "after_image must be one of text, visual"),
         (lambda: _config(heads=3), "heads that are a multiple of its kv_heads"),
         (lambda: _config(steps=0), "steps must be at least 1, not 0"),

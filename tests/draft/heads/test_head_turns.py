@@ -23,6 +23,7 @@ from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads.head import Head
 from saccade.engine import Request
+from saccade.generation import plan
 
 CLOSE = 1e-3  # as in test_head_against_slow_paths
 FIRST, SECOND = 11, 7
@@ -77,10 +78,8 @@ def test_other_prompts_in_the_same_session(kind: str) -> None:
         assert worst_difference(name, head, [inputs], outputs, steps) < CLOSE
 
 
-def test_an_answer_that_was_broken_off(kind: str = "hivis") -> None:
-    from saccade.generation import plan
-
-    name, head = "llava", taught("llava", kind)
+def test_an_answer_that_was_broken_off() -> None:
+    name, head = "llava", taught("llava", "hivis")
     case, recording = FAMILIES[name], Recording(POLICIES["dynamic"])
     inputs = case.row_inputs("image", 0)
     (prompt,) = prompts(case, inputs)

@@ -45,6 +45,12 @@ class Head(nn.Module, ABC):
                 f"A {self.kind} head takes the options {sorted(self.defaults)}, not {sorted(config.options)} of a "
                 f"{config.kind} head."
             )
+        states = len(self.reads(config.target_layers))
+        if len(config.layers) != states:
+            raise ModelError(
+                f"The configuration of a {self.kind} head must name as many layers as it reads ({states}), not "
+                f"{len(config.layers)}; its config.json was changed."
+            )
         after = config.options.get("after_image", "text")
         if after not in AFTER_IMAGE:
             raise ModelError(f"after_image must be one of {', '.join(AFTER_IMAGE)}, not {after!r}.")

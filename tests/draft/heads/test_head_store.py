@@ -1,0 +1,137 @@
+"""Heads on disk are loaded whole, for the target that they were made for, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads_kit import KINDS, POLICIES, target, untaught
+from safetensors.torch import load_file, save_file
+
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.heads.store import kind_in, load_head, read_config, save_head
+from saccade.errors import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_head(untaught("llava", "hivis"), tmp_path / "head")
+    return tmp_path / "head"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
+    head = untaught("qwen3_vl", kind, after_image="visual")
+    save_head(head, tmp_path)
+    again = load_head(tmp_path, target("qwen3_vl"))
+    assert again.config == head.config == read_config(tmp_path)
+    assert kind_in(tmp_path) == kind_in(str(tmp_path)) == kind
+    assert not again.training
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, atol=0, rtol=0)
+    assert (
+        load_head(tmp_path, target("qwen3_vl"), torch.bfloat16).block.mlp.up_proj.weight.dtype
+        == torch.bfloat16
+    )  # type: ignore[union-attr]
+
+
+def test_every_configuration_comes_back_from_json() -> None:
+    for name in ("llama", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"):
+        for kind in KINDS:
+            config = HeadConfig.from_target(target(name), kind, steps=3)
+            assert HeadConfig.from_json(config.to_json()) == config
+            assert json.loads(config.to_json())["saccade_head"] == kind
+
+
+def test_only_a_head_s_folder_is_one(tmp_path: Path) -> None:
+    assert kind_in(None) is None
+    assert kind_in(object()) is None
+    assert kind_in(tmp_path) is None
+    assert kind_in("someone/some-model") is None
+    for text in ("{}", "[]", "nonsense", '{"model_type": "llava"}'):
+        (tmp_path / "config.json").write_text(text)
+        assert kind_in(tmp_path) is None
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda d: (d / "config.json").unlink(), "has no config.json, so it holds no drafter head"),
+    "another config": (
+        lambda d: (d / "config.json").write_text('{"model_type": "x"}'),
+        "has no 'saccade_head'",
+    ),
+    "garbage config": (lambda d: (d / "config.json").write_text("{"), "has no 'saccade_head'"),
+    "unknown kind": (lambda d: edit_config(d, saccade_head="eagle9"), "no drafter head of the kind 'eagle9'"),
+    "unknown field": (lambda d: edit_config(d, colour=1), "has the unknown field 'colour'"),
+    "unknown option": (lambda d: edit_config(d, options={"x": 1}), "takes the options"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors"),
+    "damaged weights": (
+        lambda d: (d / "model.safetensors").write_bytes(b"x" * 40),
+        "weight file .* is damaged",
+    ),
+    "a weight too few": (
+        lambda d: edit_weights(d, lambda w: w.pop("w1.weight")),
+        "lacks the weight w1.weight;",
+    ),
+    "a weight too many": (
+        lambda d: edit_weights(d, lambda w: w.update(odd=torch.zeros(1))),
+        "has the weight odd, which its kind does not have",
+    ),
+    "a weight of another shape": (
+        lambda d: edit_weights(d, lambda w: w.update({"residuals": torch.zeros(9, 64)})),
+        r"residuals .* is \(9, 64\), not \(4, 64\)",
+    ),
+    "hidden size": (lambda d: edit_config(d, hidden_size=48), "hidden size is 48 but this target's is 64"),
+    "vocabulary": (lambda d: edit_config(d, vocab_size=7), "vocabulary is 7 but this target's is 192"),
+    "layer count": (
+        lambda d: edit_config(d, target_layers=9),
+        "number of layers is 9 but this target's is 2",
+    ),
+    "layer ids": (
+        lambda d: edit_config(d, layers=[3]),
+        "reads layer 3 of its target, which has states 0 to 2",
+    ),
+    "two layers": (lambda d: edit_config(d, layers=[1, 2]), r"as many layers as it reads \(1\), not 2"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_or_foreign_head_is_refused(damage: str, folder: Path) -> None:
+    harm, message = DAMAGE[damage]
+    load_head(folder, target("llava"))
+    harm(folder)
+    with pytest.raises(ModelError, match=message):
+        load_head(folder, target("llava"))
+
+
+def test_a_missing_field_is_named(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    del values["norm_eps"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="lacks 'norm_eps'"):
+        load_head(folder, target("llava"))
+
+
+def test_a_head_of_another_family_is_refused(folder: Path) -> None:
+    message = (
+        "model class is LlavaForConditionalGeneration but this target's is Qwen3VLForConditionalGeneration"
+    )
+    with pytest.raises(ModelError, match=message):
+        load_head(folder, target("qwen3_vl"))
+    with pytest.raises(ModelError, match=message):
+        HeadDrafter(untaught("llava", "hivis"), target("qwen3_vl"), POLICIES["chain"])
