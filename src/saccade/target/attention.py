@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ class PromptAttention:
 
     Attributes:
         layers: decoder layers that count (negative ones from the end); None means all.
+        queries: tokens whose attention counts: ``words`` behind the last visual token, or ``all``.
         prompt: of the last prefill.
-        columns: ``[S]`` fp32 attention that each of its positions gets from the text behind its last visual token,
-            summed over the queries that were run, mean over heads and layers; None for a prompt without visual
-            tokens.
+        columns: ``[S]`` fp32 attention that each of its positions gets from these tokens, summed over those that
+            were run, mean over heads and layers; None for a prompt without visual tokens.
     """
 
     layers: tuple[int, ...] | None = None
+    queries: Literal["words", "all"] = "words"
     prompt: Prompt | None = None
     columns: Tensor | None = None
 
@@ -39,7 +41,7 @@ class PromptAttention:
         if not visual:
             yield
             return
-        first = min(max(start, visual[-1] + 1), len(prompt) - 1)
+        first = start if self.queries == "all" else min(max(start, visual[-1] + 1), len(prompt) - 1)
         with AttentionProbe(
             target, queries=range(first - start, len(prompt) - start), layers=self.layers
         ) as probe:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import check_fit
 from saccade.draft.policy import Frontier, TreePolicy
@@ -62,6 +63,10 @@ class HeadDrafter:
         return self.policy.can_sample
 
     def open(self, batch: int, target: Context) -> HeadDraftSession:
+        if isinstance(self.head, Dream):
+            from saccade.draft.heads.dream_session import DreamDraftSession
+
+            return DreamDraftSession(self, batch, target)
         return HeadDraftSession(self, batch, target)
 
 
@@ -117,30 +122,19 @@ class HeadDraftSession:
                 "The head has not been fed all that the target has read; give both the same prompt, in one session."
             )
         self._features[row, start:count] = states[0]
-        visual = visual_mask(self._drafter.target.config, prompt.ids)
-        self.cache.grow(self._room - self._hidden(visual) + self._slack)
-        tokens, sources = self._head.entries(visual)
+        tokens, sources = self._entries(row, prompt, start)
+        self.cache.grow(self._room - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < start).sum()))
         self.cache.crop(row, held)
         embedded = self._embedded(prompt, start, tokens[held:])
         for at in range(held, len(tokens), CHUNK):
-            part = sources[at : at + CHUNK].to(self._device)
-            slots = at + len(part)
-            allow = torch.ones(1, len(part), slots, dtype=torch.bool, device=self._device).tril(at)
-            positions = torch.arange(at, slots, device=self._device)[None]
-            self.cache.writing_prompt(row, len(part))
-            self._head(
-                self._features[row, part][None],
-                embedded[:, at - held : slots - held],
-                positions,
-                allow,
-                self.cache,
-            )
-            self.cache.keep_first(row, len(part))
+            part = slice(at, at + CHUNK)
+            self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
         if start < self._prompts[row]:  # no next turn of the same conversation
             self._shaping.restart(row)
         self._known[row] = self._prompts[row] = count
         # What the first answer token is fed: the state at the last token that `entries` would take.
+        visual = self._visual(prompt)
         (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [count - 1]
         self._features[row, count - 1] = self._features[row, source]
 
@@ -179,8 +173,22 @@ class HeadDraftSession:
         states = self._context.hidden.states
         return torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
 
-    def _hidden(self, visual: Tensor) -> int:
-        return int(visual.sum()) if self._head.hides_visual else 0
+    def _visual(self, prompt: Prompt) -> Tensor:
+        return visual_mask(self._drafter.target.config, prompt.ids)
+
+    def _entries(self, row: int, prompt: Prompt, start: int) -> tuple[Tensor, Tensor]:
+        """As `Head.entries`, of a prompt that the target has read from ``start`` on."""
+        return self._head.entries(self._visual(prompt))
+
+    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
+        """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]``."""
+        at, slots = self.cache.lengths[row], self.cache.lengths[row] + len(tokens)
+        allow = torch.ones(1, len(tokens), slots, dtype=torch.bool, device=self._device).tril(at)
+        positions = torch.arange(at, slots, device=self._device)[None]
+        features = self._features[row, sources.to(self._device)][None]
+        self.cache.writing_prompt(row, len(tokens))
+        self._head(features, embedded, positions, allow, self.cache)
+        self.cache.keep_first(row, len(tokens))
 
     def _catch_up(self, new: Sequence[Sequence[int]], width: int) -> Tensor:
         """Run what every row emitted last with the target's states; ``[B, width, d]``."""

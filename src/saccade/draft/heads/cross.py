@@ -1,0 +1,89 @@
+"""Cross-attention from a head's entries to the features that stand before them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.draft.heads.block import GatedMLP, RMSNorm
+from saccade.draft.heads.config import HeadConfig
+from saccade.target.cache import SlotCache
+
+GATES = ("tanh", "replace")
+
+
+class CrossAttention(nn.Module):
+    """Grouped-query attention to another sequence (DREAM, Eq. 1), with QK-norm and without rotary positions.
+
+    Nothing but the features themselves tells where they stand: the target's states carry their positions already.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self._config = config
+        width, dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.heads * dim, width, bias=False)
+        self.q_norm = RMSNorm(dim, config.norm_eps)
+        self.k_norm = RMSNorm(dim, config.norm_eps)
+
+    def forward(
+        self, x: Tensor, features: Tensor, reach: Tensor, memory: SlotCache | None, place: int
+    ) -> Tensor:
+        heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (heads, dim))).transpose(1, 2)
+        k = self.k_norm(self.k_proj(features).unflatten(-1, (kv, dim))).transpose(1, 2)
+        v = self.v_proj(features).unflatten(-1, (kv, dim)).transpose(1, 2)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if memory is not None:
+            k, v = memory.layers[place].update(k, v)
+        if heads != kv:  # fused kernels on a GPU take no mask together with grouped heads
+            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, reach[:, None])
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class CrossBlock(nn.Module):
+    """Norm and cross-attention, norm and gated MLP.
+
+    With the gate ``tanh`` both residuals are added through the tanh of a weight that begins at zero, so that an
+    untrained block changes nothing (as DREAM was released). With ``replace`` what is attended to takes the place of
+    the stream (as DREAM's Section 3.1 says), and the MLP adds to that.
+
+    Args:
+        place: index among the head's cross blocks, which is its layer in the memory.
+    """
+
+    def __init__(self, config: HeadConfig, gate: str, place: int) -> None:
+        super().__init__()
+        self._place = place
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feature_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.cross_attn = CrossAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+        self.gates = nn.Parameter(torch.zeros(2)) if gate == "tanh" else None
+
+    def forward(self, x: Tensor, features: Tensor, reach: Tensor, memory: SlotCache | None = None) -> Tensor:
+        """The residual stream after the block.
+
+        Args:
+            x: ``[B, N, d]``.
+            features: ``[B, M, d]``; those that are not in the memory yet.
+            reach: ``[B or 1, N, F]`` bool; which of the F features each entry attends to, those in the memory first.
+                Every entry must see one. F is M without a memory.
+            memory: keys and values of earlier features, told beforehand where to write.
+        """
+        attended = self.cross_attn(
+            self.input_layernorm(x), self.feature_norm(features), reach, memory, self._place
+        )
+        if self.gates is None:
+            x = attended
+            return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        gates = self.gates.tanh()
+        x = x + gates[0] * attended
+        return x + gates[1] * self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]

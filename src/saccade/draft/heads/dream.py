@@ -1,0 +1,129 @@
+"""DREAM's head: the stream of tokens attends to the target's features instead of being fed them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from saccade.draft.heads.block import Block
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.cross import GATES, CrossBlock
+from saccade.draft.heads.head import Head
+from saccade.draft.pruning import Pruning
+from saccade.errors import ModelError
+from saccade.target.cache import SlotCache
+
+
+class Dream(Head):
+    """Decoder block, cross-attention block, decoder block (DREAM, Section 3.1).
+
+    The decoder blocks see the embeddings of entries alone. In between every entry attends to the features of ALL
+    tokens before its own: the target's, and below the last emitted token the head's own outputs. Visual tokens of
+    little weight have no entry (Section 3.3), but their features are attended to. Entries keep the positions that
+    they have without this compression.
+
+    Options:
+        keep: share of every medium's tokens that have entries, those that the target's last layer attends to most.
+        gate: of the cross-attention's residual: ``tanh`` or ``replace``, see `CrossBlock`.
+        initial: whether there is a block before the cross-attention (Table 2).
+        cross: cross-attention blocks (Table 2).
+        final: whether there is a block behind it (Table 2).
+    """
+
+    kind: ClassVar[str] = "dream"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "keep": 0.75,
+        "gate": "tanh",
+        "initial": True,
+        "cross": 1,
+        "final": True,
+    }
+    default_steps: ClassVar[int] = 2
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        given = config.options
+        _check(given)
+        self.first = Block(config, 0) if given["initial"] else None
+        self.cross = nn.ModuleList(CrossBlock(config, given["gate"], i) for i in range(given["cross"]))
+        self.last = Block(config, int(given["initial"])) if given["final"] else None
+
+    @property
+    def blocks(self) -> int:
+        return sum(block is not None for block in (self.first, self.last))
+
+    @property
+    def pruning(self) -> Pruning:
+        """Which visual tokens have entries."""
+        keep = self.config.options["keep"]
+        return Pruning("attention", images=keep, videos=keep, layers=(-1,))
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: SlotCache | None = None,
+        step: int | Tensor = 0,
+        *,
+        reach: Tensor | None = None,
+        memory: SlotCache | None = None,
+    ) -> Tensor:
+        """As in `Head.forward`, with features of their own number.
+
+        Args:
+            features: ``[B, M, d]``; those that are not in the memory yet.
+            reach: ``[B or 1, N, F]`` bool; which of the F features each entry attends to, those in the memory first.
+                None where each entry comes with the feature of the token before it (M = N): then an entry sees the
+                features of those entries that it sees.
+            memory: of `new_memory`, told where to write; None when all features are given at once (F = M).
+        """
+        reach = allow if reach is None else reach
+        begun = self.begin(embeddings, positions, allow, cache)
+        return self.finish(begun, features, positions, allow, reach, cache, memory)
+
+    def begin(
+        self, embeddings: Tensor, positions: Tensor, allow: Tensor, cache: SlotCache | None = None
+    ) -> Tensor:
+        """``[B, N, d]`` behind the first block, which no feature has reached."""
+        if self.first is None:
+            return embeddings
+        out: Tensor = self.first(embeddings, positions, allow, cache)
+        return out
+
+    def finish(
+        self,
+        begun: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        reach: Tensor,
+        cache: SlotCache | None = None,
+        memory: SlotCache | None = None,
+    ) -> Tensor:
+        """``[B, N, d]`` of `forward`, from what `begin` made of the entries."""
+        out = begun
+        for block in self.cross:
+            out = block(out, features, reach, memory)
+        if self.last is not None:
+            out = self.last(out, positions, allow, cache)
+        return out
+
+    def new_memory(self, batch: int, capacity: int) -> SlotCache:
+        """An empty cache for the keys and values of ``capacity`` features in each of ``batch`` rows."""
+        return SlotCache([next(self.parameters()).device] * len(self.cross), batch, capacity)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    keep, gate, cross = options["keep"], options["gate"], options["cross"]
+    if not 0 < keep <= 1:
+        raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
+    if gate not in GATES:
+        raise ModelError(f"gate must be one of {', '.join(GATES)}, not {gate!r}.")
+    if cross not in (0, 1, 2):
+        raise ModelError(f"cross must be 0, 1 or 2 cross-attention blocks, not {cross!r}.")
+    if not (options["initial"] or options["final"]):
+        raise ModelError("A dream head needs its initial or its final block; leave out one of them at most.")
