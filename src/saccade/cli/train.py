@@ -66,7 +66,7 @@ def train(
 
     `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
 
-    `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head`
+    `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers -o head`
     """
     if target is None:
         raise InputError(

@@ -30,7 +30,7 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        self._state = PartialState()
+        self._state = PartialState(cpu=not torch.cuda.is_available())  # gloo, where there is no nccl
         self.rank: int = self._state.process_index
         self.count: int = self._state.num_processes
         self.device: torch.device = self._state.device

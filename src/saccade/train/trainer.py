@@ -234,11 +234,14 @@ class Trainer:
         }
 
     def _restore(self) -> None:
-        for name in ("best", "head"):
-            if self.processes.leads:
+        found = None
+        if self.processes.leads:
+            for name in ("best", "head"):
                 recover(self._out / name)
+            found = self._checkpoints.load()
         self.processes.wait()
-        found = self._checkpoints.load()
+        if not self.processes.leads:
+            found = self._checkpoints.load()
         if found is None:
             return
         if not self._resume:

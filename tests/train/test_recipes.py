@@ -1,0 +1,78 @@
+"""Recipes are data with strict keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.draft.heads.registry import HEADS
+from saccade.errors import TrainingError
+from saccade.train.recipe import OBJECTIVES, from_dict, read_recipe, recipe_names
+
+
+def test_there_is_a_recipe_for_every_kind_that_can_be_trained() -> None:
+    assert {read_recipe(name).kind for name in recipe_names()} == set(OBJECTIVES)
+    assert set(OBJECTIVES) <= set(HEADS)
+
+
+def test_hivis_is_the_papers_two_stages() -> None:
+    recipe = read_recipe("hivis")
+    assert [stage.draft_steps for stage in recipe.stages] == [1, 4]
+    objective: Any = recipe.objective
+    assert (objective.states, objective.distribution, objective.top, objective.k) == (1.0, 0.1, 1.0, 5)
+    assert objective.early_stop
+    assert recipe.min_words == 5
+
+
+def test_settings_change_single_values() -> None:
+    changed = read_recipe("hivis").with_settings(
+        {"batch_size": 8, "stage2.steps": 0, "stage1.rate": 1, "loss.k": 3, "head.after_image": "visual"}
+    )
+    assert changed.batch_size == 8
+    assert (changed.stages[1].steps, changed.stages[0].rate, changed.stages[0].draft_steps) == (0, 1, 1)
+    assert changed.deepest == 1
+    assert changed.objective.k == 3  # type: ignore[union-attr]
+    assert changed.head == {"after_image": "visual"}
+    assert from_dict(changed.as_dict()) == changed
+
+
+def test_a_step_knows_its_stage() -> None:
+    recipe = read_recipe("hivis").with_settings({"stage1.steps": 2, "stage2.steps": 1})
+    assert [(recipe.at(i)[0], recipe.at(i)[2]) for i in range(3)] == [(1, 0), (1, 1), (2, 0)]
+    with pytest.raises(IndexError):
+        recipe.at(3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batchsize": 8}, r"no setting 'batchsize'; known are batch_size"),
+        ({"stage1.speed": 8}, r"no setting 'stage1.speed'"),
+        ({"stage3.steps": 8}, r"no setting 'stage3.steps'; groups are head, loss, and stage1 to stage2"),
+        ({"loss.q": 8}, r"no setting 'loss.q'"),
+        ({"batch_size": "big"}, r"batch_size is 'big'; expected int"),
+        ({"batch_size": 0}, r"batch_size is 0; it must be at least 1"),
+        ({"residuals": 1}, r"residuals is 1; expected bool"),
+        ({"optimiser": "sgd"}, r"optimiser is 'sgd'; choose one of adamw, muon"),
+        ({"stage1.steps": 0, "stage2.steps": 0}, r"nothing to train"),
+        ({"stage1.rate": 0}, r"stage1 needs"),
+        ({"kind": "medusa"}, r"no head of kind 'medusa'; choose eagle2 or hivis"),
+        ({"head": 1}, r"head is 1; expected a table"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        read_recipe("hivis").with_settings(settings)
+
+
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="choose one of eagle2, hivis, or give a TOML file"):
+        read_recipe("none")
+    (tmp_path / "a.toml").write_text("kind = ")
+    with pytest.raises(TrainingError, match="is not valid TOML"):
+        read_recipe(str(tmp_path / "a.toml"))
+    (tmp_path / "b.toml").write_text('kind = "eagle2"\n[[stages]]\nsteps = 3\n')
+    with pytest.raises(TrainingError, match="lacks the setting 'rate'"):
+        read_recipe(str(tmp_path / "b.toml"))

@@ -1,0 +1,103 @@
+"""`saccade train`: from the target's answers to a head that the engine takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import ready, saved_picture, says, text
+
+sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
+from commands import Shell
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setenv("TERM", "dumb")
+    return Shell(capsys, monkeypatch)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    saved_picture(tmp_path / "a.png")
+    lines = [
+        {
+            "id": str(n),
+            "messages": says({"type": "image", "image": "a.png"}, text(f"What {n}?")),
+            "answer": "one two three four five",
+            "answer_ids": [40 + n, 41, 42, 43 + n],
+        }
+        for n in range(20)
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "answers.jsonl"
+
+
+def command(data: Path, *more: Any) -> list[Any]:
+    small = ["batch_size=4", "stage1.steps=3", "stage1.warmup=1", "stage2.steps=2", "stage2.warmup=1"]
+    given = [x for setting in small for x in ("--set", setting)]
+    return ["train", "hivis", "-t", ready("llava"), "--data", data, "-o", data.parent / "out", *given, *more]
+
+
+def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
+    plan = shell(*command(data, "--plan"))
+    assert plan.code == 0, plan.err
+    assert "18 samples to learn from" in plan.out
+    assert not (data.parent / "out").exists()
+    done = shell(*command(data))
+    assert done.code == 0, done.err
+    assert "block efficiency" in done.out
+    folder = data.parent / "out" / "best"
+    answers = [
+        shell(
+            "generate",
+            "-t",
+            ready("llava"),
+            *more,
+            "-i",
+            data.parent / "a.png",
+            "-n",
+            "12",
+            "--json",
+            "What?",
+        )
+        for more in (("-m", "plain"), ("-d", folder, "-m", "hivis"))
+    ]
+    assert answers[0].code == answers[1].code == 0, answers[1].err
+    plain, drafted = (json.loads(a.out) for a in answers)
+    assert drafted["tokens"] == plain["tokens"]
+    assert "go on from them with --resume auto" in shell(*command(data)).err
+    assert shell(*command(data, "--resume", "auto")).code == 0
+
+
+def test_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:
+    data.write_text(data.read_text() + "{\n")
+    assert "line 21: it is not valid JSON" in shell(*command(data, "--plan")).complaint
+    done = shell(*command(data, "--on-bad-line", "skip"))
+    assert done.code == 0
+    assert "1 bad lines were skipped; the first is line 21" in done.err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--resume", "maybe"], "--resume takes auto or never"),
+        (["--on-bad-line", "cry"], "--on-bad-line takes stop or skip"),
+        (["--set", "speed=9"], "no setting 'speed'"),
+        (["--set", "batch_size=64"], "fewer than one batch of 64"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    shell: Shell, data: Path, more: list[str], message: str
+) -> None:
+    assert message in shell(*command(data, *more)).complaint
+
+
+def test_help_teaches_with_examples(shell: Shell) -> None:
+    page = " ".join(shell("train", "--help").out.split())
+    assert "saccade train hivis -t pocket --data answers" in page
+    assert "--resume auto" in page

@@ -1,0 +1,172 @@
+"""Answers from a file: what is read, what is left out, and what is said about lines that cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import ready, saved_picture, says, text
+from saccade.errors import TrainingError
+from saccade.inputs.processor import InputProcessor
+from saccade.train.data import Answers
+from saccade.train.samples import Listed
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    return InputProcessor.load(str(ready("llava")))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes lines beside a picture; a line is an object or text."""
+    (tmp_path / "images").mkdir()
+    saved_picture(tmp_path / "images" / "a.png")
+
+    def lines(*given: Any, name: str = "answers.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in given))
+        return path
+
+    return lines
+
+
+def line(n: int = 0, **more: Any) -> dict[str, Any]:
+    messages = says({"type": "image", "image": "images/a.png"}, text(f"What {n}?"))
+    return {
+        "id": f"q{n}",
+        "messages": messages,
+        "answer": "one two three",
+        "answer_ids": [70 + n, 71, 72],
+        **more,
+    }
+
+
+def test_samples_are_the_processors_prompts_with_the_answers_ids(
+    write: Write, processor: InputProcessor, tmp_path: Path
+) -> None:
+    path = write(line(0), "", line(1, answer_ids=[40, 41]))
+    answers = Answers(path, processor)
+    assert len(answers.lengths) == 2
+    messages = says({"type": "image", "image": str(tmp_path / "images" / "a.png")}, text("What 1?"))
+    for index in (1, 0, 1):
+        sample = answers.sample(index)
+        assert sample is not None
+        assert sample.name == f"q{index}"
+    assert sample is not None
+    assert sample.prompt == processor.prompt(messages)
+    assert sample.answer == (40, 41)
+
+
+def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(
+    write: Write, processor: InputProcessor
+) -> None:
+    answers = Answers(write(line(0, finish="eos"), line(1, finish="length")), processor)
+    ended, cut = (answers.sample(i) for i in range(2))
+    assert ended is not None
+    assert cut is not None
+    assert ended.answer == (70, 71, 72, processor.eos_token_ids[0])
+    assert cut.answer == (71, 71, 72)
+
+
+def test_a_folder_of_answers_says_where_its_media_lie(
+    write: Write, processor: InputProcessor, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "out"
+    elsewhere.mkdir()
+    path = write(line(), name="out/answers.jsonl")
+    with pytest.raises(TrainingError, match="line 1: .*a.png"):
+        Answers(path, processor).sample(0)
+    (elsewhere / "distill.json").write_text(json.dumps({"source": {"media_root": ".."}}))
+    assert Answers(elsewhere, processor).sample(0) is not None
+
+
+def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: InputProcessor) -> None:
+    path = write(line(0, answer="two words"), line(1))
+    answers = Answers(path, processor, min_words=3)
+    assert (len(answers.lengths), answers.short) == (1, 1)
+    whole = answers.sample(0)
+    assert whole is not None
+    cut = Answers(path, processor, min_words=3, max_tokens=len(whole.ids) - 1).sample(0)
+    assert cut is not None
+    assert cut.ids == whole.ids[:-1]
+    with pytest.raises(TrainingError, match=r"holds no answer to learn from \(2 are shorter than 9 words\)"):
+        Answers(path, processor, min_words=9)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("{", "it is not valid JSON"),
+        ("[]", "it is not a JSON object"),
+        (line(answer_ids=[]), "at least one token id"),
+        (line(answer_ids=[True]), "at least one token id"),
+        (line(answer=None), "no string named answer"),
+        ({"id": "x"}, "no list named messages"),
+        (line(messages=[{"role": "user", "content": [{"type": "smell"}]}]), "'smell' is not usable"),
+    ],
+)
+def test_a_bad_line_is_named_at_once_or_skipped(
+    write: Write, processor: InputProcessor, bad: Any, why: str
+) -> None:
+    path = write(line(0), bad, line(1))
+    with pytest.raises(TrainingError, match=f"line 2: .*{why}.*--on-bad-line skip"):
+        Answers(path, processor)
+    answers = Answers(path, processor, on_bad_line="skip")
+    assert list(answers.bad) == [2]
+    assert [answers.sample(i).name for i in range(len(answers.lengths))] == ["q0", "q1"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bad", ["missing", "placeholder", "long"])
+def test_a_line_that_proves_bad_when_it_is_needed_is_named_then(
+    write: Write, processor: InputProcessor, bad: str
+) -> None:
+    image = processor.config.image_token_id
+    broken = {
+        "missing": line(1, messages=says({"type": "image", "image": "none.png"}, text("?"))),
+        "placeholder": line(1, answer_ids=[40, image]),
+        "long": line(1, messages=says(text("long " * 90))),
+    }[bad]
+    path = write(line(0), broken)
+    answers = Answers(path, processor, max_tokens=120)
+    with pytest.raises(TrainingError, match="line 2: "):
+        answers.sample(1)
+    lenient = Answers(path, processor, max_tokens=120, on_bad_line="skip")
+    assert lenient.sample(1) is None
+    assert list(lenient.bad) == [2]
+    assert lenient.sample(0) is not None
+
+
+def test_a_last_line_that_is_still_being_written_is_left_out(write: Write, processor: InputProcessor) -> None:
+    path = write(line(0))
+    with path.open("a") as file:
+        file.write(json.dumps(line(1))[:40])
+    assert len(Answers(path, processor).lengths) == 1
+
+
+def test_another_line_or_another_cut_is_another_fingerprint(write: Write, processor: InputProcessor) -> None:
+    path = write(line(0))
+    first = Answers(path, processor).fingerprint
+    assert Answers(path, processor).fingerprint == first
+    assert Answers(path, processor, max_tokens=99).fingerprint != first
+    assert Answers(write(line(1)), processor).fingerprint != first
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path, processor: InputProcessor) -> None:
+    with pytest.raises(TrainingError, match="Cannot read the answers"):
+        Answers(tmp_path / "none.jsonl", processor)
+
+
+def test_samples_in_python_may_not_be_empty(processor: InputProcessor) -> None:
+    prompt = processor.prompt(says(text("What?")))
+    with pytest.raises(TrainingError, match="training data are empty"):
+        Listed([])
+    with pytest.raises(TrainingError, match="Sample 1 has an empty answer"):
+        Listed([(prompt, [5]), (prompt, [])])
+    assert Listed([(prompt, [5])]).fingerprint != Listed([(prompt, [6])]).fingerprint

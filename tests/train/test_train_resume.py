@@ -1,0 +1,194 @@
+"""Runs that are killed, and go on to the very weights of a run that was not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_kit import listed, target
+from training_run import STEPS, closeness, forked, recipe, run, slow_run
+
+from saccade.errors import TrainingError
+from saccade.train import Recipe, Trainer, folders
+from saccade.train.checkpoint import Checkpoints
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    for name in ("head", "best"):
+        first, second = (load_file(out / name / "model.safetensors") for out in (one, other))
+        assert first.keys() == second.keys()
+        for key, weight in first.items():
+            assert torch.equal(weight, second[key]), (name, key)
+    logs = [
+        [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (out / "log.jsonl").open()]
+        for out in (one, other)
+    ]
+    assert logs[0] == logs[1]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    run(out)
+    return out
+
+
+def test_a_run_killed_at_three_random_points_ends_as_an_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
+    out, chance = tmp_path / "run", random.Random(time.time_ns())
+    for _ in range(3):
+        at_work = multiprocessing.get_context("fork").Event()
+        process = forked(lambda: slow_run(out, at_work))  # noqa: B023
+        assert at_work.wait(60)
+        time.sleep(chance.uniform(0, 0.6))  # checkpoints alone take the run longer than three of these
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    run(out, resume=True)
+    assert_same_run(unbroken, out)
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_a_run_with_cached_features_resumes_bit_for_bit(tmp_path: Path, cache: str) -> None:
+    chosen = replace(recipe(), feature_cache=cache)
+    run(tmp_path / "whole", chosen)
+    stop_after(tmp_path / "cut", 6, chosen)
+    run(tmp_path / "cut", chosen, resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def stop_after(out: Path, steps: int, chosen: Recipe | None = None) -> None:
+    """A run that fails in the step after ``steps``."""
+    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, measure=closeness,
+                  say=lambda _: None)  # fmt: skip
+    plain = cut.train_step
+
+    def failing(step: int) -> dict[str, Any]:
+        if step == steps:
+            raise RuntimeError("planted")
+        return plain(step)
+
+    cut.train_step = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="planted"):
+        cut.run()
+
+
+@pytest.mark.parametrize("lost", ["head", "optimiser"])
+def test_a_state_that_is_not_put_back_is_noticed(
+    unbroken: Path, tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(tmp_path / "cut", 6)
+    load = Checkpoints.load
+
+    def forgetful(self: Checkpoints) -> Any:
+        found = load(self)
+        assert found is not None
+        step, state = found
+        fresh = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "fresh")
+        return step, {**state, lost: getattr(fresh, "head" if lost == "head" else "_optimiser").state_dict()}
+
+    monkeypatch.setattr(Checkpoints, "load", forgetful)
+    run(tmp_path / "cut", resume=True)
+    with pytest.raises(AssertionError):
+        assert_same_run(unbroken, tmp_path / "cut")
+
+
+def test_a_full_disk_is_said_in_a_sentence_and_the_last_checkpoint_stays(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plain = tmp_path / "run", Path.write_bytes
+
+    def full(path: Path, content: Any) -> int:
+        if "step-00000006" in str(path):
+            plain(path, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(TrainingError, match=r"The disk is full: .*step-00000006 could not be written"):
+        run(out)
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    monkeypatch.undo()
+    run(out, resume=True)
+    assert_same_run(unbroken, out)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(unbroken: Path, tmp_path: Path) -> None:
+    stop_after(tmp_path, 6)
+    state = tmp_path / "checkpoints" / "step-00000006" / "state.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+    found = Checkpoints(
+        tmp_path / "checkpoints", json.loads((state.parent / "checkpoint.json").read_text())["run"]
+    ).load()
+    assert found is not None
+    assert found[0] == 4
+    run(tmp_path, resume=True)
+    assert_same_run(unbroken, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 2}, r"recipe\.batch_size is 4, here it is 2"),
+        ({"stage2.rate": 0.5}, r"recipe\.stages"),
+        ({"head.after_image": "visual"}, r"recipe\.head\.after_image"),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_refused(
+    unbroken: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        run(unbroken, recipe().with_settings(settings), resume=True)
+
+
+def test_a_checkpoint_of_another_target_or_other_data_is_refused(unbroken: Path) -> None:
+    with pytest.raises(TrainingError, match=r"data is .*; give what it was started with"):
+        Trainer(
+            target("llama"), recipe(), listed("llama", 25), unbroken, measure=closeness, resume=True
+        ).run()
+    other = target("llama").model.lm_head.weight
+    kept = other.clone()
+    try:
+        other.mul_(1.5)
+        with pytest.raises(TrainingError, match=r"target\.weights"):
+            run(unbroken, resume=True)
+    finally:
+        other.copy_(kept)
+
+
+def test_pace_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    stop_after(tmp_path, 6)
+    run(tmp_path, recipe().with_settings({"log_every": 3, "checkpoint_every": 5}), resume=True)
+    assert (tmp_path / "head").is_dir()
+
+
+def test_checkpoints_are_not_overwritten_unasked(unbroken: Path) -> None:
+    with pytest.raises(TrainingError, match="go on from them with --resume auto"):
+        run(unbroken)
+
+
+def test_a_kill_between_the_two_renames_leaves_the_old_folder_to_put_back(tmp_path: Path) -> None:
+    folder = tmp_path / "best"
+    folders.write_folder(folder, lambda part: (part / "a").write_text("old") and None)
+    folder.rename(tmp_path / ".best.old")
+    (tmp_path / ".best.part").mkdir()
+    folders.recover(folder)
+    assert (folder / "a").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["best"]
+
+
+def test_the_steps_of_the_run_are_all_logged(unbroken: Path) -> None:
+    lines = [json.loads(line) for line in (unbroken / "log.jsonl").open()]
+    assert [r["step"] for r in lines if "loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in lines if "block_efficiency" in r] == [4, 8, 12]

@@ -1,0 +1,285 @@
+"""Training moves the head, only the head, and by the same amount however the work is cut up."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from train_kit import head, listed, samples, target
+from training_run import as_rank, forked, recipe, run
+
+from saccade.draft.heads.store import load_head
+from saccade.errors import TrainingError
+from saccade.train import Recipe, Sample, Stage, Trainer
+from saccade.train.cache import FeatureCache
+from saccade.train.features import Features, read_features
+from saccade.train.feeding import lm_head_of
+from saccade.train.optimiser import Optimiser, rate_at
+from saccade.train.order import Order
+from saccade.train.plan import plan_of
+from saccade.train.trainer import new_head
+from saccade.train.validate import EngineMeasure
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    return load_file(out / "head" / "model.safetensors")
+
+
+def assert_close(one: Path, other: Path, apart: float = 2e-5) -> None:
+    """Sums in another order, through Adam's division by small numbers; a forgotten batch moves weights by 1e-3."""
+    first, second = weights(one), weights(other)
+    for name, weight in first.items():
+        torch.testing.assert_close(
+            weight, second[name], rtol=0, atol=apart, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(out)
+    return out
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_two_processes_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
+    port = free_port()
+    both = [forked(lambda rank=rank: as_rank(rank, 2, port, tmp_path / "run", recipe())) for rank in range(2)]
+    for process in both:
+        process.join(120)
+        assert process.exitcode == 0
+    assert_close(whole, tmp_path / "run")
+
+
+def test_micro_batches_add_up_to_the_batch(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, replace(recipe(), micro_batch=4))
+    assert_close(whole, tmp_path)
+
+
+def test_a_lost_micro_batch_is_noticed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Trainer._backward
+
+    def forgetful(self: Trainer, indices: list[int], stage: Stage, step: int) -> Any:
+        tally = plain(self, indices, stage, step)
+        for weight in self._optimiser.weights if indices[0] % 5 == 0 else ():
+            weight.grad = torch.zeros_like(weight)
+        return tally
+
+    monkeypatch.setattr(Trainer, "_backward", forgetful)
+    run(tmp_path)
+    with pytest.raises(AssertionError):
+        assert_close(whole, tmp_path)
+
+
+def test_only_the_head_is_trained_and_it_learns(tmp_path: Path) -> None:
+    before = {name: weight.clone() for name, weight in target("llava").model.named_parameters()}
+    chosen = Recipe(
+        kind="eagle2", stages=(Stage(30, 5e-3, 3),), batch_size=4, log_every=1, validation_samples=2
+    )
+    outcome = Trainer(target("llava"), chosen, listed("llava", 20), tmp_path, say=lambda _: None).run()
+    for name, weight in target("llava").model.named_parameters():
+        assert torch.equal(weight, before[name]), name
+        assert weight.grad is None
+    losses = [r["loss"] for r in map(json.loads, (tmp_path / "log.jsonl").open()) if "loss" in r]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert outcome.best is not None
+    for folder in (outcome.head, outcome.best):
+        assert load_head(folder, target("llava")).config.steps == 3
+    assert (
+        json.loads((outcome.best / "validation.json").read_text())["block_efficiency"] == outcome.efficiency
+    )
+
+
+@pytest.mark.parametrize("more", [{"optimiser": "muon"}, {"precision": "bf16"}, {"feature_cache": "memory"}])
+def test_every_way_of_computing_trains(tmp_path: Path, more: dict[str, Any]) -> None:
+    run(tmp_path, replace(recipe(), **more))
+    losses = [r["loss"] for r in map(json.loads, (tmp_path / "log.jsonl").open()) if "loss" in r]
+    assert losses[5] < losses[0]
+
+
+def test_without_residuals_they_stay_zero_and_without_stage_two_one_is_trained(tmp_path: Path) -> None:
+    run(tmp_path / "plain", recipe().with_settings({"residuals": False}))
+    assert weights(tmp_path / "plain")["residuals"].abs().max() == 0
+    run(tmp_path / "one", recipe().with_settings({"stage2.steps": 0}))
+    assert weights(tmp_path / "one")["residuals"].shape[0] == 1
+
+
+def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = recipe()
+    trainer = Trainer(
+        target("llama"), chosen, listed("llama", 24), tmp_path, measure=lambda _: 1.0, say=lambda _: None
+    )
+    plain = trainer.feeder.entries
+
+    def spoilt(indices: Sequence[int]) -> Any:
+        entries = plain(indices)
+        assert entries is not None
+        if list(indices) == trainer.order.at(3)[:2]:
+            entries.features[0, 0, 0] = float("nan")
+        return entries
+
+    monkeypatch.setattr(trainer.feeder, "entries", spoilt)
+    with pytest.raises(TrainingError, match=r"The loss is nan at step 4; its batch is in .*bad-step-4"):
+        trainer.run()
+    bad = tmp_path / "bad-step-4"
+    assert json.loads((bad / "batch.json").read_text())["numbers"] == trainer.order.at(3)[:2]
+    assert load_file(bad / "entries.safetensors")["features"].isnan().any()
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_the_best_head_is_kept_though_later_ones_are_worse(tmp_path: Path) -> None:
+    values = iter([1.5, 2.5, 2.0])
+    run(tmp_path, measure=lambda _: next(values))
+    assert json.loads((tmp_path / "best" / "validation.json").read_text()) == {
+        "step": 8,
+        "block_efficiency": 2.5,
+    }
+    assert any(
+        not torch.equal(w, weights(tmp_path)[n])
+        for n, w in load_file(tmp_path / "best" / "model.safetensors").items()
+    )
+
+
+def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> None:
+    own, made = target("llama"), head("llama", "eagle2")
+    before = {n: w.clone() for n, w in made.state_dict().items()}
+    measure = EngineMeasure(own, [s.prompt for s in samples("llama", 3)], max_new_tokens=8, rows=2)
+    value = measure(made.train())
+    assert 1.0 <= value < 3.0
+    assert made.training
+    assert all(torch.equal(w, before[n]) for n, w in made.state_dict().items())
+
+
+def test_a_plan_says_what_would_be_trained_and_changes_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "run", say=lambda _: None)
+    before = {n: w.clone() for n, w in trainer.head.state_dict().items()}
+    text = str(plan_of(trainer))
+    trained = sum(w.numel() for w in trainer.head.parameters())
+    assert f"{trained:,} weights" in text
+    assert "22 samples to learn from, 2.2 epochs; 2 to measure on" in text
+    assert "stage 2    6 steps, 3 draft steps" in text
+    assert all(torch.equal(w, before[n]) for n, w in trainer.head.state_dict().items())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_heads_first_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    one = new_head(target("llama"), recipe())
+    torch.manual_seed(2)
+    two = new_head(target("llama"), recipe())
+    other = new_head(target("llama"), replace(recipe(), seed=5))
+    assert torch.equal(one.block.mlp.up_proj.weight, two.block.mlp.up_proj.weight)
+    assert not torch.equal(one.block.mlp.up_proj.weight, other.block.mlp.up_proj.weight)
+
+
+def test_the_rate_rises_over_the_warmup_and_falls_to_its_final_share() -> None:
+    stage = Stage(steps=100, rate=1.0, warmup=4, final=0.1)
+    assert [rate_at(stage, i) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    rates = [rate_at(stage, i) for i in range(4, 100)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == 1.0
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_a_large_gradient_is_clipped_and_reported_as_it_was() -> None:
+    made = head("llama", "eagle2")
+    optimiser = Optimiser(made, Recipe(kind="eagle2", stages=(Stage(1, 1e-3),), clip=0.5))
+    for weight in made.parameters():
+        weight.grad = torch.ones_like(weight)
+    size = sum(w.numel() for w in made.parameters())
+    assert optimiser.step(0.0) == pytest.approx(size**0.5, rel=1e-4)
+
+
+def test_an_epoch_has_every_sample_once_and_steps_do_not_depend_on_the_ones_before() -> None:
+    lengths = [(i * 37) % 101 for i in range(90)]
+    one, other = (Order(lengths, range(90), 4, seed=3) for _ in range(2))
+    steps = [one.at(step) for step in range(44)]
+    assert one.steps_per_epoch == 22
+    for epoch in range(2):
+        seen = [i for batch in steps[22 * epoch : 22 * (epoch + 1)] for i in batch]
+        assert len(set(seen)) == len(seen) == 88
+    assert steps[:22] != steps[22:]
+    assert [other.at(step) for step in reversed(range(44))] == steps[::-1]
+    spread = [max(lengths[i] for i in batch) - min(lengths[i] for i in batch) for batch in steps]
+    assert sum(spread) / len(spread) < 10  # of 100: batches are of similar length
+
+
+class TestCache:
+    def features(self, name: str = "llava") -> list[tuple[Sample, Features]]:
+        given = samples(name, 4)
+        return [(s, read_features(target(name), [s], (1,))[0]) for s in given]
+
+    def assert_same(self, found: Features | None, expected: Features) -> None:
+        assert found is not None
+        for field in ("ids", "visual", "answer", "embeddings"):
+            assert torch.equal(getattr(found, field), getattr(expected, field)), field
+        assert found.states.keys() == expected.states.keys()
+        assert all(torch.equal(found.states[i], s) for i, s in expected.states.items())
+
+    @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl", "idefics3", "llava_next"])
+    @pytest.mark.parametrize("disk", [False, True])
+    def test_what_comes_out_is_what_went_in(self, tmp_path: Path, name: str, disk: bool) -> None:
+        cache = FeatureCache(target(name), 1e9, tmp_path / "f" if disk else None)
+        held = self.features(name)
+        for index, (_, features) in enumerate(held):
+            cache.put(index, features)
+        cache.flush()
+        if disk:
+            cache = FeatureCache(target(name), 1e9, tmp_path / "f")
+        for index, (_, features) in enumerate(held):
+            self.assert_same(cache.get(index), features)
+        assert cache.samples == len(held)
+
+    def test_nothing_is_kept_past_the_limit(self) -> None:
+        cache = FeatureCache(target("llava"), 20_000)
+        for index, (_, features) in enumerate(self.features()):
+            cache.put(index, features)
+        assert 0 < cache.samples < 4
+        assert cache.bytes <= 20_000
+        assert cache.get(3) is None
+        assert f"{cache.bytes // cache.samples} bytes each" in str(cache)
+
+    def test_a_damaged_file_is_named_and_forgotten(self, tmp_path: Path) -> None:
+        cache = FeatureCache(target("llava"), 1e9, tmp_path / "f")
+        cache.put(0, self.features()[0][1])
+        cache.flush()
+        [place] = (tmp_path / "f").glob("*.safetensors")
+        content = bytearray(place.read_bytes())
+        content[-1] ^= 1
+        place.write_bytes(content)
+        said: list[str] = []
+        again = FeatureCache(target("llava"), 1e9, tmp_path / "f", say=said.append)
+        assert again.get(0) is None
+        assert len(said) == 1
+        assert str(place) in said[0]
+        assert not place.exists()
+
+    def test_features_of_another_target_are_thrown_away(self, tmp_path: Path) -> None:
+        cache = FeatureCache(target("llava"), 1e9, tmp_path / "f", "one")
+        cache.put(0, self.features()[0][1])
+        cache.flush()
+        assert FeatureCache(target("llava"), 1e9, tmp_path / "f", "one").samples == 1
+        assert FeatureCache(target("llava"), 1e9, tmp_path / "f", "other").samples == 0
+
+
+def test_the_teachers_head_is_not_autocast() -> None:
+    states = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = lm_head_of(target("llama"))(states)
+    assert torch.equal(logits, target("llama").model.lm_head(states))
