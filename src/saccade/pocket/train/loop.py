@@ -11,7 +11,7 @@ from saccade.pocket.train.files import save
 from saccade.pocket.train.recipe import Schedule
 
 Step = Callable[[int], Tensor]
-"""Step number -> loss. All randomness comes from the number, so a resumed run sees the same batches."""
+"""Number of a batch -> its loss. All randomness comes from the number, so a resumed run sees the same batches."""
 
 _PAUSE, _CHECKED = 30.0, 100.0  # seconds between lines of progress, and between checks
 
@@ -70,15 +70,18 @@ def train(
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = schedule.rate_at(number)
-        loss = step(number)
-        loss.backward()
+        loss = torch.zeros(())
+        for part in range(schedule.parts):
+            partial = step(number * schedule.parts + part) / schedule.parts
+            partial.backward()
+            loss = loss + partial.detach().cpu()
         nn.utils.clip_grad_norm_([p for _, p in learning], 1.0)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         number += 1
         now = time.monotonic()
-        smooth = loss.detach() if smooth is None else 0.95 * smooth + 0.05 * loss.detach()
+        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
         if now - spoken > _PAUSE:
             left = (now - start) / (number - first) * (schedule.steps - number) / 60
             print(

@@ -35,7 +35,7 @@ class Schedule:
     peak. `content` weighs the tokens that tell a fact of the picture against the words between them, which are
     mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
     `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
-    are seen once, at half the cost.
+    are seen once, at half the cost. A step takes `parts` batches.
     """
 
     steps: int
@@ -47,10 +47,11 @@ class Schedule:
     content: float = 1.0
     verbose: float = 0.2
     tiled: float = 1.0
+    parts: int = 1
 
-    def tiled_at(self, step: int) -> bool:
-        """Whether a step shows lone pictures tiled."""
-        return step >= (1 - self.tiled) * self.steps
+    def tiled_at(self, batch: int) -> bool:
+        """Whether the batch of that number, counted from 0, shows lone pictures tiled."""
+        return batch >= (1 - self.tiled) * self.steps * self.parts
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -74,7 +75,9 @@ class Recipe:
     shallow_schedule: Schedule = Schedule(
         steps=2500, batch=32, rate=3e-3, warmup=60, final=0.3, decay=0.2, content=5.0, tiled=0.0
     )
-    deep_schedule: Schedule = Schedule(steps=1200, batch=32, rate=1e-3, warmup=30, content=3.0, tiled=0.5)
+    deep_schedule: Schedule = Schedule(
+        steps=480, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
+    )
     draft_schedule: Schedule = Schedule(
         steps=3000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
     )
