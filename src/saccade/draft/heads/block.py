@@ -12,7 +12,7 @@ from saccade.target.cache import SlotCache
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, computed in float32 (Zhang and Sennrich 2019)."""
+    """Root mean square norm (Zhang and Sennrich 2019) in the dtype of what it norms, sums in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -20,9 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
