@@ -81,7 +81,7 @@ def test_a_folder_of_answers_says_where_its_media_lie(
     elsewhere = tmp_path / "out"
     elsewhere.mkdir()
     path = write(line(), name="out/answers.jsonl")
-    with pytest.raises(TrainingError, match="line 1: .*a.png"):
+    with pytest.raises(TrainingError, match=r"line 1: .*a\.png"):
         Answers(path, processor).sample(0)
     (elsewhere / "distill.json").write_text(json.dumps({"source": {"media_root": ".."}}))
     assert Answers(elsewhere, processor).sample(0) is not None

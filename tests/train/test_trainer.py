@@ -19,13 +19,13 @@ from training_run import as_rank, forked, recipe, run
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.train import Recipe, Sample, Stage, Trainer
+from saccade.train.beginning import new_head
 from saccade.train.cache import FeatureCache
 from saccade.train.features import Features, read_features
 from saccade.train.feeding import lm_head_of
 from saccade.train.optimiser import Optimiser, rate_at
 from saccade.train.order import Order
 from saccade.train.plan import plan_of
-from saccade.train.trainer import new_head
 from saccade.train.validate import EngineMeasure
 
 

@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
 from saccade.target.adapter import Target
+from saccade.train.beginning import new_head
 from saccade.train.checkpoint import Checkpoints
 from saccade.train.entries import Entries
 from saccade.train.feeding import Feeder, lm_head_of, new_cache
@@ -33,6 +30,7 @@ from saccade.train.order import Order
 from saccade.train.processes import Processes
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
+from saccade.train.sums import parted, summed
 from saccade.train.validate import EngineMeasure, Measure
 
 
@@ -150,12 +148,12 @@ class Trainer:
             self._backward(mine[i : i + self.recipe.micro_batch], stage, step)
             for i in range(0, len(mine), self.recipe.micro_batch)
         ]
-        sums = _summed(
+        sums = summed(
             [t for t in tallies if t is not None], stage.draft_steps, self._names(), self.target.device
         )
         sums = self.processes.sum(sums)
         self.processes.sum_gradients(self._optimiser.weights)
-        loss, terms, (kept, tried, right) = _parted(sums, stage.draft_steps)
+        loss, terms, (kept, tried, right) = parted(sums, stage.draft_steps)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}. Go on from "
@@ -286,40 +284,11 @@ class Trainer:
         return self._measure
 
 
-def new_head(target: Target, recipe: Recipe) -> Head:
-    """A head with fresh weights that depend on the recipe's seed alone, float32, on the target's device."""
-    config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
-    with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        head = build_head(config)
-    if not recipe.residuals:
-        for name, weight in head.named_parameters():
-            if name in ("residuals", "w.weight"):  # r^s start at zero, and stay
-                weight.requires_grad_(False)
-    return head.float().to(target.device).train()
-
-
 def _set_apart(count: int, recipe: Recipe) -> tuple[list[int], list[int]]:
     """Samples to measure on, at most a tenth, and samples to learn from."""
     some = min(recipe.validation_samples, count // 10)
     apart = set(Random(f"apart/{recipe.seed}").sample(range(count), some))
     return sorted(apart), [i for i in range(count) if i not in apart]
-
-
-def _summed(tallies: list[Tally], steps: int, names: list[str], device: torch.device) -> Tensor:
-    """One vector: loss, terms, and per draft step the examples kept, tried and right."""
-    total = torch.zeros(1 + len(names) + 3 * steps, dtype=torch.float64, device=device)
-    for t in tallies:
-        total += torch.cat(
-            [torch.stack([t.loss, *(t.terms[n] for n in names)]).double(), t.kept, t.tried, t.right]
-        )
-    return total
-
-
-def _parted(sums: Tensor, steps: int) -> tuple[float, list[float], list[list[int]]]:
-    loss, *values = sums.tolist()
-    terms, counts = values[: -3 * steps], [int(v) for v in values[-3 * steps :]]
-    return loss, terms, [counts[i : i + steps] for i in range(0, 3 * steps, steps)]
 
 
 def _silent(_: str) -> None:

@@ -1,0 +1,24 @@
+"""The head that a run begins with."""
+
+from __future__ import annotations
+
+import torch
+
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import build_head
+from saccade.target.adapter import Target
+from saccade.train.recipe import Recipe
+
+
+def new_head(target: Target, recipe: Recipe) -> Head:
+    """A head with fresh weights that depend on the recipe's seed alone, float32, on the target's device."""
+    config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        head = build_head(config)
+    if not recipe.residuals:
+        for name, weight in head.named_parameters():
+            if name in ("residuals", "w.weight"):  # r^s start at zero, and stay
+                weight.requires_grad_(False)
+    return head.float().to(target.device).train()
