@@ -251,6 +251,12 @@ def hivis(
     return parts.headed("hivis", _tree_of_head(tree, top, depth, total, gamma))
 
 
+def dream(
+    parts: Parts, *, tree: str = "dynamic", top: int = 4, depth: int = 6, total: int = 32, gamma: int = 5
+) -> Engine:
+    return parts.headed("dream", _tree_of_head(tree, top, depth, total, gamma))
+
+
 def policy_of(tree: str, gamma: int) -> TreePolicy:
     """A tree policy by its name in options; ``gamma`` is the length of a chain and says nothing to the others.
 

@@ -133,6 +133,13 @@ METHODS: dict[str, Method] = {
         needs="head",
         compose=compositions.hivis,
     ),
+    "dream": Method(
+        "a trained head attends to the target's states of all tokens, and is shown a share of the visual ones",
+        source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
+        lossless=True,
+        needs="head",
+        compose=compositions.dream,
+    ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
         source="LVSpec, Section 3; branches=2 is Appendix E, tree=sage grows SAGE's trees; greedy decoding only",
