@@ -82,6 +82,16 @@ def test_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:
     assert "1 bad lines were skipped; the first is line 21" in done.err
 
 
+def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("saccade.train.trainer.Trainer.train_step", interrupted)
+    stopped = shell(*command(data))
+    assert stopped.code == 130
+    assert "with --resume auto goes on from the last checkpoint" in stopped.err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -103,7 +103,11 @@ def train(
     if plan:
         print(plan_of(trainer))
         return
-    outcome = trainer.run()
+    try:
+        outcome = trainer.run()
+    except KeyboardInterrupt:
+        screen.note("Stopped; the same command with --resume auto goes on from the last checkpoint.")
+        raise
     if not trainer.processes.leads:
         return
     if source.bad:
