@@ -151,6 +151,8 @@ class FeatureCache:
         packed = {f"state.{layer}": states for layer, states in features.states.items()}
         packed["ids"], packed["answer"] = features.ids, features.answer
         packed["visual"] = features.embeddings[features.visual]
+        if features.dropped is not None:
+            packed["dropped"] = features.dropped
         return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in packed.items()}
 
     def _unpack(self, packed: dict[str, Tensor]) -> Features:
@@ -161,4 +163,4 @@ class FeatureCache:
             embeddings = self._target.model.get_input_embeddings()(text)
             embeddings[visual] = held["visual"]
         states = {int(n.partition(".")[2]): t for n, t in held.items() if n.startswith("state.")}
-        return Features(held["ids"], visual, held["answer"], states, embeddings)
+        return Features(held["ids"], visual, held["answer"], states, embeddings, held.get("dropped"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class Entries:
     states: Tensor
     following: Tensor
     learnt: Tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(field.name for field in fields(self))
 
 
 def entries_of(head: Head, samples: Sequence[Features]) -> Entries:

@@ -30,6 +30,7 @@ class Features:
             the answer's last token is not.
         states: layer index -> ``[S, d]``; the index behind the last layer is there, after the final norm.
         embeddings: ``[S, d]`` what the decoder was given: the visual features in place of placeholders.
+        dropped: ``[S]`` bool; visual tokens that the head is not shown; None for none.
     """
 
     ids: Tensor
@@ -37,6 +38,7 @@ class Features:
     answer: Tensor
     states: dict[int, Tensor]
     embeddings: Tensor
+    dropped: Tensor | None = None
 
 
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:

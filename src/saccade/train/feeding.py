@@ -37,7 +37,7 @@ class Feeder:
             features = self._read(usable) if usable else []
         else:
             features = [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
-        return entries_of(self._head, features) if features else None
+        return self._entries(features) if features else None
 
     def _cached(self, cache: FeatureCache, index: int) -> Features | None:
         found = cache.get(index)
@@ -48,6 +48,9 @@ class Feeder:
 
     def _read(self, samples: Sequence[Sample]) -> list[Features]:
         return read_features(self._target, samples, self._head.layers)
+
+    def _entries(self, features: Sequence[Features]) -> Entries:
+        return entries_of(self._head, features)
 
 
 def new_cache(

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import TrainingError
+from saccade.train.dream import DreamObjective
 from saccade.train.eagle2 import Eagle2Objective
 from saccade.train.hivis import HiViSObjective
 
-OBJECTIVES: dict[str, type[Eagle2Objective] | type[HiViSObjective]] = {
+AnyObjective = Eagle2Objective | HiViSObjective | DreamObjective
+
+OBJECTIVES: dict[str, type[Eagle2Objective] | type[HiViSObjective] | type[DreamObjective]] = {
     "eagle2": Eagle2Objective,
     "hivis": HiViSObjective,
+    "dream": DreamObjective,
 }
 """Kind of head -> how it learns."""
 
@@ -120,7 +124,7 @@ class Recipe:
         return max(stage.draft_steps for stage in self.stages if stage.steps)
 
     @property
-    def objective(self) -> Eagle2Objective | HiViSObjective:
+    def objective(self) -> AnyObjective:
         """How the head learns."""
         return OBJECTIVES[self.kind](**self.loss)
 

@@ -19,8 +19,9 @@ from saccade.errors import TrainingError
 from saccade.target.adapter import Target
 from saccade.train.beginning import new_head
 from saccade.train.checkpoint import Checkpoints
+from saccade.train.dream_feeding import new_feeder
 from saccade.train.entries import Entries
-from saccade.train.feeding import Feeder, lm_head_of, new_cache
+from saccade.train.feeding import lm_head_of, new_cache
 from saccade.train.folders import recover, write_folder
 from saccade.train.identity import identity
 from saccade.train.log import Log
@@ -98,10 +99,15 @@ class Trainer:
             target,
             recipe.cache_gb * 1e9,
             self._out / "features" / str(self.processes.rank),
-            json.dumps([about["target"], about["data"], list(self.head.layers), recipe.max_tokens]),
+            json.dumps(
+                [about["target"], about["data"], list(self.head.layers), recipe.max_tokens, *self._wanted()]
+            ),
             self._say,
         )
-        self.feeder = Feeder(target, self.head, source, cache)
+        rank = self.processes.rank
+        self.feeder = new_feeder(
+            target, self.head, source, cache, self._objective, self._out / "calibration", rank
+        )
         self._step, self._best = 0, -math.inf
         self._resume = resume
 
@@ -206,7 +212,7 @@ class Trainer:
     def _keep_bad(self, indices: list[int], entries: Entries, step: int) -> None:
         samples = [self._source.sample(i) for i in indices]
         about = {"step": step + 1, "samples": [s.name for s in samples if s is not None], "numbers": indices}
-        tensors = {name: getattr(entries, name).contiguous().cpu() for name in Entries.__slots__}
+        tensors = {name: getattr(entries, name).contiguous().cpu() for name in entries.names}
 
         def write(part: Path) -> None:
             (part / "batch.json").write_text(json.dumps(about) + "\n")
@@ -216,7 +222,12 @@ class Trainer:
         write_folder(self._out / f"bad-step-{step + 1}{suffix}", write)
 
     def _names(self) -> list[str]:
-        return [n for n in ("states", "distribution", "top") if getattr(self._objective, n, 0)]
+        return [n for n in ("states", "middle", "distribution", "top") if getattr(self._objective, n, 0)]
+
+    def _wanted(self) -> list[Any]:
+        """What decides, besides the head's layers, which features are read: DREAM's compression and inner state."""
+        layer = getattr(self._objective, "layer", None)
+        return [] if layer is None else [dict(self.head.config.options), layer]
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._step % every == 0
