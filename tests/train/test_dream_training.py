@@ -1,0 +1,312 @@
+"""DREAM's losses against sums written out by hand; what is learnt is what drafting computes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from train_kit import head, listed, samples, target
+
+sys.path.append(str(Path(__file__).parents[1] / "draft" / "heads"))
+
+from dream_kit import dropped_of, run
+from heads_kit import POLICIES, recorded
+
+from families import FAMILIES, reset_rope_deltas
+from saccade.draft.heads.dream import Dream
+from saccade.errors import TrainingError
+from saccade.inputs.batch import visual_mask
+from saccade.train import Recipe, Stage, Trainer
+from saccade.train import calibration as calibration_module
+from saccade.train.cache import FeatureCache
+from saccade.train.calibration import Calibration, calibrate
+from saccade.train.dream import LAYERS, DreamObjective, divergence, self_fed
+from saccade.train.dream_entries import DreamEntries
+from saccade.train.dream_feeding import DreamFeeder, inner_layer
+from saccade.train.features import read_features
+from saccade.train.recipe import read_recipe
+from saccade.train.samples import Listed, Sample
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""float32 sums in another order."""
+
+
+def own(name: str = "llava", **options: Any) -> Dream:
+    made = head(name, "dream", **options)
+    assert isinstance(made, Dream)
+    return made
+
+
+def feeder(
+    given: Dream, name: str = "llava", count: int = 3, layer: str = "entropy", **more: Any
+) -> DreamFeeder:
+    return DreamFeeder(target(name), given, listed(name, count), layer=layer, **more)
+
+
+def entries(given: Dream, name: str = "llava", count: int = 3, **more: Any) -> DreamEntries:
+    found = feeder(given, name, count, **more).entries(range(count))
+    assert isinstance(found, DreamEntries)
+    return found
+
+
+def lm_head(states: Tensor) -> Tensor:
+    logits: Tensor = target("llava").model.get_output_embeddings()(states)
+    return logits
+
+
+def inputs_of(name: str, sample: Sample) -> dict[str, Tensor]:
+    number = int(sample.name)
+    return FAMILIES[name].row_inputs(FAMILIES[name].kinds[number % len(FAMILIES[name].kinds)], number)
+
+
+# --------------------------------------------------------------------------- losses
+
+
+def test_the_divergence_of_a_hand_made_case() -> None:
+    teacher, draft = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    expected = 0.5 * torch.tensor(2.0).log() - 0.25 * torch.tensor(2.0).log()
+    torch.testing.assert_close(divergence(draft.log(), teacher.log())[0], expected)
+    torch.testing.assert_close(divergence(teacher.log() + 3, teacher.log())[0], torch.tensor(0.0))
+
+
+def test_both_steps_are_their_formulas_written_out() -> None:
+    """One sequence at a time, place by place; the second step is fed with the first one's output."""
+    name, made = "llava", own(keep=0.5)
+    tally = DreamObjective()(made, entries(made), lm_head, 2)
+    sums = {"states": 0.0, "middle": 0.0, "distribution": 0.0}
+    counts = [0, 0]
+    for sample in samples(name, 3):
+        finding = calibrate(target(name), sample.prompt, made.pruning)
+        [f] = read_features(target(name), [sample], [finding.layer])
+        tokens = [t for t in range(1, len(sample.ids)) if t not in finding.dropped]
+        last, middle = f.states[len(target(name).layers)], f.states[finding.layer]
+        with torch.no_grad():
+            first = run(made, tokens, f.embeddings[tokens], last)
+            fed = last.clone()
+            for place, token in enumerate(tokens):
+                if token >= len(sample.prompt):
+                    fed[token] = first[place]
+            second = run(made, tokens, f.embeddings[tokens], fed)
+            places = torch.tensor(tokens)[None] - 1
+            causal = torch.ones(1, len(tokens), len(tokens), dtype=torch.bool).tril()
+            begun = made.begin(f.embeddings[None, tokens], places, causal)[0]
+            for place, token in enumerate(tokens):
+                if not len(sample.prompt) - 1 <= token < len(sample.ids) - 1:
+                    continue
+                p = lm_head(last[token]).double().softmax(-1)
+                for step, out in enumerate((first, second)):
+                    if step == 0 or token > len(sample.prompt):
+                        q = lm_head(out[place]).double().softmax(-1)
+                        sums["distribution"] += float((p * (p / q).log()).sum())
+                        counts[step] += 1
+                for term, guess, true in (("states", first[place], last), ("middle", begun[place], middle)):
+                    gap = (guess - true[token]).abs()
+                    sums[term] += float(torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
+    for term, value in sums.items():
+        assert float(tally.terms[term]) == pytest.approx(value, rel=1e-4)
+    expected = 0.2 * sums["states"] + 0.2 * sums["middle"] + sums["distribution"]
+    assert float(tally.loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert tally.kept.tolist() == tally.tried.tolist() == counts
+    assert (
+        counts[1] == counts[0] - 2 * 3
+    )  # the first two places of each answer see the target's features alone
+
+
+def test_no_feature_of_the_answer_is_left_to_the_second_step() -> None:
+    made = own()
+    given = entries(made)
+    fed = self_fed(given, torch.full_like(given.embeddings, 7.0))
+    for row, sample in enumerate(samples("llava")):
+        changed = (fed[row] == 7.0).all(-1).nonzero()[:, 0].tolist()
+        assert changed == list(range(len(sample.prompt), len(sample.ids)))
+
+
+def test_the_first_block_alone_learns_the_inner_state() -> None:
+    made = own()
+    DreamObjective(states=0.0, distribution=0.0)(made, entries(made), lm_head, 2).loss.backward()
+    touched = {
+        name.split(".")[0] for name, w in made.named_parameters() if w.grad is not None and w.grad.any()
+    }
+    assert touched == {"first"}
+
+
+def test_gradients_of_the_second_step_flow_through_what_it_was_fed() -> None:
+    made, given = own(), entries(own())
+    given.features.requires_grad_(True)
+    [one] = torch.autograd.grad(DreamObjective()(made, given, lm_head, 1).loss, given.features)
+    [two] = torch.autograd.grad(DreamObjective()(made, given, lm_head, 2).loss, given.features)
+    assert not torch.allclose(one, two)
+    assert DreamObjective(middle=0.0).terms == ("states", "distribution")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_inner_states_of_every_choice(layer: str) -> None:
+    name, made = "llava", own(keep=1.0)
+    given = entries(made, layer=layer)
+    count = len(target(name).layers)
+    for row, sample in enumerate(samples(name)):
+        size = len(sample.ids) - 1
+        if layer == "none":
+            assert given.middle.shape[-1] == 0
+            continue
+        index = inner_layer(layer, count)
+        if layer == "entropy":
+            index = calibrate(target(name), sample.prompt, made.pruning).layer
+        [f] = read_features(target(name), [sample], [index])
+        torch.testing.assert_close(given.middle[row, :size], f.states[index][1:], **CLOSE)
+    assert [inner_layer(x, 32) for x in LAYERS] == [32, 8, 16, 24, 32]
+
+
+# --------------------------------------------------------------------------- calibration
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
+def test_the_calibration_is_that_of_eager_attention(name: str) -> None:
+    model = FAMILIES[name].model()
+    model.set_attn_implementation("eager")
+    made, layers = own(name, keep=0.5), set()
+    for sample in samples(name, 2):
+        inputs = inputs_of(name, sample)
+        reset_rope_deltas(model)
+        with torch.no_grad():
+            attentions = model(**inputs, use_cache=False, output_attentions=True).attentions
+        entropies = [float(torch.special.entr(a[0].double()).sum(-1).mean()) for a in attentions]
+        found = calibrate(target(name), sample.prompt, made.pruning)
+        assert found.layer == entropies.index(min(entropies)) + 1
+        assert set(found.dropped) == dropped_of(name, inputs, made)
+        assert found.dropped
+        layers.add(found.layer)
+    assert all(1 <= layer <= len(target(name).layers) for layer in layers)
+
+
+def test_a_prompt_is_calibrated_once_and_found_again_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = samples("llava", 2)
+    made = own(keep=0.5)
+    known = Calibration(target("llava"), made.pruning, tmp_path)
+    found = known.of(first.prompt)
+    (tmp_path / "0.jsonl").open("a").write(json.dumps({"key": "half"})[:7])
+
+    def never(*_: Any) -> None:
+        raise AssertionError("calibrated twice")
+
+    again = Calibration(target("llava"), made.pruning, tmp_path, rank=1)
+    other = Calibration(target("llava"), own(keep=0.25).pruning, tmp_path)
+    monkeypatch.setattr(calibration_module, "calibrate", never)
+    assert known.of(first.prompt) == again.of(first.prompt) == found
+    for calibration, prompt in ((again, second.prompt), (other, first.prompt)):
+        with pytest.raises(AssertionError, match="twice"):
+            calibration.of(prompt)
+
+
+# --------------------------------------------------------------------------- entries
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "smolvlm"])
+def test_dropped_tokens_have_no_entry_but_keep_their_feature(name: str) -> None:
+    made = own(name, keep=0.5)
+    given = entries(made, name)
+    for row, sample in enumerate(samples(name)):
+        dropped = dropped_of(name, inputs_of(name, sample), made)
+        tokens = [t for t in range(1, len(sample.ids)) if t not in dropped]
+        assert given.tokens[row].tolist()[: len(tokens)] == tokens
+        assert not given.learnt[row, len(tokens) :].any()
+        visual = int(visual_mask(target(name).config, sample.ids).sum())
+        assert (len(dropped) > 0) == (visual > 1)
+        assert given.features[row, : len(sample.ids)].any(-1).all()
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_entries_from_a_cache_are_the_same(where: str, tmp_path: Path) -> None:
+    made = own(keep=0.5)
+    cache = FeatureCache(target("llava"), 1e9, tmp_path if where == "disk" else None, "x")
+    cached = feeder(made, cache=cache)
+    cached.entries(range(3))
+    cache.flush()
+    plain, found = entries(made), cached.entries(range(3))
+    assert found is not None
+    for name in found.names:
+        torch.testing.assert_close(getattr(found, name), getattr(plain, name), **CLOSE)
+
+
+def teacher_forced_difference(name: str, **options: Any) -> float:
+    """Between logits of training and of step-by-step drafting of the same answer, in standard deviations."""
+    case, made = FAMILIES[name], own(name, **options)
+    prompt, answer = samples(name, 1)[0].prompt, case.reference("image")[0][:9]
+    [output], steps = recorded(name, made, POLICIES["dynamic"], [prompt], len(answer))
+    assert output.tokens == answer
+    source = Listed([(prompt, answer)])
+    found = DreamFeeder(target(name), made, source, layer="none").entries([0])
+    assert isinstance(found, DreamEntries)
+    with torch.no_grad():
+        begun = made.begin(found.embeddings, found.positions, found.allow)
+        out = made.finish(begun, found.features, found.positions, found.allow, found.reach)
+        logits = target(name).model.get_output_embeddings()(out[0])
+    worst = 0.0
+    for step in steps:
+        if step.emitted[0]:
+            place = found.tokens[0].tolist().index(len(prompt) + len(step.emitted[0]) - 1)
+            gap = (step.levels[0][2][0, 0] - logits[place]).abs().max() / logits[place].std()
+            worst = max(worst, float(gap))
+    assert sum(bool(step.emitted[0]) for step in steps) > 2
+    return worst
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": 0.25, "cross": 2}, {"gate": "replace"}, {"initial": False}], ids=str
+)
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_teacher_forcing_is_step_by_step_drafting(name: str, options: dict[str, Any]) -> None:
+    assert teacher_forced_difference(name, **options) < 1e-4
+
+
+def test_a_planted_look_at_the_own_feature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = DreamEntries.reach.fget
+    assert right is not None
+    monkeypatch.setattr(DreamEntries, "reach", property(lambda e: right(e) | right(e).roll(1, -1)))
+    assert teacher_forced_difference("llava") > 1e-3
+
+
+# --------------------------------------------------------------------------- runs
+
+
+def recipe(**changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "kind": "dream",
+        "stages": (Stage(steps=12, rate=3e-3, draft_steps=2),),
+        "batch_size": 4,
+        "micro_batch": 2,
+        "validation_samples": 0,
+        "log_every": 1,
+        "feature_cache": "memory",
+    }
+    return Recipe(**{**values, **changes})
+
+
+def test_a_run_learns_and_its_calibration_stays(tmp_path: Path) -> None:
+    outcome = Trainer(target("llava"), recipe(), listed("llava", 8), tmp_path, say=lambda _: None).run()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert {"states", "middle", "distribution"} <= set(lines[0])
+    assert len((tmp_path / "calibration" / "0.jsonl").read_text().splitlines()) == 8
+    assert (outcome.head / "model.safetensors").is_file()
+
+
+def test_the_built_in_recipe_is_the_paper_s() -> None:
+    own_recipe = read_recipe("dream")
+    assert (own_recipe.betas, own_recipe.clip, own_recipe.batch_size) == ((0.9, 0.95), 0.5, 4)
+    assert own_recipe.stages[0].rate == 3e-5
+    assert own_recipe.objective == DreamObjective(0.2, 0.2, 1.0, "entropy")
+    assert own_recipe.with_settings({"loss.layer": "50", "head.keep": 0.5}).head == {"keep": 0.5}
+
+
+def test_an_unknown_layer_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"loss.layer must be one of entropy, 25, 50, 75, none"):
+        DreamObjective(layer="90")
