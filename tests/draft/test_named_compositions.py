@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from checkpoints import picture, vlm
+from families import FAMILIES
 from saccade import MethodError
 from saccade.compositions import Parts, policy_of
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, branches_of
 from saccade.engine import Request
+from saccade.hf import speculate
 from saccade.methods import build
 
 IMAGES = [picture(3)]
@@ -117,3 +119,11 @@ def test_methods_that_rewrite_prompts_say_what_they_need() -> None:
         with pytest.raises(MethodError, match=f"{method} rewrites the draft model's prompt"):
             build(method, Parts(parts.target, parts.draft_model))
     assert policy_of("chain", 4) == Chain(4)
+
+
+def test_a_drafter_without_eyes_beside_copies_goes_into_generate() -> None:
+    case = FAMILIES["qwen2_5_vl"]
+    inputs = case.inputs("image", 2)
+    blind = speculate(case.text_draft_model(), "lookup-merge", gamma=3)
+    sequences = case.model().generate(**inputs, max_new_tokens=16, custom_generate=blind)
+    assert sequences[:, inputs["input_ids"].shape[1] :].tolist() == case.reference("image", rows=2, n=16)

@@ -13,7 +13,7 @@ from families import FAMILIES
 from numerals import Numerals
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.ensemble import EnsembleDrafter
-from saccade.draft.model import ModelDrafter
+from saccade.draft.model import ModelDrafter, goes_on
 from saccade.draft.policy import Growth
 from saccade.draft.pruned import PrunedDrafter
 from saccade.draft.pruning import Pruning
@@ -113,6 +113,18 @@ def test_the_same_words_about_another_picture_are_a_new_prompt() -> None:
     ask(engine, session, [asked(0)])
     ask(engine, session, [other])
     assert set(policy.restarted) == {0}
+
+
+def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
+    (seen,) = asked(0).media
+    (other,) = asked(1).media
+    earlier = Prompt((1, 5, 6, 7), (seen,))
+    assert goes_on(earlier, Prompt((1, 5, 6, 7, 8), (seen,)))
+    assert goes_on(earlier, Prompt((1, 5, 6, 7, 8), (seen, other)))
+    assert not goes_on(earlier, Prompt((1, 5, 6, 9, 8), (seen,)))
+    assert not goes_on(earlier, Prompt((1, 5, 6, 7), (seen,)))
+    assert not goes_on(earlier, Prompt((1, 5, 6, 7, 8), (other, seen)))
+    assert not goes_on(earlier, Prompt((1, 5, 6, 7, 8)))
 
 
 def course(output: Output) -> tuple[Any, ...]:
