@@ -119,11 +119,14 @@ class Dream(Head):
 
 def _check(options: Mapping[str, Any]) -> None:
     keep, gate, cross = options["keep"], options["gate"], options["cross"]
-    if not 0 < keep <= 1:
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
         raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
     if gate not in GATES:
         raise ModelError(f"gate must be one of {', '.join(GATES)}, not {gate!r}.")
-    if cross not in (0, 1, 2):
+    if isinstance(cross, bool) or cross not in (0, 1, 2):
         raise ModelError(f"cross must be 0, 1 or 2 cross-attention blocks, not {cross!r}.")
+    for name in ("initial", "final"):
+        if not isinstance(options[name], bool):
+            raise ModelError(f"{name} must be true or false, not {options[name]!r}.")
     if not (options["initial"] or options["final"]):
         raise ModelError("A dream head needs its initial or its final block; leave out one of them at most.")

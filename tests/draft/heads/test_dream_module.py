@@ -1,0 +1,205 @@
+"""DREAM's head as a module: its blocks, its gate, its options, and its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dream_kit import dream
+from heads_kit import POLICIES, target
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from families import FAMILIES
+from saccade import methods
+from saccade.compositions import Parts
+from saccade.draft.dynamic import DynamicTree
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.cross import CrossBlock
+from saccade.draft.heads.dream import Dream
+from saccade.draft.heads.dream_session import DreamDraftSession
+from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.heads.store import load_head, save_head
+from saccade.errors import MethodError, ModelError
+from saccade.target.attention import PromptAttention
+from saccade.target.context import Context
+
+
+def fresh(**options: Any) -> Dream:
+    head = build_head(HeadConfig.from_target(target("llava"), "dream", **options))
+    assert isinstance(head, Dream)
+    return head
+
+
+def given(count: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator, width = torch.Generator().manual_seed(0), target("llava").text_config.hidden_size
+    features, embeddings = torch.randn(2, 1, count, width, generator=generator)
+    return (
+        features,
+        embeddings,
+        torch.arange(count)[None],
+        torch.ones(1, count, count, dtype=torch.bool).tril(),
+    )
+
+
+@torch.no_grad()
+def test_cross_attention_is_its_equation_written_out() -> None:
+    """Head by head and entry by entry (Eq. 1), with normed queries and keys."""
+    config = HeadConfig.from_target(target("qwen3_vl"), "dream")
+    torch.manual_seed(0)
+    block = CrossBlock(config, "tanh", 0)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    attention, dim, shared = block.cross_attn, config.head_dim, config.heads // config.kv_heads
+    assert shared > 1
+    x, features = torch.randn(1, 3, config.hidden_size), torch.randn(1, 4, config.hidden_size)
+    reach = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 1, 0]], dtype=torch.bool)
+    normed, memory = block.input_layernorm(x)[0], block.feature_norm(features)[0]
+    rows = []
+    for place in range(3):
+        mixed = []
+        for h in range(config.heads):
+            own, kept = slice(h * dim, (h + 1) * dim), slice(h // shared * dim, (h // shared + 1) * dim)
+            q = attention.q_norm(attention.q_proj(normed[place])[own])
+            k = attention.k_norm(attention.k_proj(memory)[:, kept])[reach[place]]
+            v = attention.v_proj(memory)[:, kept][reach[place]]
+            mixed.append((k @ q / dim**0.5).softmax(0) @ v)
+        rows.append(attention.o_proj(torch.cat(mixed)))
+    assert block.gates is not None
+    expected = x + block.gates.tanh()[0] * torch.stack(rows)[None]
+    expected = expected + block.gates.tanh()[1] * block.mlp(block.post_attention_layernorm(expected))
+    torch.testing.assert_close(block(x, features, reach[None]), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_new_gate_lets_nothing_pass_but_can_open() -> None:
+    features, *rest = given()
+    gated, replacing = fresh(), fresh(gate="replace")
+    assert torch.equal(gated(features, *rest), gated(-features, *rest))
+    assert not torch.allclose(replacing(features, *rest), replacing(-features, *rest))
+    with torch.enable_grad():
+        gated(features, *rest).square().sum().backward()
+    gates = gated.cross[0].gates
+    assert isinstance(gates, Tensor)
+    assert gates.grad is not None
+    assert gates.grad.all()
+
+
+@torch.no_grad()
+def test_replacing_forgets_the_entry_but_for_what_it_asks() -> None:
+    """With one feature in reach, the answer does not depend on the question."""
+    block = fresh(gate="replace").cross[0]
+    features, x, *_ = given(1)
+    reach = torch.ones(1, 1, 1, dtype=torch.bool)
+    torch.testing.assert_close(block(x, features, reach), block(-3 * x, features, reach))
+
+
+@pytest.mark.parametrize(
+    ("options", "decoder", "cross"),
+    [
+        ({}, 2, 1),
+        ({"initial": False}, 1, 1),
+        ({"final": False}, 1, 1),
+        ({"cross": 0}, 2, 0),
+        ({"cross": 2}, 2, 2),
+    ],
+)
+def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: int) -> None:
+    head = fresh(**options)
+    assert head.blocks == len(head.new_cache(1, 4).layers) == decoder
+    assert len(head.cross) == len(head.new_memory(1, 4).layers) == cross
+    assert all(target("llava").vocab_size not in weight.shape for weight in head.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep must be a share above 0 and up to 1, not 0"),
+        ({"keep": "most"}, "keep must be a share"),
+        ({"keep": 1.5}, "keep must be a share"),
+        ({"gate": "sigmoid"}, "gate must be one of tanh, replace"),
+        ({"cross": 3}, "cross must be 0, 1 or 2"),
+        ({"initial": 0}, "initial must be true or false"),
+        ({"initial": False, "final": False}, "needs its initial or its final block"),
+        ({"colour": 1}, "dream head has no option colour"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        fresh(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gate": "replace", "cross": 2, "final": False, "keep": 0.25}], ids=str
+)
+def test_a_head_comes_back_as_it_was(options: dict[str, Any], tmp_path: Path) -> None:
+    head = dream("llava", **options)
+    save_head(head, tmp_path)
+    again = load_head(tmp_path, target("llava"))
+    assert again.config == head.config
+    assert list(again.state_dict()) == list(head.state_dict())
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("damage", ["missing", "spare", "shape", "target"])
+def test_a_head_that_is_not_whole_is_refused(damage: str, tmp_path: Path) -> None:
+    save_head(dream("llava"), tmp_path)
+    file, name = tmp_path / "model.safetensors", "cross.0.gates"
+    weights = load_file(file)
+    if damage == "missing":
+        del weights[name]
+    elif damage == "spare":
+        weights["cross.1.gates"] = torch.zeros(2)
+    elif damage == "shape":
+        weights[name] = torch.zeros(3)
+    save_file(weights, file)
+    message = {
+        "missing": "lacks the weight cross.0.gates",
+        "spare": "has the weight cross.1.gates",
+        "shape": r"cross.0.gates of the head .* is \(3,\), not \(2,\)",
+        "target": "made for another target",
+    }[damage]
+    with pytest.raises(ModelError, match=message):
+        load_head(tmp_path, target("qwen3_vl" if damage == "target" else "llava"))
+
+
+def test_the_method_grows_the_paper_s_tree() -> None:
+    under = methods.build("dream", Parts(target("llava"), head=dream("llava")))
+    assert isinstance(under.drafter, HeadDrafter)
+    assert under.drafter.policy == DynamicTree(top=4, max_depth=6, total=32)
+    with pytest.raises(
+        MethodError, match="needs a head of the kind eagle2, but the one given is of the kind dream"
+    ):
+        methods.build("eagle2", Parts(target("llava"), head=dream("llava")))
+
+
+@pytest.mark.parametrize(("keep", "reads"), [(1.0, False), (0.5, True)])
+def test_the_target_s_attention_is_read_only_to_compress(keep: float, reads: bool) -> None:
+    drafter = HeadDrafter(dream("llava", keep=keep), target("llava"), POLICIES["chain"])
+    context = Context(target("llava"), 1, 64)
+    assert isinstance(drafter.open(1, context), DreamDraftSession)
+    assert context.attention == (PromptAttention((-1,), "all") if reads else None)
+    context.attention = PromptAttention((-1,))
+    if reads:
+        with pytest.raises(ModelError, match="needs that of all tokens in the last layer"):
+            drafter.open(1, context)
+
+
+def test_all_tokens_of_a_prompt_are_asked_what_they_look_at() -> None:
+    case, own = FAMILIES["llava"], target("llava")
+    from heads_kit import prompts
+
+    inputs = case.row_inputs("image", 0)
+    model = case.model()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(**inputs, output_attentions=True).attentions[-1][0]
+    context = Context(own, 1, 64)
+    context.attention = PromptAttention((-1,), "all")
+    context.load(0, prompts(case, inputs)[0])
+    assert context.attention.columns is not None
+    torch.testing.assert_close(context.attention.columns, weights.mean(0).sum(0), rtol=0, atol=1e-5)
