@@ -101,7 +101,9 @@ def train(
     )
     trainer = Trainer(vlm.target, chosen, source, out, resume=resume == "auto", say=screen.note)
     if plan:
-        print(plan_of(trainer))
+        words = plan_of(trainer)
+        if trainer.processes.leads:
+            print(words)
         return
     try:
         outcome = trainer.run()
