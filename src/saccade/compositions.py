@@ -245,6 +245,12 @@ def eagle2(
     return parts.headed("eagle2", _tree_of_head(tree, top, depth, total, gamma))
 
 
+def eagle3(
+    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
+) -> Engine:
+    return parts.headed("eagle3", _tree_of_head(tree, top, depth, total, gamma))
+
+
 def hivis(
     parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
 ) -> Engine:

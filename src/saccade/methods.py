@@ -126,6 +126,13 @@ METHODS: dict[str, Method] = {
         needs="head",
         compose=compositions.eagle2,
     ),
+    "eagle3": Method(
+        "a trained head mixes states of three layers, and guesses tokens alone; EAGLE-2's tree",
+        source="Li et al. 2025, EAGLE-3, Section 3",
+        lossless=True,
+        needs="head",
+        compose=compositions.eagle3,
+    ),
     "hivis": Method(
         "a trained head that is shown no visual tokens, only what the target's states say of them",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",

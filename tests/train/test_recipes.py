@@ -58,7 +58,7 @@ def test_a_step_knows_its_stage() -> None:
         ({"optimiser": "sgd"}, r"optimiser is 'sgd'; choose one of adamw, muon"),
         ({"stage1.steps": 0, "stage2.steps": 0}, r"nothing to train"),
         ({"stage1.rate": 0}, r"stage1 needs"),
-        ({"kind": "medusa"}, r"no head of kind 'medusa'; choose eagle2 or hivis"),
+        ({"kind": "mediocre"}, r"no head of kind 'mediocre'; choose eagle2 or "),
         ({"head": 1}, r"head is 1; expected a table"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_setting_that_cannot_be_is_refused_in_a_sentence(settings: dict[str, A
 
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="choose one of eagle2, hivis, or give a TOML file"):
+    with pytest.raises(TrainingError, match=r"choose one of .*eagle2, .*hivis.*, or give a TOML file"):
         read_recipe("none")
     (tmp_path / "a.toml").write_text("kind = ")
     with pytest.raises(TrainingError, match="is not valid TOML"):

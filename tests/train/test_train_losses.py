@@ -16,6 +16,7 @@ from saccade.train.entries import Entries, entries_of
 from saccade.train.features import read_features
 from saccade.train.hivis import HiViSObjective
 from saccade.train.losses import Weights, draft_loss, in_top, top_cross_entropy
+from saccade.train.recipe import OBJECTIVES
 
 
 def entries(own: Head, name: str = "llava") -> Entries:
@@ -134,10 +135,10 @@ def test_stage_one_of_hivis_filters_nothing_and_stage_two_does() -> None:
     assert (free.tried[1:] > two.tried[1:]).all()
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "hivis"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis"])
 def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(kind: str) -> None:
     own = head("llava", kind)
-    objective = {"eagle2": Eagle2Objective(), "hivis": HiViSObjective(early_stop=False)}[kind]
+    objective = OBJECTIVES[kind](**({"early_stop": False} if kind == "hivis" else {}))
     objective(own, entries(own), lm_head, 4).loss.backward()
     for name, weight in own.named_parameters():
         assert weight.grad is not None, name

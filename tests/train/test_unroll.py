@@ -27,7 +27,7 @@ def made(kind: str) -> tuple[Head, Entries]:
 
 def one_draft(own: Head, entries: Entries, row: int, begin: int, steps: int) -> list[Tensor]:
     """Entry after entry as `HeadDraftSession` runs them, without a cache: true features up to ``begin``."""
-    features = entries.features[row : row + 1, : begin + 1]
+    features = own.fuse(entries.features[row : row + 1, : begin + 1])
     out: list[Tensor] = []
     for _ in range(steps):
         count = features.shape[1]
@@ -55,7 +55,7 @@ def compare(own: Head, entries: Entries) -> None:
     assert compared > 40
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "hivis"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis"])
 def test_every_step_of_every_draft_is_what_drafting_gives(kind: str) -> None:
     compare(*made(kind))
 

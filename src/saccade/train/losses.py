@@ -70,6 +70,7 @@ def draft_loss(
     *,
     top_k: int = 0,
     early_stop: bool = False,
+    decay: float = 1.0,
 ) -> Tally:
     """Loss over ``draft_steps`` self-fed steps.
 
@@ -77,6 +78,7 @@ def draft_loss(
         top_k: K of the top term and of the early stop.
         early_stop: an example is learnt from only if the answer's token was among the head's top K in every earlier
             step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
+        decay: what every further step counts for in the loss, relative to the one before.
     """
     window = Window.of(entries.learnt)
     states, following = window.take(entries.states), window.take(entries.following)
@@ -100,9 +102,9 @@ def draft_loss(
         counts[0, step] = kept.sum()
         true = states[alive]
         with torch.no_grad():
-            teacher = head.logits(true, lm_head).float()
+            teacher = lm_head(true).float()
         for name, values in _terms(guess[alive], true, logits[kept], teacher, weights, top_k).items():
-            loss = loss + getattr(weights, name) * values.sum()
+            loss = loss + decay**step * getattr(weights, name) * values.sum()
             sums[name] += values.detach().sum()
     return Tally(loss, sums, *counts.unbind())
 

@@ -12,16 +12,17 @@ from typing import Any
 from saccade.errors import TrainingError
 from saccade.train.dream import DreamObjective
 from saccade.train.eagle2 import Eagle2Objective
+from saccade.train.eagle3 import Eagle3Objective
 from saccade.train.hivis import HiViSObjective
+from saccade.train.losses import Objective
 
-AnyObjective = Eagle2Objective | HiViSObjective | DreamObjective
-
-OBJECTIVES: dict[str, type[Eagle2Objective] | type[HiViSObjective] | type[DreamObjective]] = {
+OBJECTIVES: dict[str, Any] = {
     "eagle2": Eagle2Objective,
+    "eagle3": Eagle3Objective,
     "hivis": HiViSObjective,
     "dream": DreamObjective,
 }
-"""Kind of head -> how it learns."""
+"""Kind of head -> how it learns: a dataclass of the loss's settings that makes an `Objective`."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
 """Settings that may change when a run goes on: they do not decide what is learnt."""
@@ -124,9 +125,10 @@ class Recipe:
         return max(stage.draft_steps for stage in self.stages if stage.steps)
 
     @property
-    def objective(self) -> AnyObjective:
+    def objective(self) -> Objective:
         """How the head learns."""
-        return OBJECTIVES[self.kind](**self.loss)
+        made: Objective = OBJECTIVES[self.kind](**self.loss)
+        return made
 
     def at(self, step: int) -> tuple[int, Stage, int]:
         """Number of the stage, from 1, the stage, and the step within it, of a step counted from 0."""

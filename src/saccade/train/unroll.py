@@ -76,7 +76,8 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
     causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     positions = torch.arange(count, device=device)
     batch = len(entries.learnt)
-    out = head(entries.features, entries.embeddings, positions[None], causal.expand(batch, -1, -1), kept, 0)
+    features = head.fuse(entries.features)
+    out = head(features, entries.embeddings, positions[None], causal.expand(batch, -1, -1), kept, 0)
     guess = window.take(out)
     yield guess
     embeddings = window.take(entries.embeddings)

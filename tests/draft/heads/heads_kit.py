@@ -26,7 +26,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target
 
-KINDS = ("eagle2", "hivis")
+KINDS = ("eagle2", "eagle3", "hivis")
 POLICIES: dict[str, Any] = {
     "chain": Chain(4),
     "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
@@ -78,7 +78,10 @@ def taught(name: str, kind: str, rows: int = 3) -> Head:
             count = len(tokens)
             causal = torch.ones(1, count, count, dtype=torch.bool).tril()
             hidden = head(
-                text.states[None, sources], text.embeddings[None, tokens], torch.arange(count)[None], causal
+                fed(head, text)[None, sources],
+                text.embeddings[None, tokens],
+                torch.arange(count)[None],
+                causal,
             )
             logits = head.logits(hidden, lambda h: F.linear(h, lm_head.weight.detach()))
             optimiser.zero_grad()
@@ -102,18 +105,20 @@ class Text:
         ids: ``[S]``.
         visual: ``[S]`` bool.
         states: ``[S, d]`` after the final norm.
+        streams: ``[S, d]`` as it enters every layer; the states come last.
         embeddings: ``[S, d]`` what the decoder was given.
     """
 
     ids: Tensor
     visual: Tensor
     states: Tensor
+    streams: tuple[Tensor, ...]
     embeddings: Tensor
 
     @classmethod
     @torch.no_grad()
     def of(cls, name: str, inputs: Inputs, more: Sequence[int]) -> Text:
-        model, given = pristine(name), {}
+        model, given, streams = pristine(name), {}, {}
         inputs = _extended(inputs, more)
         decoder = model.get_decoder()
 
@@ -123,13 +128,26 @@ class Text:
                 model.get_input_embeddings()(kwargs["input_ids"]) if embeddings is None else embeddings
             )
 
-        handle = decoder.register_forward_pre_hook(keep, with_kwargs=True)
+        def enter(layer: int) -> Any:
+            def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                streams[layer] = args[0] if args else kwargs["hidden_states"]
+
+            return note
+
+        handles = [decoder.register_forward_pre_hook(keep, with_kwargs=True)]
+        handles += [
+            layer.register_forward_pre_hook(enter(i), with_kwargs=True)
+            for i, layer in enumerate(decoder.layers)
+        ]
         reset_rope_deltas(model)
         states = model(**inputs, output_hidden_states=True).hidden_states[-1]
         reset_rope_deltas(model)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         ids = inputs["input_ids"][0]
-        return cls(ids, visual_mask(model.config, ids), states[0], given["embeddings"][0])
+        entering = tuple(streams[i][0] for i in range(len(decoder.layers)))
+        visual = visual_mask(model.config, ids)
+        return cls(ids, visual, states[0], (*entering, states[0]), given["embeddings"][0])
 
 
 def _extended(inputs: Inputs, more: Sequence[int]) -> Inputs:
@@ -140,6 +158,11 @@ def _extended(inputs: Inputs, more: Sequence[int]) -> Inputs:
         if name in inputs:
             out[name] = torch.cat([inputs[name], torch.zeros_like(extra)], 1)
     return out
+
+
+def fed(head: Head, text: Text) -> Tensor:
+    """``[S, d]`` what the head is fed of the target's states at every token."""
+    return head.fuse(torch.cat([text.streams[layer] for layer in head.layers], -1))
 
 
 def slow_entries(head: Head, visual: Tensor) -> tuple[list[int], list[int]]:
@@ -174,7 +197,7 @@ class Slow:
         if (length, path) not in self._known:
             model, text = target(self._name).model, self._text
             tokens, sources = slow_entries(self._head, text.visual[:length])
-            features = [text.states[source] for source in sources]
+            features = [fed(self._head, text)[source] for source in sources]
             embeddings = [text.embeddings[token] for token in tokens]
             for depth, token in enumerate(path):
                 features.append(self._run(length, path[:depth])[0])
@@ -188,7 +211,8 @@ class Slow:
                 torch.ones(1, count, count, dtype=torch.bool).tril(),
                 step=steps,
             )[0, -1]
-            self._known[length, path] = hidden, model.get_output_embeddings()(hidden)
+            logits = self._head.logits(hidden, model.get_output_embeddings())
+            self._known[length, path] = hidden, logits
         return self._known[length, path]
 
 

@@ -24,16 +24,20 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions.
 
-    def __init__(self, config: HeadConfig) -> None:
+    Args:
+        given: width of what it reads; that of the head when None.
+    """
+
+    def __init__(self, config: HeadConfig, given: int | None = None) -> None:
         super().__init__()
         self._config = config
-        width, dim = config.hidden_size, config.head_dim
+        width, dim = given or config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.heads * dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.heads * dim, width, bias=False)
+        self.o_proj = nn.Linear(config.heads * dim, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
 

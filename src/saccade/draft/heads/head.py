@@ -76,6 +76,10 @@ class Head(nn.Module, ABC):
         """Layers that its cache needs."""
         return 1
 
+    def fuse(self, states: Tensor) -> Tensor:
+        """Features ``[..., d]`` of the target's states ``[..., len(layers) * d]`` side by side."""
+        return states
+
     @abstractmethod
     def forward(
         self,
@@ -89,7 +93,7 @@ class Head(nn.Module, ABC):
         """Guess the states at the entries' own tokens.
 
         Args:
-            features: ``[B, N, len(layers) * d]`` states at the token before each entry's: the target's, or the
+            features: ``[B, N, d]`` what stands at the token before each entry's: the target's states (`fuse`), or the
                 head's own output for that token while drafting.
             embeddings: ``[B, N, d]`` what the target's decoder gets for each entry's token.
             positions: ``[B or 1, N]``.

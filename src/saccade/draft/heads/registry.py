@@ -5,11 +5,12 @@ from __future__ import annotations
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.eagle2 import Eagle2
+from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.hivis import HiViS
 from saccade.errors import ModelError
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (Eagle2, HiViS, Dream)}
+HEADS: dict[str, type[Head]] = {head.kind: head for head in (Eagle2, Eagle3, HiViS, Dream)}
 
 
 def kind_of(kind: str) -> type[Head]:

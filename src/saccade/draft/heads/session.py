@@ -99,9 +99,9 @@ class HeadDraftSession:
         ] * batch  # tokens of every row whose entries have run, or would if they were not hidden
         self._prompts = [0] * batch  # length of the prompt that each row has read last
         self._active = [False] * batch
-        width = len(self._head.layers) * self._head.config.hidden_size
         weight = next(self._head.parameters())
-        self._features = weight.new_zeros(batch, 0, width)  # [B, S, F], the target's state at every token
+        width = self._head.config.hidden_size
+        self._features = weight.new_zeros(batch, 0, width)  # [B, S, d], of the target's states at every token
         for layer in self._head.layers:
             target.want_hidden(layer)
         if not self._head.hides_visual:
@@ -157,8 +157,8 @@ class HeadDraftSession:
 
     @torch.inference_mode()
     def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        states = self._states()  # [B, N, F]
-        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [B, D + 1, F]
+        states = self._states()  # [B, N, d]
+        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [B, D + 1, d]
         # Beyond what was accepted they are overwritten before they are read. A row that has ended keeps its own.
         going = [row for row, active in enumerate(self._active) if active]
         firsts = [self._known[row] - 1 for row in going]
@@ -168,10 +168,12 @@ class HeadDraftSession:
         self._shaping.learn(verdict)
 
     def _states(self) -> Tensor:
-        """What the head reads of the target's last forward, ``[B, Q, F]``."""
+        """What the head is fed of the target's last forward, ``[B, Q, d]``."""
         assert self._context.hidden is not None
         states = self._context.hidden.states
-        return torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
+        return self._head.fuse(
+            torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
+        )
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)
