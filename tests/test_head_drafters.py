@@ -105,7 +105,7 @@ def test_a_head_s_dtype() -> None:
         (
             lambda: with_head("hivis", "eagle2"),
             MethodError,
-            "a trained hivis head, which method eagle2 cannot use",
+            "needs a trained eagle2 head, but there is none",
         ),
         (
             lambda: with_head("hivis", "chain"),
@@ -131,7 +131,7 @@ def test_a_head_s_dtype() -> None:
         (
             lambda: with_head("hivis").using("eagle2"),
             MethodError,
-            "needs a head of the kind eagle2, but the one",
+            "needs a trained eagle2 head, but there is none",
         ),
         (lambda: with_head("hivis").using("chain"), MethodError, "Method chain needs a draft model"),
         (lambda: with_head("hivis", tree="bush"), MethodError, "tree must be one of"),
@@ -183,6 +183,8 @@ def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do() -> None:
     prepared = prepare(suite, with_head("hivis"), ("target", str(head_folder("hivis"))))
     assert list(prepared.methods) == ["plain", "hivis"]
     assert [m.split(":")[0] for m in prepared.missing] == ["Method eagle2", "Method chain"]
-    assert prepared.models()["drafter"]["type"] == "hivis"
+    models = prepared.models()
+    assert models["drafter"] is None
+    assert models["heads"]["hivis"]["type"] == "hivis"
     with pytest.raises(MethodError, match="needs a draft model"):
         prepare(Suite("s", "t", tasks, (*entries, MethodEntry("chain", "chain"))), with_head("hivis"))

@@ -227,6 +227,18 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     return shared
 
 
+def path_of(given: str | Path) -> str:
+    """A folder or hub id as text, the home folder written out."""
+    return str(Path(given).expanduser()) if str(given).startswith("~") else str(given)
+
+
+def name_of(given: Any) -> str:
+    """How to call a model, a head or a folder in a message."""
+    if isinstance(given, (str, Path)):
+        return str(given)
+    return str(getattr(given.config, "_name_or_path", "") or type(given).__name__)
+
+
 @contextmanager
 def _refusing(path: str | Path) -> Iterator[None]:
     """Whatever goes wrong while a checkpoint is read, as one sentence."""

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saccade import methods
+from saccade import drafters, methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
 from saccade.compositions import Parts
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.store import kind_in, load_head, read_config
+from saccade.drafters import Heads
 from saccade.engine import Request, Session
-from saccade.errors import InputError, MethodError
+from saccade.errors import InputError
 from saccade.generation import plan
 from saccade.inputs.families import visual_ids
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.loading import adapt, check_checkpoint, check_device, check_dtype, load_model, shared_vocabulary
+from saccade.loading import (
+    adapt,
+    check_checkpoint,
+    check_device,
+    check_dtype,
+    load_model,
+    name_of,
+    path_of,
+    shared_vocabulary,
+)
 from saccade.loading import draft_dtype as best_draft_dtype
 from saccade.stream import Stream
 from saccade.target.adapter import Target
@@ -34,6 +43,8 @@ def load(
     drafter: str | Path | Any = None,
     method: str | None = None,
     *,
+    heads: Heads = (),
+    head: str | None = None,
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
@@ -47,8 +58,12 @@ def load(
             none.
         method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
             head, and ``prompt-lookup`` without a drafter.
+        heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
+            goes by its own name, a head that was given as drafter by its kind.
+        head: the name of the one to use; by default the one of the method's kind.
         dtype: of the target: ``auto`` (as stored), a name, or a torch dtype.
-        draft_dtype: of the drafter; when None, as stored, but float32 for a small drafter on a CPU.
+        draft_dtype: of drafter and heads; when None, as stored (heads: as the target), but float32 for small ones on
+            a CPU.
         device_map: of the target, as in `from_pretrained`; the drafter goes where the target's embeddings are.
         options: override the method's defaults, for example ``gamma=7``.
 
@@ -56,33 +71,36 @@ def load(
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
         MethodError: unknown method or option.
     """
-    head = _head_in(drafter)
-    name = method or (head.kind if head else methods.default(drafter is not None))
-    _check_drafter(name, drafter, head)
+    given = drafters.named(drafter, heads)
+    kinds = drafters.kinds_of(given)
+    name = method or drafters.default_method(drafter, kinds, head)
+    drafters.check(name, drafter, kinds, head)
     # All that can be wrong is found before gigabytes of weights are read.
     methods.check_options(name, options)
     check_device(device_map)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     processor = _processor(target)
-    draft_processor = None if drafter is None or head else _processor(drafter)
+    drafting = None if drafters.is_head(drafter) else drafter
+    draft_processor = None if drafting is None else _processor(drafting)
     if draft_processor is not None:
-        shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (_name(target), _name(drafter)))
+        shared_vocabulary(
+            processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting))
+        )
     model = _model(target, dtype, device_map)
-    draft_model = None
-    if head:
-        draft_model = drafter
-    elif drafter is not None:
+    if drafting is not None:
         place = model.get_input_embeddings().weight.device
-        draft_model = _model(drafter, draft_dtype or "auto", None if place.type == "cpu" else place)
+        drafting = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
         if draft_dtype is None:
-            draft_model = draft_model.to(best_draft_dtype(draft_model))
+            drafting = drafting.to(best_draft_dtype(drafting))
     return VLM(
         model,
         processor,
-        drafter=draft_model,
+        drafter=drafting,
         draft_processor=draft_processor,
-        draft_dtype=draft_dtype if head else None,
+        heads=given,
+        head=head,
+        draft_dtype=draft_dtype,
         method=name,
         **options,
     )
@@ -96,9 +114,16 @@ class VLM:
         processor: its `InputProcessor`; made from the model's own checkpoint when None.
         drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
         draft_processor: the drafter's; made from its checkpoint when None.
-        draft_dtype: of a head that is read from its folder; see `load`.
+        heads, head: see `load`.
+        draft_dtype: of heads that are read from their folders; see `load`.
         method: a name of `saccade methods`.
         options: override the method's defaults.
+
+    Attributes:
+        draft_model: the loaded draft model; None without one.
+        heads: the loaded heads by name.
+        head: the one of them that the method uses; None when it needs none.
+        head_name: its name.
     """
 
     def __init__(
@@ -108,6 +133,8 @@ class VLM:
         *,
         drafter: Any = None,
         draft_processor: InputProcessor | None = None,
+        heads: Heads = (),
+        head: str | None = None,
         draft_dtype: str | torch.dtype | None = None,
         method: str | None = None,
         **options: Any,
@@ -116,27 +143,25 @@ class VLM:
         self.target: Target = adapt(model)
         self.draft_model: Target | None = None
         self._draft_processor: InputProcessor | None = None
-        self.head: Head | None = None
         vocabulary: int | None = None
-        if isinstance(drafter, Head):
-            self.head = drafter
-        elif _head_in(drafter):
-            self.head = load_head(_path(drafter), self.target, _head_dtype(draft_dtype))
-        elif drafter is not None:
+        given = drafters.named(drafter, heads)
+        if drafter is not None and not drafters.is_head(drafter):
             self.draft_model = adapt(drafter)
             self._draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
             vocabulary = shared_vocabulary(
-                self.processor.tokenizer, self._draft_processor.tokenizer, (_name(model), _name(drafter))
+                self.processor.tokenizer, self._draft_processor.tokenizer, (name_of(model), name_of(drafter))
             )
+        self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
-        self._parts = Parts(
-            self.target, self.draft_model, vocabulary, special, self._draft_processor, self.head
-        )
-        default = self.head.kind if self.head else methods.default(self.draft_model is not None)
-        self._compose(method or default, options)
+        self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
+        default = drafters.default_method(drafter, drafters.kinds_of(given), head)
+        self._compose(method or default, head, options)
 
-    def _compose(self, method: str, options: Mapping[str, Any]) -> None:
-        self.engine = methods.build(method, self._parts, **options)
+    def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
+        self.head_name = drafters.choose(method, drafters.kinds_of(self.heads), head)
+        self.head = None if self.head_name is None else self.heads[self.head_name]
+        parts = replace(self._parts, head=self.head)
+        self.engine = methods.build(method, parts, **options)
         self.method = method
         self.lossless = methods.get(method).lossless
 
@@ -213,14 +238,18 @@ class VLM:
         run = self.engine.start(requests, decoding, session, trace)
         return Stream(run, self.processor.tokenizer, batch, streamer, requests)
 
-    def using(self, method: str, **options: Any) -> VLM:
+    def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:
         """The same loaded models with another method.
 
+        Args:
+            head: the name of the head to use; by default the only one of the method's kind, or of several the one
+                that is called like the kind.
+
         Raises:
-            MethodError: unknown method or option, or the method needs a drafter and none is loaded.
+            MethodError: unknown method, option or head, or the method needs a drafter and none is loaded.
         """
         other = copy.copy(self)
-        other._compose(method, options)
+        other._compose(method, head, options)
         return other
 
     def chat(self, system: str | None = None) -> Chat:
@@ -257,61 +286,14 @@ def _eyes(model: Target) -> Any:
     return config.model_type, visual_ids(config), [getattr(vision, name, None) for name in sizes]
 
 
-def _head_in(drafter: Any) -> HeadConfig | None:
-    """The configuration of a head or of the one in a folder; None where a drafter is anything else."""
-    if isinstance(drafter, Head):
-        return drafter.config
-    return read_config(_path(drafter)) if kind_in(drafter) else None
-
-
-def _check_drafter(name: str, drafter: Any, head: HeadConfig | None) -> None:
-    """Raise `MethodError` unless a drafter is what a method needs."""
-    needs = methods.get(name).needs
-    if drafter is not None and needs == "nothing":
-        raise MethodError(f"Method {name} takes no drafter; leave it out or choose another method.")
-    if drafter is None and needs == "draft model":
-        raise MethodError(
-            f"Method {name} needs a drafter; give one with drafter=... (--drafter on the command line)."
-        )
-    if drafter is None and needs == "head":
-        raise MethodError(
-            f"Method {name} needs a trained head; give its folder with drafter=... (--drafter on the command line)."
-        )
-    if head and (needs == "draft model" or head.kind != name):
-        raise MethodError(
-            f"The drafter {_name(drafter)} is a trained {head.kind} head, which method {name} cannot use; choose "
-            f"method {head.kind}, or another drafter."
-        )
-    if drafter is not None and needs == "head" and not head:
-        raise MethodError(
-            f"Method {name} needs a trained head, which {_name(drafter)} is not; give the folder of one, or choose "
-            "another method."
-        )
-
-
-def _head_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    found = check_dtype(given or "auto")
-    return found if isinstance(found, torch.dtype) else None
-
-
 def _processor(given: Any) -> InputProcessor:
     if not isinstance(given, (str, Path)):
         return InputProcessor.load(given.config._name_or_path)
-    check_checkpoint(_path(given))
-    return InputProcessor.load(_path(given))
+    check_checkpoint(path_of(given))
+    return InputProcessor.load(path_of(given))
 
 
 def _model(given: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
     if not isinstance(given, (str, Path)):
         return given
-    return load_model(_path(given), dtype=dtype, device_map=device_map)
-
-
-def _path(given: str | Path) -> str:
-    return str(Path(given).expanduser()) if str(given).startswith("~") else str(given)
-
-
-def _name(given: Any) -> str:
-    if isinstance(given, (str, Path)):
-        return str(given)
-    return str(getattr(given.config, "_name_or_path", "") or type(given).__name__)
+    return load_model(path_of(given), dtype=dtype, device_map=device_map)

@@ -72,14 +72,15 @@ def model_facts(model: Any, name: str) -> dict[str, Any]:
 
 def head_facts(head: Head, name: str) -> dict[str, Any]:
     """The same of a trained head; its vocabulary and embeddings are the target's."""
-    path, config = Path(name), head.config
+    config = head.config
     return {
-        "name": path.resolve().name if path.is_dir() else name,
+        "name": name,
         "type": head.kind,
         "parameters": sum(p.numel() for p in head.parameters()),
         "layers": head.blocks,
         "width": config.hidden_size,
         "vocabulary": config.vocab_size,
+        "options": dict(config.options),
         "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
 

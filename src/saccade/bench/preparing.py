@@ -12,6 +12,7 @@ from saccade.bench import questions
 from saccade.bench.environment import environment, head_facts, model_facts
 from saccade.bench.questions import Question
 from saccade.bench.suite import MethodEntry, Suite
+from saccade.draft.heads.head import Head
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.vlm import VLM
 
@@ -26,7 +27,7 @@ class Prepared:
         methods: by label, the baseline first; all share the loaded models.
         questions: by task.
         missing: one sentence for everything that was left out.
-        names: how the user called target and drafter.
+        names: how the user called target and draft model.
     """
 
     suite: Suite
@@ -72,14 +73,19 @@ class Prepared:
         return as_json(resolved)
 
     def models(self) -> dict[str, Any]:
-        """Facts about target and drafter."""
+        """Facts about target, draft model and the heads that are used."""
         target, drafter = self.names
         found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
         if self.vlm.draft_model is not None:
             found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
-        if self.vlm.head is not None:
-            found["drafter"] = head_facts(self.vlm.head, drafter or "")
+        found["heads"] = {name: head_facts(head, name) for name, head in self.heads.items()}
         return as_json(found)
+
+    @property
+    def heads(self) -> dict[str, Head]:
+        """By name, those that a method drafts with."""
+        used = [(vlm.head_name, vlm.head) for vlm in self.methods.values()]
+        return {name: head for name, head in used if name is not None and head is not None}
 
     def environment(self) -> dict[str, Any]:
         """Where it runs."""
@@ -102,8 +108,8 @@ def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) 
             missing.append(f"Method {entry.label}: {reason}")
         else:
             try:
-                found[entry.label] = vlm.using(entry.name, **entry.options)
-            except MethodError as problem:  # needs another drafter than the one that is loaded
+                found[entry.label] = vlm.using(entry.name, head=entry.head, **entry.options)
+            except MethodError as problem:  # needs another drafter or head than those that are loaded
                 if not entry.optional:
                     raise
                 missing.append(f"Method {entry.label}: {problem}")
@@ -163,6 +169,7 @@ def _resolved(entry: MethodEntry, vlm: VLM) -> dict[str, Any]:
         "options": {**method.options, **entry.options},
         "lossless": method.lossless,
         "needs": method.needs,
+        "head": vlm.head_name,
         "max_nodes": drafter.max_nodes if drafter else 1,
         "max_depth": drafter.max_depth if drafter else 0,
     }

@@ -53,13 +53,16 @@ class MethodEntry:
         name: of `saccade methods`.
         label: how it is called in records and reports.
         options: override the method's defaults.
-        optional: left out, and said so, where this version of Saccade does not have the method.
+        head: name of the head that it drafts with; when None that of its kind (see `VLM.using`).
+        optional: left out, and said so, where this version of Saccade does not have the method, or what it needs was
+            not given.
     """
 
     name: str
     label: str
     options: dict[str, Any] = field(default_factory=dict)
     optional: bool = False
+    head: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +189,14 @@ def _method(item: Any, where: str) -> MethodEntry:
         raise SaccadeError(
             f'{where}: a method must be a name or a table with one, such as {{name = "chain"}}.'
         )
-    options = {k: v for k, v in item.items() if k not in ("name", "label", "optional")}
+    options = {k: v for k, v in item.items() if k not in ("name", "label", "optional", "head")}
+    head = item.get("head")
+    if head is not None and not isinstance(head, str):
+        raise SaccadeError(f"{where}: head of a method must be the name of one, not {head!r}.")
     label = item.get("label")
     if label is None:
-        label = "-".join([item["name"], *(str(v) for v in options.values())])
-    return MethodEntry(item["name"], str(label), options, bool(item.get("optional", False)))
+        label = "-".join([item["name"], *([head] if head else []), *(str(v) for v in options.values())])
+    return MethodEntry(item["name"], str(label), options, bool(item.get("optional", False)), head)
 
 
 def _sampling(content: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def bench(
     ] = None,
     target: o.Target = "pocket",
     drafter: o.Drafter = None,
+    head: o.Heads = None,
     dtype: o.Dtype = "auto",
     draft_dtype: o.DraftDtype = None,
     device: o.DeviceMap = None,
@@ -99,6 +100,8 @@ def bench(
     `saccade bench --suite quick`
 
     `saccade bench --suite quick --methods chain,prompt-lookup --repeats 3 --out runs/mine`
+
+    `saccade bench --suite hivis-2 -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
 
     `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
@@ -122,7 +125,9 @@ def bench(
     from saccade.bench.preparing import prepare
 
     name = target or "pocket"
-    vlm = screen.load_models(name, drafter, None, dtype=dtype, draft_dtype=draft_dtype, device_map=device)
+    vlm = screen.load_models(
+        name, drafter, None, heads=head or [], dtype=dtype, draft_dtype=draft_dtype, device_map=device
+    )
     prepared = prepare(chosen, vlm, (name, drafter))
     folder = out or Path("runs") / chosen.name
     if plan:
@@ -186,7 +191,8 @@ def _plan(prepared: Prepared, folder: Path) -> None:
             line(text)
     line("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
     for method in prepared.config()["methods"]:
-        options = " ".join(f"{k}={v}" for k, v in method["options"].items())
+        chosen = {**method["options"], **({"head": method["head"]} if method["head"] else {})}
+        options = " ".join(f"{k}={v}" for k, v in chosen.items())
         line(f"Method {method['label']}: {method['name']} {options}".rstrip())
     for reason in prepared.missing:
         line(f"Missing: {reason}")

@@ -28,6 +28,16 @@ Drafter = Annotated[
         rich_help_panel="Models",
     ),
 ]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--head",
+        metavar="[NAME=]FOLDER",
+        help="A trained head besides the drafter, called like its folder or NAME; may be repeated. With `pocket` the "
+        "shipped heads come too, but for those of a kind that is given here.",
+        rich_help_panel="Models",
+    ),
+]
 MethodName = Annotated[
     str | None,
     typer.Option(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from saccade.errors import InputError
+
 if TYPE_CHECKING:
     from saccade.chat import Turn
     from saccade.output import Mark, Output
@@ -67,10 +69,16 @@ def check_media(images: list[str], videos: list[str]) -> None:
         read_source(video, "video")
 
 
-def load_models(target: str, drafter: str | None, method: str | None, **options: Any) -> VLM:
+def load_models(
+    target: str, drafter: str | None, method: str | None, *, heads: list[str] | None = None, **options: Any
+) -> VLM:
     """`saccade.load` with a waiting sign; `pocket` stands for the built-in pair.
 
     Other models go to the CUDA GPU where there is one, unless ``device_map`` says where.
+
+    Args:
+        heads: FOLDER or NAME=FOLDER each, to choose from; to them come those that are shipped for the built-in
+            target. None for the one that the method needs.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of libraries, about what the user of a command cannot change
@@ -81,17 +89,57 @@ def load_models(target: str, drafter: str | None, method: str | None, **options:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
+        given = _heads_by_name(heads or [])
         if target == "pocket" and not Path(target).is_dir():
             from saccade import methods, pocket
 
             target = str(pocket.target_path())
-            if drafter is None and (method is None or methods.get(method).needs == "draft model"):
+            needs = None if method is None else methods.get(method).needs
+            if drafter is None and needs in (None, "draft model"):
                 drafter = str(pocket.draft_path())
+            if heads is not None or needs == "head":
+                given |= _shipped_heads(drafter, given, method)
         elif options.get("device_map") is None:
             import torch
 
             options["device_map"] = "cuda" if torch.cuda.is_available() else None
+        if given:
+            options["heads"] = given
         return load(target, drafter, method, **options)
+
+
+def _heads_by_name(given: list[str]) -> dict[str, str]:
+    """FOLDER or NAME=FOLDER each.
+
+    Raises:
+        InputError: two have the same name.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (equals and name and folder) or Path(text).is_dir():
+            name, folder = Path(text).expanduser().resolve().name, text
+        if name in found:
+            raise InputError(
+                f"Two heads are called {name!r}; give one of them another name: --head NAME=FOLDER."
+            )
+        found[name] = folder
+    return found
+
+
+def _shipped_heads(drafter: str | None, given: dict[str, str], method: str | None) -> dict[str, str]:
+    """The built-in target's heads, of the method's kind or of all, but for kinds that the user gives.
+
+    Raises:
+        ModelError: the one that the method needs is not shipped.
+    """
+    from saccade.draft.heads.store import kind_in
+    from saccade.pocket.folders import head_path, head_paths
+
+    kinds = {kind_in(folder) for folder in (drafter, *given.values())}
+    if method is None:
+        return {kind: str(path) for kind, path in head_paths().items() if kind not in kinds}
+    return {} if method in kinds else {method: str(head_path(method))}
 
 
 class Painter:

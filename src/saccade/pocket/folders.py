@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+from saccade.errors import ModelError
+
 _WEIGHTS = Path(__file__).parent / "weights"
+_MODELS = ("target", "draft")
 
 
 def target_path() -> Path:
@@ -13,3 +16,26 @@ def target_path() -> Path:
 def draft_path() -> Path:
     """The folder of the draft VLM, ready for `from_pretrained`."""
     return _WEIGHTS / "draft"
+
+
+def head_path(kind: str) -> Path:
+    """The folder of the target's trained head of that kind.
+
+    Raises:
+        ModelError: none of that kind is shipped.
+    """
+    found = head_paths()
+    if kind not in found:
+        raise ModelError(
+            f"No trained {kind} head comes with the built-in pair (shipped: {', '.join(found) or 'none'}); train one "
+            f"with `saccade train {kind} -t pocket`, and give its folder."
+        )
+    return found[kind]
+
+
+def head_paths() -> dict[str, Path]:
+    """The folders of all heads that are shipped, by kind."""
+    if not _WEIGHTS.is_dir():
+        return {}
+    folders = sorted(f for f in _WEIGHTS.iterdir() if f.name not in _MODELS)
+    return {f.name: f for f in folders if (f / "config.json").is_file()}

@@ -1,0 +1,177 @@
+"""What a VLM can draft with: a draft model, and trained heads by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade import methods
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.store import kind_in, load_head, read_config
+from saccade.errors import MethodError
+from saccade.loading import check_dtype, name_of, path_of
+from saccade.target.adapter import Target
+
+AnyHead = str | Path | Head
+"""A loaded head, or the folder of one."""
+Heads = AnyHead | Sequence[AnyHead] | Mapping[str, AnyHead]
+
+
+def is_head(drafter: Any) -> bool:
+    """Whether it is a head, or the folder of one."""
+    return isinstance(drafter, Head) or kind_in(drafter) is not None
+
+
+def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
+    """All heads by name: a drafter that is one goes by its kind, a folder by its own name unless it was given another.
+
+    Raises:
+        ModelError: a folder holds no head.
+        MethodError: two heads have the same name.
+    """
+    found: dict[str, AnyHead] = {}
+    if is_head(drafter):
+        found[config_of(drafter).kind] = drafter
+    if isinstance(heads, Mapping):
+        given = list(heads.items())
+    else:
+        several = [heads] if isinstance(heads, (str, Path, Head)) else heads
+        given = [(_own_name(head), head) for head in several]
+    for name, head in given:
+        if name in found:
+            raise MethodError(
+                f"Two heads are called {name!r}; give one of them another name with heads={{NAME: FOLDER}} "
+                "(--head NAME=FOLDER on the command line)."
+            )
+        found[name] = head
+    return found
+
+
+def config_of(head: AnyHead) -> HeadConfig:
+    """What a head's config.json says.
+
+    Raises:
+        ModelError: the folder holds no head.
+    """
+    return head.config if isinstance(head, Head) else read_config(path_of(head))
+
+
+def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
+    """Name -> kind."""
+    return {name: config_of(head).kind for name, head in heads.items()}
+
+
+def read_heads(
+    heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None
+) -> dict[str, Head]:
+    """All heads by name, every folder read once.
+
+    Args:
+        dtype: of heads that are read; see `load_head`.
+    """
+    found, read = check_dtype(dtype or "auto"), dict[Path, Head]()
+    kind = found if isinstance(found, torch.dtype) else None
+    loaded: dict[str, Head] = {}
+    for name, head in heads.items():
+        if isinstance(head, Head):
+            loaded[name] = head
+            continue
+        folder = Path(path_of(head)).resolve()
+        if folder not in read:
+            read[folder] = load_head(folder, target, kind)
+        loaded[name] = read[folder]
+    return loaded
+
+
+def choose(method: str, kinds: Mapping[str, str], name: str | None = None) -> str | None:
+    """Which head a method drafts with: the named one, or that of its kind.
+
+    Of several of its kind it is the one that is called like the kind.
+
+    Args:
+        kinds: name -> kind of every head that there is.
+        name: of the head that is wanted.
+
+    Returns:
+        Its name; None for a method that needs no head.
+
+    Raises:
+        MethodError: there is none, it is of another kind, or it is not clear which one is meant.
+    """
+    if methods.get(method).needs != "head":
+        if name is not None:
+            raise MethodError(f"Method {method} takes no head; leave out head={name}.")
+        return None
+    there = ", ".join(n if n == k else f"{n} ({k})" for n, k in kinds.items())
+    if name is not None and name not in kinds:
+        raise MethodError(
+            f"There is no head called {name!r} (there: {there or 'none'}); give its folder with "
+            f"heads={{{name!r}: FOLDER}} (--head {name}=FOLDER on the command line)."
+        )
+    if name is not None and kinds[name] != method:
+        raise MethodError(
+            f"The head {name} is of the kind {kinds[name]}, which method {method} cannot use; choose method "
+            f"{kinds[name]}, or another head."
+        )
+    if name is not None:
+        return name
+    fitting = [n for n, kind in kinds.items() if kind == method]
+    if not kinds:
+        raise MethodError(
+            f"Method {method} needs a trained head; give its folder with drafter=..., or with heads=... beside a draft "
+            "model (--drafter, --head on the command line)."
+        )
+    if not fitting:
+        raise MethodError(
+            f"Method {method} needs a trained {method} head, but there is none (there: {there}); choose another "
+            "method, or give the folder of one."
+        )
+    if len(fitting) > 1 and method not in fitting:
+        raise MethodError(
+            f"There are several {method} heads ({', '.join(fitting)}); say which one with head=NAME, or call one of "
+            f"them {method}."
+        )
+    return method if method in fitting else fitting[0]
+
+
+def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> str:
+    """The method for a user who names none: that of the head, if there is one and no draft model."""
+    if head is not None and head in kinds:
+        return kinds[head]
+    if is_head(drafter):
+        return config_of(drafter).kind
+    if drafter is None and kinds:
+        return next(iter(kinds.values()))
+    return methods.default(drafter is not None)
+
+
+def check(method: str, drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> None:
+    """Raise `MethodError` unless what was given is what a method needs."""
+    needs = methods.get(method).needs
+    headed = is_head(drafter)
+    if drafter is not None and needs == "nothing":
+        raise MethodError(f"Method {method} takes no drafter; leave it out or choose another method.")
+    if drafter is None and needs == "draft model":
+        raise MethodError(
+            f"Method {method} needs a drafter; give one with drafter=... (--drafter on the command line)."
+        )
+    if headed and needs == "draft model":
+        kind = config_of(drafter).kind
+        raise MethodError(
+            f"The drafter {name_of(drafter)} is a trained {kind} head, which method {method} cannot use; choose "
+            f"method {kind}, or another drafter."
+        )
+    if drafter is not None and needs == "head" and not kinds:
+        raise MethodError(
+            f"Method {method} needs a trained head, which {name_of(drafter)} is not; give the folder of one, or choose "
+            "another method."
+        )
+    choose(method, kinds, head)
+
+
+def _own_name(head: AnyHead) -> str:
+    return head.kind if isinstance(head, Head) else Path(path_of(head)).resolve().name
