@@ -263,6 +263,18 @@ def dream(
     return parts.headed("dream", _tree_of_head(tree, top, depth, total, gamma))
 
 
+def medusa(
+    parts: Parts, *, tree: str = "static", top: int = 10, depth: int = 5, total: int = 60, gamma: int = 5
+) -> Engine:
+    return parts.headed("medusa", _tree_of_head(tree, top, depth, total, gamma))
+
+
+def hydra(
+    parts: Parts, *, tree: str = "static", top: int = 10, depth: int = 5, total: int = 60, gamma: int = 5
+) -> Engine:
+    return parts.headed("hydra", _tree_of_head(tree, top, depth, total, gamma))
+
+
 def policy_of(tree: str, gamma: int) -> TreePolicy:
     """A tree policy by its name in options; ``gamma`` is the length of a chain and says nothing to the others.
 

@@ -147,6 +147,20 @@ METHODS: dict[str, Method] = {
         needs="head",
         compose=compositions.dream,
     ),
+    "medusa": Method(
+        "a trained head guesses every token of a static tree from the target's last state alone",
+        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic or chain: others",
+        lossless=True,
+        needs="head",
+        compose=compositions.medusa,
+    ),
+    "hydra": Method(
+        "Medusa's guesses, each of which also reads the tokens guessed before it",
+        source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic or chain: others",
+        lossless=True,
+        needs="head",
+        compose=compositions.hydra,
+    ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
         source="LVSpec, Section 3; branches=2 is Appendix E, tree=sage grows SAGE's trees; greedy decoding only",

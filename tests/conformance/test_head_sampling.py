@@ -50,7 +50,7 @@ def sampled(kind: str, policy: str, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("options", ["as_it_is", "top_p"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["eagle2", "hivis", "dream"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis", "dream", "medusa", "hydra"])
 def test_rows_sampled_with_a_head_follow_the_target(kind: str, policy: str, options: str) -> None:
     counts = histogram(sampled(kind, policy, **OPTIONS[options]), SMALL)
     assert p_value(counts, exact(small_model(1), PROMPT, NEW, processed(**OPTIONS[options]))) > LIKELY

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
-from train_kit import head, samples, target
+from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.store import load_head
+from saccade.train.ahead import AheadObjective
 from saccade.train.eagle3 import Eagle3Objective
 from saccade.train.entries import Entries, entries_of
 from saccade.train.features import read_features
+from saccade.train.recipe import Recipe, Stage
+from saccade.train.trainer import Trainer
 
 
 def entries(own: Head, name: str = "llava") -> Entries:
@@ -48,3 +54,40 @@ def test_eagle3_is_its_cross_entropy_over_self_fed_steps() -> None:
                 counts[step] += 1
     assert tally.kept.tolist() == counts
     assert float(tally.loss) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
+    """Stack s at an entry: the token s + 1 behind the entry's own, from the state before it; 0.8 ** s each."""
+    own = head("llava", kind)
+    given = entries(own)
+    tally = AheadObjective()(own, given, lm_head, 5)
+    total, counts, plain = 0.0, [0] * 5, 0.0
+    for row in range(3):
+        learnt = given.learnt[row].nonzero()[:, 0].tolist()
+        for place in learnt:
+            for step in range(5):
+                if place + step > learnt[-1]:
+                    break
+                path = given.embeddings[row, place : place + step + 1]
+                guess = own(given.features[row, place][None], path[None], step=step)
+                q = lm_head(guess)[0].double().log_softmax(-1)
+                loss = -float(q[given.following[row, place + step]].detach())
+                total, plain, counts[step] = total + 0.8**step * loss, plain + loss, counts[step] + 1
+    assert counts[0] > counts[4] > 0
+    assert tally.tried.tolist() == tally.kept.tolist() == counts
+    assert float(tally.loss.detach()) == pytest.approx(total, rel=1e-4)
+    assert float(tally.terms["tokens"]) == pytest.approx(plain, rel=1e-4)
+    tally.loss.backward()
+    assert [n for n, w in own.named_parameters() if w.grad is None or not w.grad.any()] == []
+    assert all(weight.grad is None for weight in target("llava").model.parameters())
+    assert AheadObjective()(own, given, lm_head, 2).tried.tolist() == counts[:2]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_run_trains_and_measures_a_head_that_reaches_two_tokens(kind: str, tmp_path: Path) -> None:
+    recipe = Recipe(kind=kind, stages=(Stage(4, 1e-3, 2),), batch_size=2, log_every=1, validation_samples=1)
+    outcome = Trainer(target("llava"), recipe, listed("llava", 12), tmp_path, say=lambda _: None).run()
+    assert outcome.efficiency is not None
+    assert outcome.efficiency >= 1
+    assert load_head(outcome.head, target("llava")).reach == 2

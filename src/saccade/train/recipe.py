@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import TrainingError
+from saccade.train.ahead import AheadObjective
 from saccade.train.dream import DreamObjective
 from saccade.train.eagle2 import Eagle2Objective
 from saccade.train.eagle3 import Eagle3Objective
@@ -21,6 +22,8 @@ OBJECTIVES: dict[str, Any] = {
     "eagle3": Eagle3Objective,
     "hivis": HiViSObjective,
     "dream": DreamObjective,
+    "medusa": AheadObjective,
+    "hydra": AheadObjective,
 }
 """Kind of head -> how it learns: a dataclass of the loss's settings that makes an `Objective`."""
 

@@ -222,7 +222,9 @@ class Trainer:
         write_folder(self._out / f"bad-step-{step + 1}{suffix}", write)
 
     def _names(self) -> list[str]:
-        return [n for n in ("states", "middle", "distribution", "top") if getattr(self._objective, n, 0)]
+        return [
+            n for n in ("states", "middle", "distribution", "top", "tokens") if getattr(self._objective, n, 0)
+        ]
 
     def _wanted(self) -> list[Any]:
         """What decides, besides the head's layers, which features are read: DREAM's compression and inner state."""

@@ -25,7 +25,7 @@ class EngineMeasure:
         target: the model that the head drafts for.
         prompts: asked together, ``rows`` at a time.
         max_new_tokens: longest answer.
-        policy: shape of the drafts; a chain of five by default.
+        policy: shape of the drafts; by default a chain of five, or shorter where the head reaches less far.
     """
 
     def __init__(
@@ -38,13 +38,14 @@ class EngineMeasure:
         policy: TreePolicy | None = None,
     ) -> None:
         self._target, self._prompts = target, list(prompts)
-        self._length, self._rows, self._policy = max_new_tokens, rows, policy or Chain(5)
+        self._length, self._rows, self._policy = max_new_tokens, rows, policy
 
     def __call__(self, head: Head) -> float:
         """Tokens per verification pass, over all prompts; the head is left as it was."""
         mirror = deepcopy(head).to(self._target.device, self._target.dtype)
         mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
-        engine = Engine(self._target, HeadDrafter(mirror, self._target, self._policy))
+        policy = self._policy or Chain(min(5, mirror.reach or 5))
+        engine = Engine(self._target, HeadDrafter(mirror, self._target, policy))
         accepted, passes = 0, 0
         for start in range(0, len(self._prompts), self._rows):
             requests = [Request(p) for p in self._prompts[start : start + self._rows]]

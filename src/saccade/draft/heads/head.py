@@ -72,6 +72,11 @@ class Head(nn.Module, ABC):
         return False
 
     @property
+    def reach(self) -> int | None:
+        """How many tokens behind the last emitted one it can guess; None for as many as are wanted."""
+        return None
+
+    @property
     def blocks(self) -> int:
         """Layers that its cache needs."""
         return 1

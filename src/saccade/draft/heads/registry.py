@@ -8,9 +8,11 @@ from saccade.draft.heads.eagle2 import Eagle2
 from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.hivis import HiViS
+from saccade.draft.heads.hydra import Hydra
+from saccade.draft.heads.medusa import Medusa
 from saccade.errors import ModelError
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (Eagle2, Eagle3, HiViS, Dream)}
+HEADS: dict[str, type[Head]] = {head.kind: head for head in (Eagle2, Eagle3, HiViS, Dream, Medusa, Hydra)}
 
 
 def kind_of(kind: str) -> type[Head]:

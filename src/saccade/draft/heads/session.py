@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.draft.drafter import DraftSession
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.hydra import Hydra
+from saccade.draft.heads.medusa import Medusa
 from saccade.draft.heads.store import check_fit
 from saccade.draft.policy import Frontier, TreePolicy
 from saccade.draft.sampling import Proposer
@@ -37,11 +40,16 @@ class HeadDrafter:
         policy: which guesses are worth verifying.
 
     Raises:
-        ModelError: the head was made for another target.
+        ModelError: the head was made for another target, or the tree is deeper than it can guess.
     """
 
     def __init__(self, head: Head, target: Target, policy: TreePolicy) -> None:
         check_fit(head.config, target)
+        if head.reach is not None and policy.max_depth > head.reach:
+            raise ModelError(
+                f"This {head.kind} head guesses {head.reach} tokens ahead, but the tree has up to {policy.max_depth} "
+                f"levels; choose a tree of at most {head.reach}."
+            )
         self.head = head.eval()
         self.target = target
         self.policy = policy
@@ -62,7 +70,11 @@ class HeadDrafter:
     def draws(self) -> bool:
         return self.policy.can_sample
 
-    def open(self, batch: int, target: Context) -> HeadDraftSession:
+    def open(self, batch: int, target: Context) -> DraftSession:
+        if isinstance(self.head, (Medusa, Hydra)):
+            from saccade.draft.heads.ahead import AheadDraftSession
+
+            return AheadDraftSession(self, batch, target)
         if isinstance(self.head, Dream):
             from saccade.draft.heads.dream_session import DreamDraftSession
 
