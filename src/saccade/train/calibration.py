@@ -45,6 +45,7 @@ class Calibration:
         self._target, self._pruning = target, pruning
         self._about = repr((sorted(identity(target).items()), pruning))
         self._known: dict[str, Finding] = {}
+        self._unsaved: list[str] = []
         self._file = None if folder is None else folder / f"{rank}.jsonl"
         for file in sorted(folder.glob("*.jsonl")) if folder is not None else ():
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -55,18 +56,26 @@ class Calibration:
 
         Raises:
             ModelError: the target's attention cannot be read.
-            TrainingError: the disk is full.
         """
         key = self._key(prompt)
         if key not in self._known:
             self._known[key] = found = calibrate(self._target, prompt, self._pruning)
-            if self._file is not None:
-                line = json.dumps({"key": key, "layer": found.layer, "dropped": found.dropped})
-                with writing(self._file):
-                    self._file.parent.mkdir(parents=True, exist_ok=True)
-                    with self._file.open("a", encoding="utf-8") as file:
-                        file.write(line + "\n")
+            self._unsaved.append(json.dumps({"key": key, "layer": found.layer, "dropped": found.dropped}))
         return self._known[key]
+
+    def save(self) -> None:
+        """Bring new findings to disk, where there is a folder.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        if self._file is None or not self._unsaved:
+            return
+        with writing(self._file):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write("".join(f"\n{line}" for line in self._unsaved))  # a line cut short stays alone
+        self._unsaved.clear()
 
     def _key(self, prompt: Prompt) -> str:
         content = repr((self._about, prompt.ids, [medium.digest for medium in prompt.media]))

@@ -46,6 +46,9 @@ class DreamFeeder(Feeder):
         self._layer, self._pruning = layer, head.pruning
         self._calibration = Calibration(target, head.pruning, folder, rank)
 
+    def save(self) -> None:
+        self._calibration.save()
+
     def _read(self, samples: Sequence[Sample]) -> list[Features]:
         count = len(self._target.layers)
         wanted, dropped = [], []

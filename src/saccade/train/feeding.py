@@ -39,6 +39,9 @@ class Feeder:
             features = [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
         return self._entries(features) if features else None
 
+    def save(self) -> None:
+        """Bring to disk what a run that goes on from here need not find again; by default nothing."""
+
     def _cached(self, cache: FeatureCache, index: int) -> Features | None:
         found = cache.get(index)
         if found is None and (sample := self._source.sample(index)) is not None:

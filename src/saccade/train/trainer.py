@@ -273,6 +273,7 @@ class Trainer:
                 "best": self._best,
             }
             self._checkpoints.save(self._step, state)
+        self.feeder.save()
         self.processes.wait()
 
     def _validate(self, log: Log | None) -> None:
