@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from statistics import median
 from typing import Any
@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.sampling import TopProposer
+from saccade.draft.static import Chain
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -20,6 +24,10 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Tokens per pass that are always measured."""
 ROUNDS = 15
 """Timed passes of every size."""
+WARM = 2
+"""Passes before them, which find caches and kernels cold."""
+HEAD_STEPS = 5
+"""Length of the chain over which a head's step is averaged; shorter for heads that do not reach so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +38,14 @@ class Costs:
         kv: entries in the target's cache while measuring.
         target: seconds by number of tokens in the pass.
         draft: the draft model's seconds by number of tokens; empty without one.
+        heads: by name, a head's seconds per draft step, that is per token of a chain that it drafts; other than for
+            models, choosing the token is part of it.
     """
 
     kv: int
     target: dict[int, float]
     draft: dict[int, float]
+    heads: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON takes it (keys become strings)."""
@@ -46,7 +57,7 @@ class Costs:
         if not stored:
             return None
         target, draft = ({int(k): v for k, v in stored[name].items()} for name in ("target", "draft"))
-        return cls(stored["kv"], target, draft)
+        return cls(stored["kv"], target, draft, dict(stored.get("heads", {})))
 
     def target_seconds(self, tokens: float) -> float:
         """T_p(tokens), interpolated between the sizes that were measured."""
@@ -61,9 +72,18 @@ class Costs:
         """T_q / T_p: a draft step over a plain target step, one token each."""
         return self.draft_seconds(1) / self.target_seconds(1)
 
+    def head_ratio(self, name: str) -> float | None:
+        """T_q / T_p of a head; None for one that was not measured."""
+        return self.heads[name] / self.target_seconds(1) if name in self.heads else None
+
 
 def measure(
-    target: Target, prompt: Prompt, draft: Target | None, text: Prompt, sizes: Iterable[int] = ()
+    target: Target,
+    prompt: Prompt,
+    draft: Target | None,
+    text: Prompt,
+    sizes: Iterable[int] = (),
+    heads: Mapping[str, Head] | None = None,
 ) -> Costs:
     """Time passes behind a real prompt, all sizes in turn so that drift hits them alike.
 
@@ -72,6 +92,7 @@ def measure(
         text: its words alone. Repeated to the prompt's length they stand in for the drafter's prompt: only the
             number of KV entries counts.
         sizes: numbers of tokens besides `SIZES`, such as the trees of the methods that will run.
+        heads: by name.
     """
     wanted = sorted({*SIZES, *sizes})
     kv, seconds = _passes(target, prompt, wanted)
@@ -79,7 +100,8 @@ def measure(
     if draft is not None:
         repeated = islice(cycle(text.ids), len(prompt))
         _, drafts = _passes(draft, Prompt(tuple(repeated)), [s for s in wanted if s <= SIZES[3]])
-    return Costs(kv, seconds, drafts)
+    steps = {name: _head_step(head, target, prompt) for name, head in (heads or {}).items()}
+    return Costs(kv, seconds, drafts, steps)
 
 
 @torch.inference_mode()
@@ -91,10 +113,10 @@ def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[
     context.load(0, prompt)
     calls = {size: _call(context, prompt.ids[-1], size) for size in sizes}
     found: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(ROUNDS + 2):
+    for turn in range(ROUNDS + WARM):
         for size, call in calls.items():
             spent = _timed(call, model.device)
-            if turn >= 2:  # the first two find caches and kernels cold
+            if turn >= WARM:
                 found[size].append(spent)
     return len(prompt), {size: median(times) for size, times in found.items()}
 
@@ -113,7 +135,22 @@ def _call(context: Context, token: int, size: int) -> Callable[[], None]:
     return call
 
 
-def _timed(call: Callable[[], None], device: torch.device) -> float:
+@torch.inference_mode()
+def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
+    """Median seconds of a head's draft step. Every chain follows a token that the target is taken to have emitted."""
+    steps = min(HEAD_STEPS, head.reach or HEAD_STEPS)
+    room = len(prompt) + ROUNDS + WARM
+    context = Context(target, 1, room)
+    session = HeadDrafter(head, target, Chain(steps)).open(1, context)
+    context.load(0, prompt)
+    session.grow(room)
+    session.load(0, prompt)
+    emitted, proposer = [[prompt.ids[-1]]], TopProposer()
+    spent = [_timed(lambda: session.propose(emitted, proposer), target.device) for _ in range(ROUNDS + WARM)]
+    return median(spent[WARM:]) / steps
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
     _synchronize(device)
     started = time.perf_counter()
     call()

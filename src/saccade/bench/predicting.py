@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from saccade import theory
 from saccade.bench import metrics
@@ -18,7 +19,7 @@ class Predicted:
 
     Attributes:
         method: label.
-        draft_cost: T_q / T_p, one drafter step; 0 for methods without a draft model.
+        draft_cost: T_q / T_p, one step of the draft model or head; 0 for methods without one.
         verify_cost: T_p(n) / T_p(1) for the mean number of tokens n in a verification pass.
         nodes: mean draft tokens per pass.
         tabed: TABED Eq. 1 with the measured verification cost.
@@ -40,7 +41,7 @@ class Predicted:
 
 
 def predictions(run: Run) -> list[Predicted]:
-    """One entry per method whose step times were measured; none for heads."""
+    """One entry per method that drafted and whose step times were measured."""
     costs = Costs.of(run.header.costs)
     if costs is None:
         return []
@@ -49,22 +50,28 @@ def predictions(run: Run) -> list[Predicted]:
     for method in run.header.config["methods"]:
         label = method["label"]
         records = [r for r in run.records if r.method == label]
-        timed = method["needs"] != "head"  # what a head's step costs is not measured alone
-        if label == BASELINE or not timed or not sum(map(metrics.passes, records)):
+        draft_cost = _draft_cost(method, costs)
+        if label == BASELINE or draft_cost is None or not sum(map(metrics.passes, records)):
             continue
-        drafts = method["needs"] == "draft model"
         measured = results[label].decode_speedup
         found.append(
             _predicted(
                 label,
                 records,
-                steps=method["max_depth"] if drafts else 0,
-                draft_cost=costs.ratio if drafts else 0.0,
+                steps=0 if method["needs"] == "nothing" else method["max_depth"],
+                draft_cost=draft_cost,
                 costs=costs,
                 measured=measured.value if measured else None,
             )
         )
     return found
+
+
+def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
+    """T_q / T_p; None for a head that was not measured."""
+    if method["needs"] == "head":
+        return costs.head_ratio(str(method.get("head")))
+    return costs.ratio if method["needs"] == "draft model" else 0.0
 
 
 def _predicted(

@@ -163,7 +163,8 @@ class Runner:
         prompt = prepared.vlm.processor.prompt(next(iter(prepared.questions.values()))[0].turns[0].messages)
         trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
         text = prepared.vlm.processor.text_only(prompt)
-        return cost.measure(prepared.vlm.target, prompt, prepared.vlm.draft_model, text, trees)
+        models = prepared.vlm.target, prompt, prepared.vlm.draft_model, text
+        return cost.measure(*models, trees, prepared.heads)
 
     def _group(self, writer: Writer, question: Question, repeat: int, order: Sequence[str]) -> None:
         """All methods on one prompt; answers that came before plain decoding's wait for it to be compared."""

@@ -113,11 +113,11 @@ def names(runs: Sequence[Run]) -> list[str]:
 
 
 def models(run: Run) -> str:
-    """Target and drafter by name."""
-    found = []
-    for role in ("target", "drafter"):
-        model = run.header.models.get(role)
-        name = model.get("name") if isinstance(model, dict) else model
-        if name:
-            found.append(str(name))
-    return " with ".join(found) or "unnamed models"
+    """Target, and what drafts for it, by name."""
+    named = run.header.models
+    target, drafter = (
+        model.get("name") if isinstance(model, dict) else model
+        for model in map(named.get, ("target", "drafter"))
+    )
+    drafts = ", ".join(map(str, filter(None, [drafter, *named.get("heads", {})])))
+    return " with ".join(map(str, filter(None, [target, drafts]))) or "unnamed models"

@@ -20,6 +20,7 @@ def step_times(run: Run) -> Table | None:
                 Cell(f"{seconds * 1000:.2f}"),
                 Cell(f"{seconds / costs.target_seconds(1):.2f}"),
                 Cell(f"{costs.draft[tokens] * 1000:.2f}" if tokens in costs.draft else EMPTY),
+                *(Cell(f"{step * 1000:.2f}" if tokens == 1 else EMPTY) for step in costs.heads.values()),
             ]
         )
         for tokens, seconds in costs.target.items()
@@ -29,6 +30,7 @@ def step_times(run: Run) -> Table | None:
         Column("T_p ms", "milliseconds of a target pass, timed alone"),
         Column("T_p(n)/T_p(1)", "over a pass on one token"),
         Column("T_q ms", "milliseconds of a pass of the draft model, timed alone"),
+        *(Column(f"T_q ms, {name}", "milliseconds of a draft step of this head") for name in costs.heads),
     ]
     return Table(f"Step times behind {costs.kv} tokens of prompt", columns, rows, explained=True)
 

@@ -138,6 +138,8 @@ def commands(content: Content) -> str:
         command += ["--target", str(models[0])]
     if models[1] and models[1] != models[0]:
         command += ["--drafter", str(models[1])]
+    if models[0] != "pocket":  # which brings its own
+        command += [word for name in header.models.get("heads", {}) for word in ("--head", f"{name}=FOLDER")]
     return f"{shlex.join(command)} --out RUN\nsaccade report RUN"
 
 

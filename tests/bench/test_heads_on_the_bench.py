@@ -1,0 +1,220 @@
+"""Heads and a draft model in one run: found by kind or name, their steps timed, the formulas beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_kit import suite
+from test_bench_metrics import record
+from test_predicting import run as run_of
+
+import saccade
+from saccade.bench import cost, library, report
+from saccade.bench.cost import Costs
+from saccade.bench.predicting import predictions
+from saccade.bench.preparing import prepare
+from saccade.bench.record import Run
+from saccade.bench.report import content, formulas, page
+from saccade.bench.runner import Runner
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import build_head
+from saccade.errors import MethodError, SaccadeError
+
+METHODS: list[Any] = [
+    "chain",
+    {"name": "hivis", "tree": "chain"},
+    {"name": "eagle2", "head": "text-only", "label": "blind"},
+    {"name": "eagle2", "head": "all", "label": "seeing"},
+    {"name": "dream", "label": "DREAM", "optional": True},
+]
+
+
+@pytest.fixture(scope="module")
+def heads(vlm: saccade.VLM) -> dict[str, Head]:
+    """Untaught ones for the tiny target."""
+    torch.manual_seed(0)
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "hivis": ("hivis", {}),
+        "text-only": ("eagle2", {"text_only": True}),
+        "all": ("eagle2", {}),
+    }
+    return {
+        name: build_head(HeadConfig.from_target(vlm.target, kind, **options))
+        for name, (kind, options) in kinds.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def headed(vlm: saccade.VLM, heads: dict[str, Head]) -> saccade.VLM:
+    assert vlm.draft_model is not None
+    return saccade.VLM(
+        vlm.target.model,
+        vlm.processor,
+        drafter=vlm.draft_model.model,
+        draft_processor=vlm._draft_processor,
+        heads=heads,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(headed: saccade.VLM, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Lossless methods are held to plain decoding's tokens while it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "ROUNDS", 1)
+        prepared = prepare(suite(methods=METHODS, per_task=1, turns=1), headed, ("tiny", "tinier"))
+        return Runner(prepared, tmp_path_factory.mktemp("runs") / "heads").run()
+
+
+def test_one_run_has_them_all_and_says_which_head_was_which(made: Run) -> None:
+    methods = {m["label"]: m["head"] for m in made.header.config["methods"]}
+    assert methods == {
+        "plain": None,
+        "chain": None,
+        "hivis-chain": "hivis",
+        "blind": "text-only",
+        "seeing": "all",
+    }
+    assert {r.method for r in made.records} == set(methods)
+    assert all(r.equal for r in made.records if r.method != "plain")
+    facts = made.header.models["heads"]
+    assert {name: fact["type"] for name, fact in facts.items()} == {
+        "hivis": "hivis",
+        "text-only": "eagle2",
+        "all": "eagle2",
+    }
+    assert facts["text-only"]["options"]["text_only"] is True
+    assert made.header.models["drafter"]["name"] == "tinier"
+    (missing,) = [m for m in made.header.config["missing"] if m.startswith("Method")]
+    assert missing.startswith(
+        "Method DREAM: Method dream needs a trained dream head, but there is none (there: "
+    )
+
+
+def test_every_head_has_a_step_time_and_a_prediction(made: Run) -> None:
+    costs = Costs.of(made.header.costs)
+    assert costs is not None
+    assert set(costs.heads) == {"hivis", "text-only", "all"}
+    found = {p.method: p for p in predictions(made)}
+    assert set(found) == {"chain", "hivis-chain", "blind", "seeing"}
+    for label, head in (("hivis-chain", "hivis"), ("blind", "text-only"), ("seeing", "all")):
+        assert found[label].draft_cost == costs.heads[head] / costs.target_seconds(1) > 0
+
+
+def test_the_report_names_heads_and_their_steps(made: Run) -> None:
+    table = formulas.step_times(made)
+    assert table is not None
+    names = [column.name for column in table.columns]
+    assert names[-3:] == ["T_q ms, hivis", "T_q ms, text-only", "T_q ms, all"]
+    assert all(len(row.cells) == len(names) for row in table.rows)
+    assert content.models(made) == "tiny with tinier, hivis, text-only, all"
+
+
+def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
+    # As TABED's Appendix G.1 for a draft model: block efficiency 2.29, five steps of 0.063: 1.74.
+    costs = Costs(kv=100, target={1: 2.0, 64: 2.0}, draft={1: 1.9}, heads={"mine": 0.126, "other": 1.0})
+    records = [record("a", "plain", 2.0), record("a", "h", 1.0, histogram=(0, 71, 29), drafted=500)]
+    run = run_of(records, costs)
+    run.header.config["methods"] = [
+        {"label": "plain", "needs": "nothing", "max_depth": 0, "head": None},
+        {"label": "h", "needs": "head", "max_depth": 5, "head": "mine"},
+    ]
+    (found,) = predictions(run)
+    assert found.draft_cost == pytest.approx(0.063)
+    assert found.tabed == pytest.approx(2.29 / 1.315)
+    run.header.config["methods"][1]["head"] = "gone"
+    assert predictions(run) == []  # runs from before heads were timed
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "hivis", "dream"])
+def test_a_head_s_step_is_one_pass_of_the_head(
+    kind: str, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that ticks once per forward of the head: not five, not one per chain, none of the prompt's."""
+    head = build_head(HeadConfig.from_target(vlm.target, kind))
+    passes: list[int] = []
+    head.register_forward_hook(lambda *_: passes.append(1))
+
+    def ticks(call: Callable[[], object], device: torch.device) -> float:
+        before = len(passes)
+        call()
+        return float(len(passes) - before)
+
+    monkeypatch.setattr(cost, "_timed", ticks)
+    monkeypatch.setattr(cost, "ROUNDS", 3)
+    prompt = vlm.processor.prompt(suite_question(vlm))
+    costs = cost.measure(vlm.target, prompt, None, prompt, heads={"mine": head})
+    assert costs.heads == {"mine": 1.0}
+    assert Costs.of(json.loads(json.dumps(costs.as_dict()))) == costs
+
+
+def suite_question(vlm: saccade.VLM) -> Any:
+    """The messages of a question with a picture."""
+    return next(iter(prepare(suite(), vlm).questions.values()))[0].turns[0].messages
+
+
+def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM) -> None:
+    found = suite(methods=[{"name": "eagle2", "head": "text-only"}, {"name": "hivis", "top": 3}])
+    assert [(m.label, m.head, m.options) for m in found.methods] == [
+        ("plain", None, {}),
+        ("eagle2-text-only", "text-only", {}),
+        ("hivis-3", None, {"top": 3}),
+    ]
+    with pytest.raises(SaccadeError, match="head of a method must be the name of one, not 3"):
+        suite(methods=[{"name": "eagle2", "head": 3}])
+    for entry, message in (
+        ({"name": "eagle2"}, r"There are several eagle2 heads \(text-only, all\)"),
+        ({"name": "hivis", "head": "all"}, "The head all is of the kind eagle2"),
+        ({"name": "chain", "head": "all"}, "Method chain takes no head"),
+    ):
+        with pytest.raises(MethodError, match=message):
+            prepare(suite(methods=[entry]), headed)
+
+
+@pytest.mark.parametrize("name", [n for n in library.names() if n.startswith(("hivis", "dream"))])
+def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade.VLM) -> None:
+    """Every option that these suites set is one that the method has, so only a head can be missing."""
+    given = library.load(name)
+    prepared = prepare(given.with_(per_task=1), vlm)
+    known = {e.label for e in given.methods if e.name in saccade.methods.METHODS}
+    for reason in prepared.missing:
+        label = reason.removeprefix("Method ").split(":")[0]
+        if reason.startswith("Method ") and label in known:
+            assert "needs a trained head" in reason or "There is no head called" in reason
+
+
+def test_the_page_says_how_heads_are_given_again(made: Run) -> None:
+    command = page.commands(report.contents([made])[0])
+    assert "--drafter tinier --head hivis=FOLDER --head text-only=FOLDER --head all=FOLDER" in command
+
+
+def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    from saccade.cli import screen
+    from saccade.cli.bench import bench
+
+    asked: dict[str, Any] = {}
+
+    def load_models(*_: Any, **options: Any) -> saccade.VLM:
+        asked.update(options)
+        return headed
+
+    monkeypatch.setattr(screen, "load_models", load_models)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    app = typer.Typer()
+    app.command()(bench)
+    small = ["--per-task", "1", "-n", "4", "--tasks", "scene", "--suite", "hivis-1", "--plan"]
+    result = CliRunner().invoke(app, [*small, "--head", "a=b", "--head", "c"])
+    assert result.exit_code == 0, result.output
+    assert asked["heads"] == ["a=b", "c"]
+    assert "Method text-only: eagle2" in result.stdout
+    assert "head=text-only" in result.stdout
+    assert "Missing: Method visual-and-text: There is no head called 'eagle2'" in result.stdout

@@ -1,0 +1,234 @@
+"""A VLM holds a draft model and several heads: which one a method gets, what is shared, what is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoints
+from checkpoints import picture, ready
+from saccade import VLM, MethodError, ModelError, drafters, load
+from saccade.cli import screen
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.heads.store import save_head
+from saccade.draft.model import ModelDrafter
+from saccade.errors import InputError
+from saccade.pocket import folders
+
+QUESTION = "What is this?"
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
+
+
+@cache
+def saved(name: str, kind: str, **options: Any) -> Path:
+    """The folder of a head with random weights for the tiny LLaVA."""
+    torch.manual_seed(sum(map(ord, name)))
+    path = Path(_folder().name) / name
+    save_head(build_head(HeadConfig.from_target(checkpoints.vlm("llava").target, kind, **options)), path)
+    return path
+
+
+@cache
+def many() -> VLM:
+    heads = [saved("hivis", "hivis"), saved("other", "hivis"), saved("blind", "eagle2", text_only=True)]
+    return load(ready("llava"), ready("llava-draft"), heads=heads)
+
+
+def test_every_method_finds_its_drafter_and_gives_plain_decoding_s_tokens() -> None:
+    assert list(many().heads) == ["hivis", "other", "blind"]
+    assert (many().method, many().head_name) == ("chain", None)
+    plain = many().using("plain").generate(QUESTION, [picture()]).tokens
+    for method, head, used in (
+        ("chain", None, None),
+        ("hivis", None, "hivis"),
+        ("hivis", "other", "other"),
+        ("eagle2", None, "blind"),
+    ):
+        vlm = many().using(method, head=head)
+        assert vlm.head_name == used
+        drafter = vlm.engine.drafter
+        if used is None:
+            assert isinstance(drafter, ModelDrafter)
+        else:
+            assert isinstance(drafter, HeadDrafter)
+            assert drafter.head is vlm.head is many().heads[used]
+        output = vlm.generate(QUESTION, [picture()])
+        assert output.tokens == plain
+        assert output.stats.drafted_tokens > 0
+
+
+def test_two_heads_of_a_kind_draft_differently() -> None:
+    """Else the one before could have passed with the same head under both names."""
+    first, second = (many().heads[name].state_dict() for name in ("hivis", "other"))
+    assert any(not torch.equal(first[key], second[key]) for key in first)
+
+
+def test_nothing_is_loaded_twice() -> None:
+    vlm = load(many().target.model, saved("hivis", "hivis"), heads={"again": saved("hivis", "hivis")})
+    assert vlm.heads["hivis"] is vlm.heads["again"]
+    other = many().using("hivis")
+    assert other.target is many().target
+    assert other.draft_model is many().draft_model
+    assert other.heads is many().heads
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "head"),
+    [
+        ({"heads": saved}, "hivis", "hivis"),
+        ({"heads": lambda *_: {"mine": saved("other", "hivis")}}, "hivis", "mine"),
+        ({"drafter": True, "heads": lambda *_: {"b": saved("blind", "eagle2", text_only=True)}}, "hivis", "hivis"),
+        ({"drafter": True, "heads": lambda *_: {"b": saved("other", "hivis")}, "head": "b"}, "hivis", "b"),
+    ],
+)  # fmt: skip
+def test_without_a_method_the_head_decides(given: dict[str, Any], method: str, head: str) -> None:
+    folder = saved("hivis", "hivis")
+    options = {**given, "heads": given["heads"]("hivis", "hivis")}
+    drafter = folder if options.pop("drafter", False) else None
+    vlm = load(many().target.model, drafter, **options)
+    assert (vlm.method, vlm.head_name) == (method, head)
+
+
+KINDS = {"a": "hivis", "b": "hivis", "text-only": "eagle2", "eagle2": "eagle2", "dream": "dream"}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "chosen"),
+    [
+        ("dream", None, "dream"),
+        ("eagle2", None, "eagle2"),
+        ("eagle2", "text-only", "text-only"),
+        ("hivis", "b", "b"),
+        ("chain", None, None),
+    ],
+)
+def test_a_head_is_chosen_by_kind_or_name(method: str, name: str | None, chosen: str | None) -> None:
+    assert drafters.choose(method, KINDS, name) == chosen
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "kinds", "message"),
+    [
+        ("hivis", None, KINDS, r"There are several hivis heads \(a, b\); say which one with head=NAME"),
+        ("hivis", "eagle2", KINDS, "The head eagle2 is of the kind eagle2, which method hivis cannot use"),
+        (
+            "hivis",
+            "c",
+            KINDS,
+            r"There is no head called 'c' \(there: a \(hivis\), b \(hivis\), text-only \(eagle2\),",
+        ),
+        ("hivis", "c", {}, r"There is no head called 'c' \(there: none\)"),
+        ("hivis", None, {"dream": "dream"}, r"a trained hivis head, but there is none \(there: dream\)"),
+        ("hivis", None, {}, "Method hivis needs a trained head; give its folder"),
+        ("chain", "a", KINDS, "Method chain takes no head; leave out head=a"),
+    ],
+)
+def test_what_is_not_clear_is_refused(
+    method: str, name: str | None, kinds: dict[str, str], message: str
+) -> None:
+    with pytest.raises(MethodError, match=message):
+        drafters.choose(method, kinds, name)
+
+
+def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    hivis = saved("hivis", "hivis")
+    for options, error, message in (
+        (
+            {"heads": [hivis, hivis]},
+            MethodError,
+            "Two heads are called 'hivis'; give one of them another name",
+        ),
+        ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are called 'hivis'"),
+        ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
+        ({"heads": ["nowhere"]}, ModelError, "has no config.json"),
+        ({"heads": [hivis], "method": "eagle2"}, MethodError, "a trained eagle2 head, but there is none"),
+        ({"heads": [hivis], "method": "chain"}, MethodError, "Method chain needs a drafter"),
+        ({"heads": [hivis], "head": "x"}, MethodError, "no head called 'x'|takes no head"),
+    ):
+        with pytest.raises(error, match=message):
+            load(ready("llava"), **options)
+
+
+# -- on the command line -----------------------------------------------------------------------------------
+
+
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> dict[str, Any]:
+    """A built-in pair with these heads; what `load` would be given is left in the dictionary."""
+    monkeypatch.setattr(folders, "_WEIGHTS", tmp_path)
+    for name in (*kinds, "target", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    asked: dict[str, Any] = {}
+
+    def load(target: str, drafter: str | None, method: str | None, **options: Any) -> None:
+        heads = {n: str(Path(f).name) for n, f in options.get("heads", {}).items()}
+        asked.update(drafter=drafter and Path(drafter).name, method=method, heads=heads)
+
+    monkeypatch.setattr("saccade.vlm.load", load)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drafter", "heads"),
+    [
+        ((None, None, []), "draft", {"dream": "dream", "eagle2": "eagle2"}),
+        ((None, None, None), "draft", {}),
+        ((None, "chain", None), "draft", {}),
+        ((None, "plain", None), None, {}),
+        ((None, "dream", None), None, {"dream": "dream"}),
+        ((None, None, ["x=blind"]), "draft", {"x": "blind", "dream": "dream"}),
+        ((None, None, ["hivis"]), "draft", {"hivis": "hivis", "dream": "dream", "eagle2": "eagle2"}),
+        (("blind", None, []), "blind", {"dream": "dream"}),
+        (("blind", "eagle2", None), "blind", {}),
+    ],
+)
+def test_the_built_in_target_brings_its_heads(
+    arguments: tuple[str | None, str | None, list[str] | None],
+    drafter: str | None,
+    heads: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for those of kinds that the user gives: else a user's head would be there and not be the one measured."""
+    given, method, more = arguments
+    own = {"blind": saved("blind", "eagle2", text_only=True), "hivis": saved("hivis", "hivis")}
+    asked = shipped(tmp_path, monkeypatch, "dream", "eagle2")
+
+    def path(text: str) -> str:
+        name, equals, folder = text.rpartition("=")
+        return f"{name}{equals}{own[folder]}"
+
+    named = None if more is None else [path(m) for m in more]
+    screen.load_models("pocket", given and path(given), method, heads=named)
+    assert asked == {"drafter": drafter, "method": method, "heads": heads}
+
+
+def test_a_head_that_is_not_shipped_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped(tmp_path, monkeypatch, "dream")
+    with pytest.raises(ModelError, match=r"No trained hivis head comes .* \(shipped: dream\); train one"):
+        screen.load_models("pocket", None, "hivis")
+    assert folders.head_path("dream") == tmp_path / "dream"
+
+
+def test_heads_on_the_command_line_have_one_name_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    asked = shipped(tmp_path, monkeypatch)
+    screen.load_models("some/model", "d", None, heads=["runs/mine/", "x=runs/other", str(odd)])
+    assert asked["heads"] == {"mine": "mine", "x": "other", "a=b": "a=b"}
+    with pytest.raises(InputError, match=r"Two heads are called 'best'.*--head NAME=FOLDER"):
+        screen.load_models("some/model", None, None, heads=["a/best", "b/best"])
