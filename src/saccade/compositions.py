@@ -257,6 +257,12 @@ def hivis(
     return parts.headed("hivis", _tree_of_head(tree, top, depth, total, gamma))
 
 
+def msd(
+    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
+) -> Engine:
+    return parts.headed("msd", _tree_of_head(tree, top, depth, total, gamma))
+
+
 def dream(
     parts: Parts, *, tree: str = "dynamic", top: int = 4, depth: int = 6, total: int = 32, gamma: int = 5
 ) -> Engine:

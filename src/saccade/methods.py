@@ -133,6 +133,13 @@ METHODS: dict[str, Method] = {
         needs="head",
         compose=compositions.eagle3,
     ),
+    "msd": Method(
+        "EAGLE-2's head, but visual tokens reach it without the target's states",
+        source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
+        lossless=True,
+        needs="head",
+        compose=compositions.msd,
+    ),
     "hivis": Method(
         "a trained head that is shown no visual tokens, only what the target's states say of them",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, read_at
 from saccade.train.features import Features
 
 
@@ -52,7 +52,7 @@ def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     last = sample.states[max(sample.states)]
     following = sample.ids.roll(-1)  # the last token's is wrong, and not learnt
     return (
-        states[before].float(),
+        read_at(states, before).float(),
         sample.embeddings[own].float(),
         last[own].float(),
         following[own],

@@ -21,6 +21,7 @@ OBJECTIVES: dict[str, Any] = {
     "eagle2": Eagle2Objective,
     "eagle3": Eagle3Objective,
     "hivis": HiViSObjective,
+    "msd": Eagle2Objective,
     "dream": DreamObjective,
     "medusa": AheadObjective,
     "hydra": AheadObjective,

@@ -26,7 +26,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target
 
-KINDS = ("eagle2", "eagle3", "hivis")
+KINDS = ("eagle2", "eagle3", "msd", "hivis")
 POLICIES: dict[str, Any] = {
     "chain": Chain(4),
     "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
@@ -161,8 +161,9 @@ def _extended(inputs: Inputs, more: Sequence[int]) -> Inputs:
 
 
 def fed(head: Head, text: Text) -> Tensor:
-    """``[S, d]`` what the head is fed of the target's states at every token."""
-    return head.fuse(torch.cat([text.streams[layer] for layer in head.layers], -1))
+    """``[S + 1, d]`` what the head is fed of the target's states at every token, and zeros."""
+    fused = head.fuse(torch.cat([text.streams[layer] for layer in head.layers], -1))
+    return torch.cat([fused, torch.zeros_like(fused[:1])])
 
 
 def slow_entries(head: Head, visual: Tensor) -> tuple[list[int], list[int]]:
@@ -175,7 +176,8 @@ def slow_entries(head: Head, visual: Tensor) -> tuple[list[int], list[int]]:
             continue
         if seen is not None:
             tokens.append(token)
-            sources.append(seen if hides and after == "text" else token - 1)
+            alone = head.kind == "msd" and is_visual
+            sources.append(-1 if alone else seen if hides and after == "text" else token - 1)
         seen = token
     return tokens, sources
 

@@ -163,6 +163,13 @@ def test_a_planted_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference("llava", head) > FAR
 
 
+def test_a_planted_feature_of_a_visual_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MSD's visual entries are fed none."""
+    head = untaught("llava", "msd")
+    monkeypatch.setattr(type(head), "entries", Head.entries)
+    assert difference("llava", head, rows=1, n=5) > FAR
+
+
 # --------------------------------------------------------------------------- what has entries
 
 

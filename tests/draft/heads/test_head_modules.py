@@ -189,6 +189,7 @@ def test_steps_beyond_the_trained_ones_reuse_the_last_residual() -> None:
         ("eagle2", {"text_only": True}, [3, 4, 7], [0, 3, 4]),
         ("eagle2", {"text_only": True, "after_image": "visual"}, [3, 4, 7], [2, 3, 6]),
         ("hivis", {}, [3, 4, 7], [0, 3, 4]),
+        ("msd", {}, [1, 2, 3, 4, 5, 6, 7], [-1, -1, 2, 3, -1, -1, 6]),
         ("hivis", {"after_image": "visual"}, [3, 4, 7], [2, 3, 6]),
     ],
 )
@@ -237,3 +238,29 @@ def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
 def test_the_abstract_head_cannot_be_built() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Head(_config())  # type: ignore[abstract]
+
+
+def test_only_visual_entries_of_msd_do_without_a_feature() -> None:
+    """What stands at a zero feature is the embedding alone; the others mix both."""
+    head, (features, embeddings, positions, causal) = untaught("llava", "msd"), inputs()
+    features[:, :3] = 0
+    with torch.no_grad():
+        whole = head(features, embeddings, positions, causal)
+        fused = head.fc(torch.cat([head.embedding_norm(embeddings), head.feature_norm(features)], -1))  # type: ignore[operator]
+        fused[:, :3] = head.embedding_norm(embeddings)[:, :3]  # type: ignore[operator]
+        torch.testing.assert_close(whole, head.block(fused, positions, causal))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_msd_is_not_fed_the_state_before_a_visual_token(name: str) -> None:
+    """Neither in training nor in drafting, which the slow path holds to `slow_entries`."""
+    from saccade.train.entries import entries_of
+    from saccade.train.features import Features
+
+    visual = torch.tensor([0, 1, 1, 0, 0], dtype=torch.bool)
+    states = torch.randn(5, 64)
+    sample = Features(
+        torch.arange(5), visual, torch.zeros(5, dtype=torch.bool), {2: states}, torch.randn(5, 64)
+    )
+    fed = entries_of(untaught(name, "msd"), [sample]).features[0]
+    torch.testing.assert_close(fed, torch.stack([0 * states[0], 0 * states[0], states[2], states[3]]))

@@ -125,7 +125,8 @@ class Head(nn.Module, ABC):
         Returns:
             Two index tensors ``[E]``; E is one less than the number of tokens that the head sees. With
             ``after_image="visual"`` the feature for a text token behind an image is that of the image's last token,
-            with ``"text"`` (HiViS, Algorithm 1) that of the text token before the image.
+            with ``"text"`` (HiViS, Algorithm 1) that of the text token before the image. An entry whose feature is read
+            at -1 is fed none: zeros in its place.
         """
         if not self.hides_visual:
             tokens = torch.arange(len(visual), device=visual.device)
@@ -138,3 +139,18 @@ class Head(nn.Module, ABC):
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
         return SlotCache([next(self.parameters()).device] * self.blocks, batch, capacity)
+
+
+def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries, with no features for those of visual tokens.
+
+    Args:
+        visual: ``[S]`` bool.
+        tokens: ``[E]`` and ``sources`` ``[E]``, as of `Head.entries`.
+    """
+    return tokens, sources.masked_fill(visual[tokens], -1)
+
+
+def read_at(states: Tensor, sources: Tensor) -> Tensor:
+    """``[E, d]`` features at ``sources`` of states ``[S, d]``; zeros where there is none (-1)."""
+    return states[sources].masked_fill((sources < 0)[:, None], 0)

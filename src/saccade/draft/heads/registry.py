@@ -10,9 +10,12 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.hivis import HiViS
 from saccade.draft.heads.hydra import Hydra
 from saccade.draft.heads.medusa import Medusa
+from saccade.draft.heads.msd import Msd
 from saccade.errors import ModelError
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (Eagle2, Eagle3, HiViS, Dream, Medusa, Hydra)}
+HEADS: dict[str, type[Head]] = {
+    head.kind: head for head in (Eagle2, Eagle3, Msd, HiViS, Dream, Medusa, Hydra)
+}
 
 
 def kind_of(kind: str) -> type[Head]:

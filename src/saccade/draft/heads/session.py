@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.hydra import Hydra
 from saccade.draft.heads.medusa import Medusa
 from saccade.draft.heads.store import check_fit
@@ -199,7 +199,7 @@ class HeadDraftSession:
         at, slots = self.cache.lengths[row], self.cache.lengths[row] + len(tokens)
         allow = torch.ones(1, len(tokens), slots, dtype=torch.bool, device=self._device).tril(at)
         positions = torch.arange(at, slots, device=self._device)[None]
-        features = self._features[row, sources.to(self._device)][None]
+        features = read_at(self._features[row], sources.to(self._device))[None]
         self.cache.writing_prompt(row, len(tokens))
         self._head(features, embedded, positions, allow, self.cache)
         self.cache.keep_first(row, len(tokens))
