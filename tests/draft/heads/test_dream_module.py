@@ -122,6 +122,7 @@ def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: 
         ({"keep": 1.5}, "keep must be a share"),
         ({"gate": "sigmoid"}, "gate must be one of tanh, replace"),
         ({"cross": 3}, "cross must be 0, 1 or 2"),
+        ({"cross": 1.0}, "cross must be 0, 1 or 2"),
         ({"initial": 0}, "initial must be true or false"),
         ({"initial": False, "final": False}, "needs its initial or its final block"),
         ({"colour": 1}, "dream head has no option colour"),

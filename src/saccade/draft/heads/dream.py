@@ -123,7 +123,7 @@ def _check(options: Mapping[str, Any]) -> None:
         raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
     if gate not in GATES:
         raise ModelError(f"gate must be one of {', '.join(GATES)}, not {gate!r}.")
-    if isinstance(cross, bool) or cross not in (0, 1, 2):
+    if type(cross) is not int or cross not in (0, 1, 2):
         raise ModelError(f"cross must be 0, 1 or 2 cross-attention blocks, not {cross!r}.")
     for name in ("initial", "final"):
         if not isinstance(options[name], bool):
