@@ -16,7 +16,11 @@ from saccade.errors import InputError
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="`eagle2`, `hivis`, or the path of a .toml file.")
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="The kind of head (`eagle2`, `hivis`, `dream`, ...), or the path of a .toml file.",
+        ),
     ],
     data: Annotated[
         Path,
