@@ -11,6 +11,7 @@ from commands import Shell
 
 from saccade import __version__
 from saccade.methods import METHODS
+from saccade.pocket.folders import head_paths
 
 
 def test_the_version_is_one_line(shell: Shell) -> None:
@@ -55,10 +56,13 @@ def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
     assert report["packages"]["saccade"] == __version__
     assert report["devices"][0].startswith("cpu")
     assert report["families"]["llava"]["works"]
+    assert report["pocket"][:2] == ["target", "draft"]
+    assert report["pocket"][2:] == [f"{kind} head" for kind in head_paths()]
     page = shell("doctor").out
     for package, version in report["packages"].items():
         assert package in page
         assert (version or "not installed") in page
+    assert ", ".join(report["pocket"]) in page
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:

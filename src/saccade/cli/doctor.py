@@ -1,4 +1,4 @@
-"""`saccade doctor`: what is installed, which device, which families work here."""
+"""`saccade doctor`: what is installed, which devices and built-in models there are, which families work here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONAL = {
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what is installed, which devices there are, and which model families work here.
+    """Show what is installed, which devices and built-in models there are, and which model families work here.
 
     A family works when the installed transformers has it; `video` needs PyAV for files.
     """
@@ -48,6 +48,8 @@ def doctor(
     console.print("devices")
     for device in report["devices"]:
         console.print(f"  {device}", markup=False, soft_wrap=True)
+    console.print("built-in models (`-t pocket`)")
+    console.print(f"  {', '.join(report['pocket'])}", markup=False, soft_wrap=True)
     console.print("families (any other decoder of transformers is tried, and checked at load)")
     for name, family in report["families"].items():
         state = "works" if family["works"] else "needs a newer transformers"
@@ -59,6 +61,7 @@ def examine() -> dict[str, Any]:
     import torch
     from transformers import CONFIG_MAPPING
 
+    from saccade.pocket.folders import draft_path, head_paths, target_path
     from saccade.target.families import TESTED
 
     devices = [f"cpu, {torch.get_num_threads()} threads"]
@@ -72,6 +75,10 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": devices,
+        "pocket": [
+            *(path.name for path in (target_path(), draft_path()) if path.is_dir()),
+            *(f"{kind} head" for kind in head_paths()),
+        ],
         "families": {k: {"name": v, "works": k in CONFIG_MAPPING} for k, v in TESTED.items()},
     }
 

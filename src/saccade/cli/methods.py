@@ -11,7 +11,10 @@ import typer
 def methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the methods: what each does, whether it is lossless, what it needs, and its source."""
+    """List the methods: what each does, whether it is lossless, what it needs, and its source.
+
+    A draft model or the folder of a trained head is given with --drafter; `saccade bench` takes more heads with --head.
+    """
     from saccade.methods import METHODS
 
     if as_json:

@@ -24,7 +24,7 @@ from saccade.pocket import (  # noqa: F401
     video_question,
 )
 from saccade.pocket.caption import CAPTION_PROMPT
-from saccade.pocket.folders import draft_path, target_path
+from saccade.pocket.folders import draft_path, head_path, target_path
 from saccade.pocket.sample import TASKS, WORLD, Sample, Task, draw, score
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Task",
     "draft_path",
     "draw",
+    "head_path",
     "score",
     "target_path",
 ]
