@@ -11,6 +11,7 @@ from train_kit import head, prompt, samples, target
 
 from families import FAMILIES
 from saccade.inputs.batch import visual_mask
+from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.target.features import Hidden
 from saccade.train.entries import entries_of
@@ -47,6 +48,20 @@ def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: s
         assert features.ids.tolist() == list(sample.ids)
         assert torch.equal(features.visual, visual_mask(own.config, sample.ids))
         assert_same(features, drafting(name, sample, (0, 1, last)), last)
+
+
+def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> None:
+    own, long = target("llava_onevision"), Sample("long", prompt("llava_onevision", "video"), (20, 21, 22))
+    video = long.prompt.media[0]
+    frames = video.tensors["pixel_values_videos"]
+    gone = (video.n_tokens - 1) // frames.shape[1]  # the tokens of one frame
+    first = long.prompt.ids.index(int(own.config.video_token_index))
+    shorter = replace(video, tensors={"pixel_values_videos": frames[:, 1:]}, n_tokens=video.n_tokens - gone)
+    ids = long.prompt.ids[:first] + long.prompt.ids[first + gone :]
+    short = Sample("short", Prompt(ids, (shorter,)), (20, 21))
+    last = len(own.layers)
+    for sample, features in zip((long, short), read_features(own, [long, short], (1,)), strict=True):
+        assert_same(features, drafting("llava_onevision", sample, (0, 1, last)), last)
 
 
 def test_states_shifted_by_one_token_are_noticed() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.errors import InputError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
@@ -42,7 +43,7 @@ class Features:
 
 
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
-    """Run the target over prompts and answers, together where its family is known.
+    """Run the target over prompts and answers: together where its family is known and their media fit together.
 
     Args:
         layers: which states are wanted besides the last, as in `saccade.target.features.FeatureTap`.
@@ -50,9 +51,16 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
     if family_of(target.config) is None and len(samples) > 1:
         return [read_features(target, [sample], layers)[0] for sample in samples]
     wholes = [Prompt(sample.ids, sample.prompt.media) for sample in samples]
+    try:
+        inputs = forward_inputs(target, wholes)
+    except InputError:  # videos of several lengths, say
+        if len(samples) == 1:
+            raise
+        half = len(samples) // 2
+        return [row for part in (samples[:half], samples[half:]) for row in read_features(target, part, layers)]
     wanted = sorted({0, *layers, len(target.layers)})
     with torch.no_grad(), FeatureTap(target, wanted) as tap:
-        target.model(**forward_inputs(target, wholes), use_cache=False, logits_to_keep=1)
+        target.model(**inputs, use_cache=False, logits_to_keep=1)
     return [
         _row(target, sample, layers, {layer: h[row, : len(sample.ids)] for layer, h in tap.hidden.items()})
         for row, sample in enumerate(samples)
