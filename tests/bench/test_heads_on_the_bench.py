@@ -193,6 +193,22 @@ def test_the_page_says_how_heads_are_given_again(made: Run) -> None:
     assert "--drafter tinier --head hivis=FOLDER --head text-only=FOLDER --head all=FOLDER" in command
 
 
+def test_a_run_does_not_go_on_with_a_head_that_was_trained_further(
+    vlm: saccade.VLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "ROUNDS", 1)
+    head = build_head(HeadConfig.from_target(vlm.target, "hivis"))
+    own = saccade.VLM(vlm.target.model, vlm.processor, heads={"hivis": head})
+    small = suite(methods=["hivis"], per_task=1, turns=1, max_new_tokens=4)
+    Runner(prepare(small, own), folder).run()
+    Runner(prepare(small, own), folder).run()
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(0.01)
+    with pytest.raises(SaccadeError, match=r"a run whose models differs \(heads.hivis.digest"):
+        Runner(prepare(small, own), folder).run()
+
+
 def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import typer
     from typer.testing import CliRunner

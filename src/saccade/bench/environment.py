@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from importlib import metadata
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from saccade.draft.heads.head import Head
 
 PACKAGES = ("saccade", "torch", "transformers", "numpy")
+_LOOKED_AT = 32
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -81,8 +83,23 @@ def head_facts(head: Head, name: str) -> dict[str, Any]:
         "width": config.hidden_size,
         "vocabulary": config.vocab_size,
         "options": dict(config.options),
+        "digest": fingerprint(head),
         "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Hash of names, shapes and some numbers of every parameter: another one after any training."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for name, weight in sorted(model.named_parameters()):
+        hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
+        if weight.numel() and weight.device.type != "meta":
+            row = (
+                weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
+            )
+            some = row.detach().reshape(-1)[:_LOOKED_AT]
+            hasher.update(some.float().cpu().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-import torch
-
-from saccade.bench.environment import model_facts
+from saccade.bench.environment import fingerprint, model_facts
 from saccade.distill.folder import SCHEMA
 from saccade.distill.options import Options
 from saccade.target.adapter import Target
 from saccade.vlm import VLM
 
 _POCKET_ONLY = ("count", "first_seed", "grammar")
-_LOOKED_AT = 32
 
 
 def header(
@@ -48,17 +44,3 @@ def header(
 def _facts(target: Target) -> dict[str, Any]:
     model = target.model
     return {**model_facts(model, str(model.config._name_or_path)), "digest": fingerprint(model)}
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Hash of names, shapes and some numbers of every parameter: another one after any training."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for name, weight in sorted(model.named_parameters()):
-        hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
-        if weight.numel() and weight.device.type != "meta":
-            row = (
-                weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
-            )
-            some = row.detach().reshape(-1)[:_LOOKED_AT]
-            hasher.update(some.float().cpu().numpy().tobytes())
-    return hasher.hexdigest()
