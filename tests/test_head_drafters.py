@@ -47,7 +47,7 @@ def plain_text() -> str:
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "chain", "static", "sage"])
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "hivis", "dream"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis", "dream"])
 def test_a_folder_picks_its_own_method(kind: str, tree: str) -> None:
     vlm = with_head(kind, tree=tree)
     assert vlm.method == kind

@@ -263,6 +263,12 @@ def msd(
     return parts.headed("msd", _tree_of_head(tree, top, depth, total, gamma))
 
 
+def vispec(
+    parts: Parts, *, tree: str = "dynamic", top: int = 8, depth: int = 4, total: int = 30, gamma: int = 5
+) -> Engine:
+    return parts.headed("vispec", _tree_of_head(tree, top, depth, total, gamma))
+
+
 def dream(
     parts: Parts, *, tree: str = "dynamic", top: int = 4, depth: int = 6, total: int = 32, gamma: int = 5
 ) -> Engine:

@@ -140,6 +140,13 @@ METHODS: dict[str, Method] = {
         needs="head",
         compose=compositions.msd,
     ),
+    "vispec": Method(
+        "EAGLE-2's head, which is shown an image as a vector and told another at every later word",
+        source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
+        lossless=True,
+        needs="head",
+        compose=compositions.vispec,
+    ),
     "hivis": Method(
         "a trained head that is shown no visual tokens, only what the target's states say of them",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",

@@ -12,6 +12,7 @@ from train_kit import head, listed, samples, target
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head
 from saccade.train.ahead import AheadObjective
+from saccade.train.beginning import new_head
 from saccade.train.eagle3 import Eagle3Objective
 from saccade.train.entries import Entries, entries_of
 from saccade.train.features import read_features
@@ -84,10 +85,23 @@ def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
     assert AheadObjective()(own, given, lm_head, 2).tried.tolist() == counts[:2]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_a_run_trains_and_measures_a_head_that_reaches_two_tokens(kind: str, tmp_path: Path) -> None:
-    recipe = Recipe(kind=kind, stages=(Stage(4, 1e-3, 2),), batch_size=2, log_every=1, validation_samples=1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "reach"), [("medusa", 2), ("hydra", 2), ("vispec", None), ("eagle3", None)])
+def test_a_run_changes_every_weight_and_measures_the_head(
+    kind: str, reach: int | None, precision: str, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        kind=kind,
+        stages=(Stage(4, 1e-3, 2),),
+        batch_size=2,
+        log_every=1,
+        validation_samples=1,
+        precision=precision,
+    )
+    before = new_head(target("llava"), recipe).state_dict()
     outcome = Trainer(target("llava"), recipe, listed("llava", 12), tmp_path, say=lambda _: None).run()
     assert outcome.efficiency is not None
     assert outcome.efficiency >= 1
-    assert load_head(outcome.head, target("llava")).reach == 2
+    after = load_head(outcome.head, target("llava"))
+    assert after.reach == reach
+    assert [name for name, weight in after.state_dict().items() if torch.equal(weight, before[name])] == []

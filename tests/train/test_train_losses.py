@@ -135,7 +135,7 @@ def test_stage_one_of_hivis_filters_nothing_and_stage_two_does() -> None:
     assert (free.tried[1:] > two.tried[1:]).all()
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "hivis"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis"])
 def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(kind: str) -> None:
     own = head("llava", kind)
     objective = OBJECTIVES[kind](**({"early_stop": False} if kind == "hivis" else {}))

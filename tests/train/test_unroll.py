@@ -55,7 +55,7 @@ def compare(own: Head, entries: Entries) -> None:
     assert compared > 40
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "hivis"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis"])
 def test_every_step_of_every_draft_is_what_drafting_gives(kind: str) -> None:
     compare(*made(kind))
 

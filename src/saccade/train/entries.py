@@ -53,7 +53,7 @@ def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     following = sample.ids.roll(-1)  # the last token's is wrong, and not learnt
     return (
         read_at(states, before).float(),
-        sample.embeddings[own].float(),
+        head.embed(sample.embeddings, sample.visual).float(),
         last[own].float(),
         following[own],
         sample.answer[own],

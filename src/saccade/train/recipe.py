@@ -22,6 +22,7 @@ OBJECTIVES: dict[str, Any] = {
     "eagle3": Eagle3Objective,
     "hivis": HiViSObjective,
     "msd": Eagle2Objective,
+    "vispec": Eagle2Objective,
     "dream": DreamObjective,
     "medusa": AheadObjective,
     "hydra": AheadObjective,

@@ -212,7 +212,7 @@ class Trainer:
     def _keep_bad(self, indices: list[int], entries: Entries, step: int) -> None:
         samples = [self._source.sample(i) for i in indices]
         about = {"step": step + 1, "samples": [s.name for s in samples if s is not None], "numbers": indices}
-        tensors = {name: getattr(entries, name).contiguous().cpu() for name in entries.names}
+        tensors = {name: getattr(entries, name).detach().contiguous().cpu() for name in entries.names}
 
         def write(part: Path) -> None:
             (part / "batch.json").write_text(json.dumps(about) + "\n")

@@ -27,6 +27,8 @@ from saccade.output import Output
 from saccade.target.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")
+DRAFTING = (*KINDS, "vispec")
+"""With those whose entries are given more than one embedding."""
 POLICIES: dict[str, Any] = {
     "chain": Chain(4),
     "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
@@ -79,7 +81,7 @@ def taught(name: str, kind: str, rows: int = 3) -> Head:
             causal = torch.ones(1, count, count, dtype=torch.bool).tril()
             hidden = head(
                 fed(head, text)[None, sources],
-                text.embeddings[None, tokens],
+                head.embed(text.embeddings, text.visual)[None],
                 torch.arange(count)[None],
                 causal,
             )
@@ -172,14 +174,40 @@ def slow_entries(head: Head, visual: Tensor) -> tuple[list[int], list[int]]:
     tokens, sources = [], []
     seen = None
     for token, is_visual in enumerate(visual.tolist()):
-        if hides and is_visual:
+        if is_visual and (hides or (head.kind == "vispec" and visual[token + 1])):  # of an image the last one
             continue
         if seen is not None:
             tokens.append(token)
-            alone = head.kind == "msd" and is_visual
+            alone = head.kind in ("msd", "vispec") and is_visual
             sources.append(-1 if alone else seen if hides and after == "text" else token - 1)
         seen = token
     return tokens, sources
+
+
+def slow_embedding(head: Head, text: Text, token: int) -> Tensor:
+    """What the entry of a token is given; with ViSpec a visual one the first of its image's two vectors."""
+    if head.kind == "vispec" and text.visual[token]:
+        return told(head, text, token, _image_at(head, text, token)[0])
+    return told(head, text, token, text.embeddings[token])
+
+
+def told(head: Head, text: Text, token: int, word: Tensor) -> Tensor:
+    """With ViSpec, a word and beside it the second vector of the last image that has ended before this token."""
+    if head.kind != "vispec":
+        return word
+    ended = [
+        t for t in range(token) if text.visual[t] and (t + 1 == len(text.visual) or not text.visual[t + 1])
+    ]
+    return torch.cat([word, _image_at(head, text, ended[-1])[1] if ended else torch.zeros_like(word)])
+
+
+def _image_at(head: Head, text: Text, last: int) -> Tensor:
+    """``[2, d]`` of the image whose last token is given."""
+    first = last
+    while first and text.visual[first - 1]:
+        first -= 1
+    vectors: Tensor = head.adaptor(text.embeddings[first : last + 1])  # type: ignore[operator]
+    return vectors
 
 
 class Slow:
@@ -200,10 +228,11 @@ class Slow:
             model, text = target(self._name).model, self._text
             tokens, sources = slow_entries(self._head, text.visual[:length])
             features = [fed(self._head, text)[source] for source in sources]
-            embeddings = [text.embeddings[token] for token in tokens]
+            embeddings = [slow_embedding(self._head, text, token) for token in tokens]
             for depth, token in enumerate(path):
                 features.append(self._run(length, path[:depth])[0])
-                embeddings.append(model.get_input_embeddings()(torch.tensor(token)))
+                word = model.get_input_embeddings()(torch.tensor(token))
+                embeddings.append(told(self._head, text, length, word))
             count = len(features)
             steps = torch.tensor([0] * len(tokens) + [depth + 1 for depth in range(len(path))])
             hidden = self._head(

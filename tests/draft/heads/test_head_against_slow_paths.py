@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from heads_kit import (
-    KINDS,
+    DRAFTING,
     POLICIES,
     Recording,
     drafting,
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from saccade.draft.heads import session as under_test
+from saccade.draft.heads import vispec_session
 from saccade.draft.heads.head import Head
 from saccade.engine import Request
 
@@ -47,14 +48,14 @@ def difference(
     return worst_difference(name, head, inputs, outputs, steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_of_ragged_rows(name: str, kind: str) -> None:
     assert difference(name, taught(name, kind)) < CLOSE
 
 
 @pytest.mark.parametrize("policy", ["chain", "static", "sage"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 def test_every_policy(kind: str, policy: str) -> None:
     assert difference("llava", taught("llava", kind), policy) < CLOSE
     assert difference("llava", untaught("llava", kind), policy, rows=1, n=5) < CLOSE
@@ -72,7 +73,7 @@ def test_several_images_videos_and_words_alone(after: str, prompt_kind: str) -> 
 
 def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "CHUNK", 3)
-    for kind in KINDS:
+    for kind in DRAFTING:
         assert difference("smolvlm", taught("smolvlm", kind), n=5) < CLOSE
 
 
@@ -87,13 +88,12 @@ def _siblings_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _prompt_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Head.entries
+    right = under_test.read_at
 
-    def late(self: Head, visual: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, sources = right(self, visual)
-        return tokens, (sources + 1).clamp(max=len(visual) - 1)
+    def late(states: Tensor, sources: Tensor) -> Tensor:
+        return right(states, torch.where(sources < 0, sources, sources + 1))
 
-    monkeypatch.setattr(Head, "entries", late)
+    monkeypatch.setattr(under_test, "read_at", late)
 
 
 def _answer_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 def test_a_planted_mistake_is_noticed(
     monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], kind: str
 ) -> None:
@@ -168,6 +168,19 @@ def test_a_planted_feature_of_a_visual_token_is_noticed(monkeypatch: pytest.Monk
     head = untaught("llava", "msd")
     monkeypatch.setattr(type(head), "entries", Head.entries)
     assert difference("llava", head, rows=1, n=5) > FAR
+
+
+def test_a_planted_image_of_another_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ViSpec's rows are told of their images."""
+    head = taught("llava", "vispec")
+    right = vispec_session.ViSpecDraftSession._embed
+
+    def swapped(self: Any, tokens: Tensor) -> Tensor:
+        self._told = self._told.roll(1, 0)
+        return right(self, tokens)
+
+    monkeypatch.setattr(vispec_session.ViSpecDraftSession, "_embed", swapped)
+    assert difference("llava", head) > FAR
 
 
 # --------------------------------------------------------------------------- what has entries

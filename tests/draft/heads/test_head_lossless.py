@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from heads_kit import KINDS, LENGTH, POLICIES, engine, kind_of_prompt, prompts, taught, untaught
+from heads_kit import DRAFTING, LENGTH, POLICIES, engine, kind_of_prompt, prompts, taught, untaught
 
 from families import FAMILIES
 from saccade.engine import Request
@@ -14,7 +14,7 @@ ROWS = (1, 3)
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_taught_head_is_partly_right_and_never_changes_the_answer(
     name: str, kind: str, policy: str, rows: int

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import KINDS, POLICIES, target, untaught
+from heads_kit import DRAFTING, POLICIES, target, untaught
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import HeadConfig
@@ -36,7 +36,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(weights, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
     options = {"after_image": "visual"} if "after_image" in HEADS[kind].defaults else {}
     head = untaught("qwen3_vl", kind, **options)
@@ -53,7 +53,7 @@ def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
 
 def test_every_configuration_comes_back_from_json() -> None:
     for name in ("llama", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"):
-        for kind in KINDS:
+        for kind in DRAFTING:
             config = HeadConfig.from_target(target(name), kind, steps=3)
             assert HeadConfig.from_json(config.to_json()) == config
             assert json.loads(config.to_json())["saccade_head"] == kind

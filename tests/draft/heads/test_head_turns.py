@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from heads_kit import (
-    KINDS,
+    DRAFTING,
     POLICIES,
     Recording,
     drafting,
@@ -48,7 +48,7 @@ def difference_in_second_turn(name: str, head: Head, kind: str, follow_up: str, 
     return worst_difference(name, head, second, outputs, steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
 def test_ragged_rows_go_on_with_another_image(name: str, kind: str) -> None:
     prompt_kind = kind_of_prompt(name)
@@ -62,7 +62,7 @@ def test_words_after_an_image_and_an_image_after_words(after: str) -> None:
     assert difference_in_second_turn("llava", head, "text", "image") < CLOSE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTING)
 def test_other_prompts_in_the_same_session(kind: str) -> None:
     """A shared beginning, the same question again, another image under the same words, and back."""
     name, head = "llava", taught("llava", kind)

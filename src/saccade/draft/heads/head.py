@@ -136,6 +136,15 @@ class Head(nn.Module, ABC):
             return tokens[1:], tokens[:-1]
         return tokens[1:], tokens[1:] - 1
 
+    def embed(self, embeddings: Tensor, visual: Tensor) -> Tensor:
+        """What the entries of a text are given for their own tokens, ``[E, w]``; w is d for most kinds.
+
+        Args:
+            embeddings: ``[S, d]`` what the target's decoder gets for every token.
+            visual: ``[S]`` bool.
+        """
+        return embeddings[self.entries(visual)[0]]
+
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
         return SlotCache([next(self.parameters()).device] * self.blocks, batch, capacity)

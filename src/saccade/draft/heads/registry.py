@@ -11,10 +11,11 @@ from saccade.draft.heads.hivis import HiViS
 from saccade.draft.heads.hydra import Hydra
 from saccade.draft.heads.medusa import Medusa
 from saccade.draft.heads.msd import Msd
+from saccade.draft.heads.vispec import ViSpec
 from saccade.errors import ModelError
 
 HEADS: dict[str, type[Head]] = {
-    head.kind: head for head in (Eagle2, Eagle3, Msd, HiViS, Dream, Medusa, Hydra)
+    head.kind: head for head in (Eagle2, Eagle3, Msd, ViSpec, HiViS, Dream, Medusa, Hydra)
 }
 
 

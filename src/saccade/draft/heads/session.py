@@ -14,6 +14,7 @@ from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.hydra import Hydra
 from saccade.draft.heads.medusa import Medusa
 from saccade.draft.heads.store import check_fit
+from saccade.draft.heads.vispec import ViSpec
 from saccade.draft.policy import Frontier, TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
@@ -79,6 +80,10 @@ class HeadDrafter:
             from saccade.draft.heads.dream_session import DreamDraftSession
 
             return DreamDraftSession(self, batch, target)
+        if isinstance(self.head, ViSpec):
+            from saccade.draft.heads.vispec_session import ViSpecDraftSession
+
+            return ViSpecDraftSession(self, batch, target)
         return HeadDraftSession(self, batch, target)
 
 
@@ -138,7 +143,7 @@ class HeadDraftSession:
         self.cache.grow(self._room - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < start).sum()))
         self.cache.crop(row, held)
-        embedded = self._embedded(prompt, start, tokens[held:])
+        embedded = self._embedded(row, prompt, start, tokens[held:])
         for at in range(held, len(tokens), CHUNK):
             part = slice(at, at + CHUNK)
             self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
@@ -243,24 +248,30 @@ class HeadDraftSession:
         embedded: Tensor = self._drafter.target.model.get_input_embeddings()(tokens)
         return embedded.to(self._features.dtype)
 
-    def _embedded(self, prompt: Prompt, start: int, tokens: Tensor) -> Tensor:
+    def _embedded(self, row: int, prompt: Prompt, start: int, tokens: Tensor) -> Tensor:
         """``[1, E, d]`` what the target's decoder was given for these tokens, visual features included."""
         ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
         embedded = self._embed(ids)
         if self._head.hides_visual or not prompt.media:
             return embedded
+        new = (tokens >= start).to(self._device)
+        given = self._given(prompt, start)
+        embedded[0, new] = given[tokens[tokens >= start].to(given.device) - start].to(embedded)
+        return embedded
+
+    def _given(self, prompt: Prompt, start: int) -> Tensor:
+        """``[S, d]`` what the target's decoder was given from ``start`` on; to be asked for once."""
         merged = self._context.merged
         assert merged is not None
         given = merged.of(prompt, start).get("inputs_embeds")
-        new = (tokens >= start).to(self._device)
         if given is None:
             raise ModelError(
                 f"{type(self._drafter.target.decoder).__name__} is not given embeddings in a known way, which a head "
                 "that sees visual tokens needs; use a head that hides them."
             )
-        embedded[:, new] = given[:, tokens[tokens >= start].to(given.device) - start].to(embedded)
         merged.forget()
-        return embedded
+        found: Tensor = given[0]
+        return found
 
     def _logits(self, hidden: Tensor) -> Tensor:
         lm_head = self._drafter.target.model.get_output_embeddings()

@@ -1,0 +1,155 @@
+"""ViSpec's head: an image reaches the drafter as a handful of vectors, and as one that all later words are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.heads.block import Block, RMSNorm
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.cross import CrossBlock
+from saccade.draft.heads.head import Head, decoupled
+from saccade.errors import ModelError
+from saccade.target.cache import SlotCache
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a text, compressed.
+
+    Attributes:
+        first: its first token.
+        stop: the token behind its last one.
+        vectors: ``[queries, d]``; the last one is what later words are told.
+    """
+
+    first: int
+    stop: int
+    vectors: Tensor
+
+
+class Adaptor(nn.Module):
+    """Learned queries attend to an image's tokens (ViSpec, Section 3.2)."""
+
+    def __init__(self, config: HeadConfig, queries: int) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(queries, config.hidden_size))
+        self.cross = CrossBlock(config, "replace", 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[queries, d]`` of an image's tokens ``[N, d]`` as the target's decoder is given them."""
+        queries = self.queries[None].to(tokens.dtype)
+        reach = torch.ones(1, queries.shape[1], len(tokens), dtype=torch.bool, device=tokens.device)
+        out: Tensor = self.cross(queries, tokens[None], reach)[0]
+        return out
+
+
+class ViSpec(Head):
+    """EAGLE-2's head with images compressed (Kang et al. 2025, ViSpec, Sections 3.2 and 3.3).
+
+    All but the last of an image's vectors take the place of its last tokens; its other tokens have no entry. They are
+    fed alone, without a feature, and are those entries whose feature is zero. The last vector is mixed into the input
+    of every text token behind the image, guesses included, until there is another image. An image is a run of visual
+    tokens, a video too. Positions count entries; the paper keeps token positions, which differ by the tokens left out
+    before an entry.
+
+    Options:
+        queries: vectors per image, the last one included; 2 as released.
+    """
+
+    kind: ClassVar[str] = "vispec"
+    defaults: ClassVar[Mapping[str, Any]] = {"queries": 2}
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        width, queries = config.hidden_size, config.options["queries"]
+        if queries < 2:
+            raise ModelError(f"A vispec head needs at least 2 queries, not {queries}.")
+        self.adaptor = Adaptor(config, queries)
+        self.embedding_norm = RMSNorm(width, config.norm_eps)
+        self.feature_norm = RMSNorm(width, config.norm_eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.told = nn.Linear(width, width, bias=False)
+        self.block = Block(config)
+
+    @property
+    def shown(self) -> int:
+        """Entries of an image, if it has as many tokens."""
+        return int(self.config.options["queries"]) - 1
+
+    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.entries_of(visual, runs_of(visual))
+
+    def entries_of(self, visual: Tensor, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """As `entries`, of a text whose images are known."""
+        seen = ~visual
+        for first, stop in runs:
+            seen[max(first, stop - self.shown) : stop] = True
+        tokens = seen.nonzero()[:, 0]
+        tokens = tokens[tokens > 0]
+        return decoupled(visual, tokens, tokens - 1)
+
+    def embed(self, embeddings: Tensor, visual: Tensor) -> Tensor:
+        """``[E, 2 * d]``: see `lay`."""
+        given = embeddings.to(self.adaptor.queries.dtype)
+        images = [Image(first, stop, self.adaptor(given[first:stop])) for first, stop in runs_of(visual)]
+        tokens = self.entries(visual)[0]
+        return self.lay(given[tokens], tokens, images)
+
+    def lay(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
+        """What entries are given: their embeddings, and beside them what they are told of the image before them.
+
+        Args:
+            words: ``[E, d]`` embeddings of the entries' tokens; anything for visual ones.
+            tokens: ``[E]``.
+            images: in order, all that have entries among these or stand before them.
+
+        Returns:
+            ``[E, 2 * d]``.
+        """
+        told = torch.zeros_like(words)
+        for image in images:
+            shown = min(self.shown, image.stop - image.first)
+            number = tokens - (image.stop - shown)
+            inside = (number >= 0) & (number < shown)
+            words = torch.where(inside[:, None], image.vectors[number.clamp(0, shown - 1)], words)
+            told = torch.where((tokens >= image.stop)[:, None], image.vectors[-1], told)
+        return torch.cat([words, told], -1)
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: SlotCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `lay`."""
+        words, told = embeddings.chunk(2, -1)
+        words = self.embedding_norm(words)
+        both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(told)
+        fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
+        out: Tensor = self.block(fused, positions, allow, cache)
+        return out
+
+
+def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """First token and the one behind the last of every run of visual tokens.
+
+    Args:
+        visual: ``[S]`` bool.
+        cuts: tokens before which a run ends in any case.
+    """
+    flags, found, first, ends = visual.tolist(), list[tuple[int, int]](), -1, set(cuts)
+    for token, seen in enumerate([*flags, False]):
+        if first >= 0 and (not seen or token in ends):
+            found.append((first, token))
+            first = -1
+        if seen and first < 0:
+            first = token
+    return found

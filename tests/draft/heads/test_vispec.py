@@ -1,0 +1,96 @@
+"""Which tokens of an image ViSpec shows its drafter, and what it tells later words of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from heads_kit import POLICIES, drafting, engine, prompts, target, untaught
+
+from families import FAMILIES
+from saccade.draft.heads.vispec import ViSpec, runs_of
+from saccade.engine import Request
+from saccade.errors import ModelError
+from saccade.inputs.prompt import Prompt
+
+VISUAL = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
+
+
+def vispec(queries: int = 2) -> ViSpec:
+    head = untaught("llava", "vispec", queries=queries)
+    assert isinstance(head, ViSpec)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("queries", "tokens", "sources"),
+    [
+        (2, [3, 4, 5, 6, 7], [-1, 3, 4, -1, 6]),
+        (3, [2, 3, 4, 5, 6, 7], [-1, -1, 3, 4, -1, 6]),
+        (9, [1, 2, 3, 4, 5, 6, 7], [-1, -1, -1, 3, 4, -1, 6]),
+    ],
+)
+def test_an_image_has_as_many_entries_as_vectors_but_one(
+    queries: int, tokens: list[int], sources: list[int]
+) -> None:
+    assert [part.tolist() for part in vispec(queries).entries(VISUAL)] == [tokens, sources]
+
+
+def test_a_prompt_that_begins_with_its_image() -> None:
+    visual = torch.tensor([1, 1, 0, 0], dtype=torch.bool)
+    assert [part.tolist() for part in vispec().entries(visual)] == [[1, 2, 3], [-1, 1, 2]]
+    assert [part.tolist() for part in vispec().entries(visual[1:])] == [[1, 2], [0, 1]]
+
+
+def test_runs_end_where_images_touch() -> None:
+    assert runs_of(VISUAL) == [(1, 4), (6, 7)]
+    assert runs_of(VISUAL, [3, 7]) == [(1, 3), (3, 4), (6, 7)]
+    assert runs_of(torch.ones(2, dtype=torch.bool)) == [(0, 2)]
+
+
+@torch.no_grad()
+def test_words_are_told_of_the_last_image_before_them() -> None:
+    head, embeddings = vispec(3), torch.randn(8, 64)
+    one, two = head.adaptor(embeddings[1:4]), head.adaptor(embeddings[6:7])
+    zero = torch.zeros(64)
+    expected = [
+        (one[0], zero),
+        (one[1], zero),
+        (embeddings[4], one[2]),
+        (embeddings[5], one[2]),
+        (two[0], one[2]),
+        (embeddings[7], two[2]),
+    ]
+    torch.testing.assert_close(
+        head.embed(embeddings, VISUAL), torch.stack([torch.cat(pair) for pair in expected])
+    )
+
+
+def test_fewer_than_two_queries_are_refused() -> None:
+    with pytest.raises(ModelError, match="at least 2 queries, not 1"):
+        vispec(1)
+
+
+def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn() -> None:
+    """The cache holds one entry per image, whether it came in the first prompt or in a later one."""
+    case = FAMILIES["llava"]
+    (base,) = prompts(case, case.row_inputs("image", 0))
+    (other,) = prompts(case, case.row_inputs("image", 1))
+    places = [i for i, token in enumerate(base.ids) if token == target("llava").config.image_token_id]
+    stop = places[-1] + 1
+    pictures = base.ids[places[0] : stop]
+    both = Prompt((*base.ids[:stop], *pictures, *base.ids[stop:]), (base.media[0], other.media[0]))
+    again = replace(both, media=(base.media[0], replace(other.media[0], digest="another")))
+    head = untaught("llava", "vispec")
+    under, lengths, guesses = engine("llava", head, POLICIES["chain"]), [], []
+    for asked in ([both], [base, again]):
+        session = under.open(1)
+        for prompt in asked:
+            under.generate([Request(prompt)], max_new_tokens=1, session=session)
+        lengths.append(drafting(session).cache.lengths)
+        cache = drafting(session).cache.layers[0]
+        guesses.append(torch.cat([t[0, : lengths[-1][0]] for t in (cache.keys, cache.values)]))
+    words = len(both) - 2 * len(pictures)
+    assert lengths == [[words + 1], [words + 1]]  # two images, and no entry for the first token
+    torch.testing.assert_close(*guesses, atol=1e-4, rtol=1e-4)  # roundings of float32 at size 1
