@@ -23,7 +23,7 @@ from saccade.bench.report import content, formulas, page
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.registry import HEADS, build_head
 from saccade.errors import MethodError, SaccadeError
 
 METHODS: list[Any] = [
@@ -131,7 +131,7 @@ def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
     assert predictions(run) == []  # runs from before heads were timed
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "hivis", "dream"])
+@pytest.mark.parametrize("kind", list(HEADS))
 def test_a_head_s_step_is_one_pass_of_the_head(
     kind: str, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

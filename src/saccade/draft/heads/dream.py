@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -14,6 +14,9 @@ from saccade.draft.heads.head import Head
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.dream_session import DreamDraftSession
 
 
 class Dream(Head):
@@ -49,6 +52,12 @@ class Dream(Head):
         self.first = Block(config, 0) if given["initial"] else None
         self.cross = nn.ModuleList(CrossBlock(config, given["gate"], i) for i in range(given["cross"]))
         self.last = Block(config, int(given["initial"])) if given["final"] else None
+
+    @classmethod
+    def session_class(cls) -> type[DreamDraftSession]:
+        from saccade.draft.heads.dream_session import DreamDraftSession
+
+        return DreamDraftSession
 
     @property
     def blocks(self) -> int:

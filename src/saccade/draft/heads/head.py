@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from saccade.draft.heads.config import HeadConfig
 from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
+
+if TYPE_CHECKING:
+    from saccade.draft.drafter import DraftSession
+    from saccade.draft.heads.session import HeadDrafter
+    from saccade.target.context import Context
 
 AFTER_IMAGE = ("text", "visual")
 
@@ -60,6 +65,13 @@ class Head(nn.Module, ABC):
     def reads(cls, target_layers: int) -> tuple[int, ...]:
         """Indices of the target's states that this kind reads: by default the last, after the final norm."""
         return (target_layers,)
+
+    @classmethod
+    def session_class(cls) -> Callable[[HeadDrafter, int, Context], DraftSession]:
+        """What drafts with this kind. It is imported when asked for, because sessions import heads."""
+        from saccade.draft.heads.session import HeadDraftSession
+
+        return HeadDraftSession
 
     @property
     def layers(self) -> tuple[int, ...]:

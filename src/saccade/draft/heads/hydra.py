@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from saccade.draft.heads.block import RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.target.cache import SlotCache
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.ahead import AheadDraftSession
 
 
 class Hydra(Head):
@@ -33,6 +36,12 @@ class Hydra(Head):
         self.feature_norm = RMSNorm(width, config.norm_eps)
         self.inner = nn.ModuleList(nn.Linear((i + 2) * width, width) for i in range(config.steps))
         self.outer = nn.ModuleList(nn.Linear(width, width) for _ in range(config.steps))
+
+    @classmethod
+    def session_class(cls) -> type[AheadDraftSession]:
+        from saccade.draft.heads.ahead import AheadDraftSession
+
+        return AheadDraftSession
 
     @property
     def blocks(self) -> int:

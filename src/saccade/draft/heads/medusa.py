@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.ahead import AheadDraftSession
 
 
 class ResidualLayer(nn.Module):
@@ -51,6 +54,12 @@ class Medusa(Head):
         self.stacks = nn.ModuleList(
             nn.Sequential(*(ResidualLayer(width) for _ in range(layers))) for _ in range(config.steps)
         )
+
+    @classmethod
+    def session_class(cls) -> type[AheadDraftSession]:
+        from saccade.draft.heads.ahead import AheadDraftSession
+
+        return AheadDraftSession
 
     @property
     def blocks(self) -> int:

@@ -9,12 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession
-from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head, read_at
-from saccade.draft.heads.hydra import Hydra
-from saccade.draft.heads.medusa import Medusa
 from saccade.draft.heads.store import check_fit
-from saccade.draft.heads.vispec import ViSpec
 from saccade.draft.policy import Frontier, TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
@@ -72,19 +68,7 @@ class HeadDrafter:
         return self.policy.can_sample
 
     def open(self, batch: int, target: Context) -> DraftSession:
-        if isinstance(self.head, (Medusa, Hydra)):
-            from saccade.draft.heads.ahead import AheadDraftSession
-
-            return AheadDraftSession(self, batch, target)
-        if isinstance(self.head, Dream):
-            from saccade.draft.heads.dream_session import DreamDraftSession
-
-            return DreamDraftSession(self, batch, target)
-        if isinstance(self.head, ViSpec):
-            from saccade.draft.heads.vispec_session import ViSpecDraftSession
-
-            return ViSpecDraftSession(self, batch, target)
-        return HeadDraftSession(self, batch, target)
+        return self.head.session_class()(self, batch, target)
 
 
 class HeadDraftSession:
@@ -138,7 +122,7 @@ class HeadDraftSession:
             raise ModelError(
                 "The head has not been fed all that the target has read; give both the same prompt, in one session."
             )
-        self._features[row, start:count] = states[0]
+        self._features[row, start:count] = self._head.fuse(states[0])
         tokens, sources = self._entries(row, prompt, start)
         self.cache.grow(self._room - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < start).sum()))
@@ -174,8 +158,9 @@ class HeadDraftSession:
 
     @torch.inference_mode()
     def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        states = self._states()  # [B, N, d]
-        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [B, D + 1, d]
+        states = self._states()  # [B, N, F]
+        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [B, D + 1, F]
+        along = self._head.fuse(along)  # [B, D + 1, d]
         # Beyond what was accepted they are overwritten before they are read. A row that has ended keeps its own.
         going = [row for row, active in enumerate(self._active) if active]
         firsts = [self._known[row] - 1 for row in going]
@@ -185,12 +170,10 @@ class HeadDraftSession:
         self._shaping.learn(verdict)
 
     def _states(self) -> Tensor:
-        """What the head is fed of the target's last forward, ``[B, Q, d]``."""
+        """What the head reads of the target's last forward, ``[B, Q, F]``."""
         assert self._context.hidden is not None
         states = self._context.hidden.states
-        return self._head.fuse(
-            torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
-        )
+        return torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from saccade.draft.heads.cross import CrossBlock
 from saccade.draft.heads.head import Head, decoupled
 from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.vispec_session import ViSpecDraftSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,12 @@ class ViSpec(Head):
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.told = nn.Linear(width, width, bias=False)
         self.block = Block(config)
+
+    @classmethod
+    def session_class(cls) -> type[ViSpecDraftSession]:
+        from saccade.draft.heads.vispec_session import ViSpecDraftSession
+
+        return ViSpecDraftSession
 
     @property
     def shown(self) -> int:
