@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from saccade.draft.heads.block import Block
 from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.rotary import Rotary
@@ -264,3 +265,11 @@ def test_msd_is_not_fed_the_state_before_a_visual_token(name: str) -> None:
     )
     fed = entries_of(untaught(name, "msd"), [sample]).features[0]
     torch.testing.assert_close(fed, torch.stack([0 * states[0], 0 * states[0], states[2], states[3]]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "read"),
+    [(2, (0, 1, 2)), (3, (1, 2)), (4, (1, 2, 3)), (6, (2, 3, 4)), (7, (2, 3, 4)), (28, (2, 14, 25))],
+)
+def test_eagle3_reads_low_middle_and_high_layers(layers: int, read: tuple[int, ...]) -> None:
+    assert Eagle3.reads(layers) == read

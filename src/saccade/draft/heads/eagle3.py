@@ -42,9 +42,10 @@ class Eagle3(Head):
 
     @classmethod
     def reads(cls, target_layers: int) -> tuple[int, ...]:
-        """What enters layers 2, L/2 and L - 3, as released; of a target of few layers fewer than three may be left."""
-        wanted = (2, target_layers // 2, target_layers - 3)
-        return tuple(sorted({min(max(layer, 0), target_layers) for layer in wanted}))
+        """What enters layers 2, L/2 and L - 3, as released; at the quarters of targets too shallow for that."""
+        if target_layers >= 7:
+            return 2, target_layers // 2, target_layers - 3
+        return tuple(sorted({round(target_layers * quarter / 4) for quarter in (1, 2, 3)}))
 
     def fuse(self, states: Tensor) -> Tensor:
         out: Tensor = self.fc(states)
