@@ -57,7 +57,9 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
         if len(samples) == 1:
             raise
         half = len(samples) // 2
-        return [row for part in (samples[:half], samples[half:]) for row in read_features(target, part, layers)]
+        return [
+            row for part in (samples[:half], samples[half:]) for row in read_features(target, part, layers)
+        ]
     wanted = sorted({0, *layers, len(target.layers)})
     with torch.no_grad(), FeatureTap(target, wanted) as tap:
         target.model(**inputs, use_cache=False, logits_to_keep=1)
