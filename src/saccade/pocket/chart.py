@@ -5,16 +5,15 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, blank_labels
+from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, tell
 from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
-from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, SHAPES, difference, sentence, shuffled
+from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 HIGHEST = 8
 _UNIT = 10  # pixels for a value of one
 _FLOOR = 92  # the line that the bars stand on
 _LEFT = 6
-_BAR_LABEL = 1 + len(SHAPES)  # the shape class after the scene's
 
 
 def paint(rng: Random) -> Picture:
@@ -36,8 +35,9 @@ def paint(rng: Random) -> Picture:
         right = left + (IMAGE_SIZE - _LEFT) * 13 // (20 * count)
         top = _FLOOR - value * _UNIT
         canvas.rectangle((left, top, right, _FLOOR - 1), fill=COLOURS[colour])
-        column = min(GRID - 1, (left + right) // 2 // PATCH_SIZE)
-        labels[top // PATCH_SIZE :, column] = 1 + list(COLOURS).index(colour), _BAR_LABEL, 0, value
+        for y in range(top, IMAGE_SIZE, PATCH_SIZE):
+            told = {"colour": colour, "shape": "bar", "number": NUMBERS[value], "ordinal": ORDINALS[i]}
+            tell(labels, (left + right) // 2, y, **told)
     return Picture(image, {"colours": colours, "values": values}, labels)
 
 

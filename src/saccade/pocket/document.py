@@ -7,11 +7,18 @@ from typing import Any
 from saccade.pocket.marking import numbers, only, overlap, sentences
 from saccade.pocket.printing import page
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
-from saccade.pocket.words import DAYS, GOODS, NAMES, NUMBERS, TOWNS, sentence, shuffled
+from saccade.pocket.words import DAYS, GOODS, NAMES, NUMBERS, ORDINALS, TOWNS, sentence, shuffled
 
 
-def _printed(rng: Random, title: str, lines: list[tuple[str, str]], facts: Facts) -> Picture:
-    image, labels = page(rng, title, lines)
+def _printed(
+    rng: Random,
+    title: str,
+    lines: list[tuple[str, str]],
+    told: list[dict[str, str]],
+    facts: Facts,
+) -> Picture:
+    numbered = [{**words, "ordinal": ordinal} for words, ordinal in zip(told[1:], ORDINALS, strict=False)]
+    image, labels = page(rng, title, lines, [told[0], *numbered])
     return Picture(image, facts, labels)
 
 
@@ -21,13 +28,15 @@ def paint(rng: Random) -> Picture:
         towns = rng.sample(TOWNS, rng.randint(3, 4))
         hours = rng.sample(range(1, 13), len(towns))
         lines = [(town, str(hour)) for town, hour in zip(towns, hours, strict=True)]
+        told = [{}, *({"word": t, "number": NUMBERS[h]} for t, h in zip(towns, hours, strict=True))]
         facts: dict[str, Any] = {"kind": "trains", "towns": towns, "hours": hours}
-        return _printed(rng, "trains", lines, facts)
+        return _printed(rng, "trains", lines, told, facts)
     writer, reader = rng.sample(NAMES, 2)
     day, hour, item = rng.choice(DAYS), rng.randint(1, 12), rng.choice(GOODS)
     lines = [("to", reader), ("day", day[:3]), ("hour", str(hour)), ("bring", item)]
+    values = {"word": reader}, {"word": day}, {"number": NUMBERS[hour]}, {"word": item}
     facts = {"kind": "note", "from": writer, "to": reader, "day": day, "hour": hour, "bring": item}
-    return _printed(rng, f"from {writer}", lines, facts)
+    return _printed(rng, f"from {writer}", lines, [{"word": writer}, *values], facts)
 
 
 def _train(rng: Random, town: str, hour: str) -> str:

@@ -1,12 +1,24 @@
 """What stands in every patch of a picture, by number: the vision tower is pre-trained to name it.
 
-A label is four numbers, one for each kind in `LABEL_WORDS`; 0 is "nothing here".
+A label is one number for each kind in `LABEL_WORDS`; 0 is "nothing here".
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.pocket.words import COLOURS, DAYS, GOODS, NAMES, NUMBERS, SHAPES, SIZES, TOWNS
+from saccade.pocket.words import (
+    COLOURS,
+    COLUMNS,
+    DAYS,
+    GOODS,
+    NAMES,
+    NUMBERS,
+    ORDINALS,
+    ROWS,
+    SHAPES,
+    SIZES,
+    TOWNS,
+)
 
 IMAGE_SIZE = 96
 PATCH_SIZE = 12
@@ -19,26 +31,33 @@ Labels = NDArray[np.int64]
 LABEL_WORDS: dict[str, tuple[str, ...]] = {
     "colour": tuple(COLOURS),
     "shape": (*SHAPES, "bar"),
-    "word": (*SIZES, *GOODS, *TOWNS, *NAMES, *DAYS),
+    "size": SIZES,
+    "word": (*GOODS, *TOWNS, *NAMES, *DAYS),
     "number": NUMBERS[1:13],
+    "row": ROWS,
+    "column": COLUMNS,
+    "ordinal": ORDINALS,
 }
-"""For every kind of label the words for its classes, from class 1 on."""
+"""For every kind of label the words for its classes, from class 1 on.
+
+What belongs together is told in every patch of it: a price with its item, a shape with the place that its centre
+is in, a bar or a line with its number from the left or the top.
+"""
 
 LABEL_CLASSES = {kind: 1 + len(words) for kind, words in LABEL_WORDS.items()}
 """The number of classes of every kind, "nothing here" among them."""
 
-_SHORTEST_WORD = 3
-_WORD_CLASS = {word.lower(): 1 + i for i, word in enumerate(LABEL_WORDS["word"])}
+_KINDS = list(LABEL_WORDS)
 
 
-def word_label(printed: str) -> int:
-    """The class of a printed word, also of a day's first letters; 0 for a word without one."""
-    found = [number for word, number in _WORD_CLASS.items() if word.startswith(printed.lower())]
-    return found[0] if len(found) == 1 and len(printed) >= _SHORTEST_WORD else 0
+def tell(labels: Labels, x: int, y: int, **words: str) -> None:
+    """Name what is in the patch around a pixel: one word for each kind that is given."""
+    for kind, word in words.items():
+        labels[y // PATCH_SIZE, x // PATCH_SIZE, _KINDS.index(kind)] = 1 + LABEL_WORDS[kind].index(word)
 
 
 def blank_labels() -> Labels:
-    """Labels of an empty picture, `[GRID, GRID, 4]`."""
+    """Labels of an empty picture, `[GRID, GRID, 8]`."""
     return np.zeros((GRID, GRID, len(LABEL_WORDS)), np.int64)
 
 

@@ -5,7 +5,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, word_label
+from saccade.pocket.labels import IMAGE_SIZE, blank_labels, tell
 from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.printing import FONT
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
@@ -32,12 +32,12 @@ def paint(rng: Random) -> Picture:
     points = [(_LEFT + i * _STEP, _FLOOR - value * _UNIT) for i, value in enumerate(values)]
     canvas.line(points, fill=COLOURS[colour], width=3)
     labels = blank_labels()
-    for (x, y), value in zip(points, values, strict=True):
+    for (x, y), value, day in zip(points, values, DAYS, strict=True):
         canvas.ellipse((x - 4, y - 4, x + 4, y + 4), fill=COLOURS[colour])
-        labels[y // PATCH_SIZE, x // PATCH_SIZE] = 1 + list(COLOURS).index(colour), 0, 0, value
+        tell(labels, x, y, colour=colour, word=day, number=NUMBERS[value])
     for (x, _), day in zip(points, DAYS, strict=True):
         canvas.text((x - 6, _FLOOR + 3), day[:2].upper(), font=FONT, fill=(0, 0, 0))
-        labels[(_FLOOR + 8) // PATCH_SIZE, x // PATCH_SIZE, 2] = word_label(day)
+        tell(labels, x, _FLOOR + 8, word=day)
     return Picture(image, {"colour": colour, "values": values}, labels)
 
 

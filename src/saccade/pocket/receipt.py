@@ -5,7 +5,7 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, word_label
+from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, tell
 from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
@@ -28,20 +28,24 @@ class _Printer:
         self.ink = ink
         self.labels: Labels = blank_labels()
 
-    def _patch(self, x: int, y: int) -> tuple[int, int]:
-        return (y + 5) // PATCH_SIZE, (x + _LETTER // 2) // PATCH_SIZE
-
-    def word(self, x: int, y: int, text: str, label: int) -> None:
+    def word(self, x: int, y: int, text: str, **told: str) -> None:
         self.canvas.text((x, y), text, font=_FONT, fill=self.ink)
-        for i in range(len(text)):
-            self.labels[(*self._patch(x + i * _LETTER, y), 2)] = label
+        self._tell(x, y, len(text), told)
 
-    def number(self, y: int, value: int) -> None:
+    def number(self, y: int, value: int, **told: str) -> None:
         digits = str(value)
         start = _PRICE_END - _LETTER * len(digits)
         self.canvas.text((start, y), digits, font=_FONT, fill=self.ink)
-        for i, digit in enumerate(digits):
-            self.labels[(*self._patch(start + i * _LETTER, y), 3)] = int(digit)
+        if told:
+            self._tell(start, y, len(digits), told)
+            return
+        for i, digit in enumerate(digits):  # of a sum: digit by digit
+            number = {"number": NUMBERS[int(digit)]} if digit != "0" else {}
+            self._tell(start + i * _LETTER, y, 1, number)
+
+    def _tell(self, x: int, y: int, letters: int, told: dict[str, str]) -> None:
+        for i in range(letters):
+            tell(self.labels, x + i * _LETTER + _LETTER // 2, y + 5, **told)
 
 
 def paint(rng: Random) -> Picture:
@@ -51,12 +55,13 @@ def paint(rng: Random) -> Picture:
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(_PAPERS))
     printer = _Printer(image, rng.choice(_INKS))
     margin, y = 4, rng.randint(2, 8)
-    for item, price in zip(goods, prices, strict=True):
-        printer.word(margin, y, item.upper(), word_label(item))
-        printer.number(y, price)
+    for item, price, ordinal in zip(goods, prices, ORDINALS, strict=False):
+        told = {"word": item, "number": NUMBERS[price], "ordinal": ordinal}
+        printer.word(margin, y, item.upper(), **told)
+        printer.number(y, price, **told)
         y += _PITCH
     printer.canvas.line([(margin, y - 2), (IMAGE_SIZE - margin, y - 2)], fill=printer.ink)
-    printer.word(margin, y, "SUM", 0)
+    printer.word(margin, y, "SUM")
     printer.number(y, sum(prices))
     return Picture(image, {"goods": goods, "prices": prices, "total": sum(prices)}, printer.labels)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, tell
 from saccade.pocket.marking import mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.words import (
@@ -77,8 +77,8 @@ def _label(things: list[Thing]) -> Labels:
             for j in range(GRID):
                 middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
                 if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
-                    colour = 1 + list(COLOURS).index(thing["colour"])
-                    labels[i, j] = colour, 1 + SHAPES.index(thing["shape"]), 1 + SIZES.index(thing["size"]), 0
+                    told = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
+                    tell(labels, int(middle_x), int(middle_y), **told)
     return labels
 
 
