@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from saccade.pocket import TASKS, draft_path, draw, target_path
-from saccade.pocket.answering import messages
+from saccade.inputs.batch import join
+from saccade.inputs.processor import InputProcessor
+from saccade.pocket import draft_path, draw, target_path
+from saccade.pocket.first_turn import FIRST_TASKS
 
 FIRST_SEED = 300_000
 """Pictures are drawn from here on; training and evaluation use other seeds."""
@@ -39,21 +41,23 @@ def load(folder: Path, dtype: str, device: str) -> Any:
 
     if not folder.is_dir():
         raise SystemExit(
-            f"There is no model folder {folder}; train one with `python -m saccade.pocket.train`."
+            f"There is no model folder {folder}; train one with `saccade pocket train`."
         )
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
     return model.to(device).eval()
 
 
 def prompts(folder: Path, count: int, grammar: str, dtype: str, device: str) -> list[Inputs]:
-    """Questions about fresh pictures, task after task, as the processor prepares them for `generate`."""
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(folder)
+    """Questions about fresh pictures, task after task, as tensors for `generate`."""
+    processor = InputProcessor.load(str(folder))
     made = []
     for number in range(count):
-        sample = draw(FIRST_SEED + number, list(TASKS)[number % len(TASKS)], grammar)
-        text = processor.apply_chat_template(messages(sample), add_generation_prompt=True)
-        batch = processor(text=text, images=[[sample.image]], return_tensors="pt")
-        made.append(batch.to(device, dtype=getattr(torch, dtype)))
+        sample = draw(FIRST_SEED + number, FIRST_TASKS[number % len(FIRST_TASKS)], grammar)
+        prompt = processor.prompt(sample.messages())
+        ids = torch.tensor([prompt.ids], device=device)
+        media = {
+            name: tensor.to(device, getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in join(processor.config, prompt.media).items()
+        }
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
     return made

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from saccade.cli import screen
-from saccade.errors import SaccadeError
+from saccade.errors import InputError, SaccadeError
 
 app = typer.Typer(
     name="pocket",
@@ -118,8 +118,7 @@ def train_pair(
     A run that was stopped, in whatever way, goes on where it was when started again with the same folder, and
     ends with the same weights.
 
-    Example: `saccade pocket train --out my-pair`, then `saccade demo` with `--target my-pair/target --drafter
-    my-pair/draft`.
+    Example: `saccade pocket train --out my-pair`, then `saccade chat -t my-pair/target -d my-pair/draft`.
     """
     import torch
 
@@ -156,7 +155,7 @@ def evaluate_model(
     import torch
 
     import saccade
-    from saccade.pocket import WORLD, draft_path, target_path
+    from saccade.pocket import WORLD, draft_path, draw, target_path
     from saccade.pocket.evaluate import measure, table
 
     chosen = tasks or list(WORLD)
@@ -168,6 +167,14 @@ def evaluate_model(
             raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))
     vlm = saccade.load(folder, method="plain", device_map="cuda" if torch.cuda.is_available() else None)
+    for task in list(chosen):
+        try:
+            vlm.processor.prompt(draw(0, task, grammar).messages())
+        except InputError as problem:
+            if tasks:
+                raise
+            chosen.remove(task)
+            screen.note(f"Task {task} is left out. {problem}")
     with screen.progress("Answering") as tell:
         rows = measure(vlm, chosen, samples, grammar, tell)
     print(table(rows))
