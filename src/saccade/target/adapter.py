@@ -17,6 +17,7 @@ from saccade.errors import InputError, ModelError
 from saccade.inputs.batch import join, media_spans, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
+from saccade.target.early import leaving_before
 from saccade.target.families import Family, ordinary_ids
 from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
@@ -173,27 +174,64 @@ class Target:
         Returns:
             Logits ``[B, Q, V]`` in the model's dtype.
         """
-        count = tokens.shape[1]
+        mask, positions = self._placed(cache, tokens.shape[1], allow, depth, deltas, shift)
+        if self.is_lean and isinstance(mask, Tensor):
+            assert self._lean is not None
+            return self._lean(tokens, mask, positions, cache, hidden)
+        with self._tapped(hidden):
+            return self._run(cache, tokens, mask, positions)
+
+    @torch.inference_mode()
+    def early(
+        self,
+        cache: SlotCache,
+        tokens: Tensor,
+        allow: Tensor,
+        depth: Tensor,
+        deltas: Tensor,
+        layer: int,
+        shift: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward`, but no further than what enters ``layer``, ``[B, Q, d]``.
+
+        The later layers' entries are not written, so that these pending entries can only be dropped.
+        """
+        mask, positions = self._placed(cache, tokens.shape[1], allow, depth, deltas, shift)
+        if self.is_lean and isinstance(mask, Tensor):
+            assert self._lean is not None
+            return self._lean(tokens, mask, positions, cache, until=layer)
+        with leaving_before(self.layers[layer]) as found:
+            self._run(cache, tokens, mask, positions)
+        return found[0].to(self.device)
+
+    def _placed(
+        self,
+        cache: SlotCache,
+        count: int,
+        allow: Tensor,
+        depth: Tensor,
+        deltas: Tensor,
+        shift: Tensor | None,
+    ) -> tuple[Tensor | dict[str, Tensor], Tensor]:
+        """Mask and positions of ``count`` new tokens, for which the cache makes room."""
         slots = cache.writing_nodes(count)
         mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype, shift)
         lengths: int | Tensor = cache.lengths[0]
         if min(cache.lengths) != max(cache.lengths):
             lengths = starts(tuple(cache.lengths), self.device)
         positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
-        if self._rope_index is not None:
-            positions = positions.expand(3, -1, -1)
-        if self.is_lean and isinstance(mask, Tensor):
-            assert self._lean is not None
-            return self._lean(tokens, mask, positions, cache, hidden)
-        with self._tapped(hidden):
-            out = self.model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        logits: Tensor = out.logits
+        return mask, positions if self._rope_index is None else positions.expand(3, -1, -1)
+
+    def _run(
+        self, cache: SlotCache, tokens: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor
+    ) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
         return logits
 
     @contextmanager

@@ -106,6 +106,10 @@ class Context:
         """Logits ``[B, Q, V]`` of new tokens; see `Target.forward`."""
         return self.target.forward(self.cache, tokens, allow, depth, self.deltas, self.hidden, self._shift)
 
+    def early(self, tokens: Tensor, allow: Tensor, depth: Tensor, layer: int) -> Tensor:
+        """What enters ``layer``, ``[B, Q, d]``; see `Target.early`. `hidden` is left as it is."""
+        return self.target.early(self.cache, tokens, allow, depth, self.deltas, layer, self._shift)
+
     def keep(self, chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of every row, whose token ids are ``ids``; drop the others."""
         self.cache.keep(chosen)

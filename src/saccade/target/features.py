@@ -66,7 +66,7 @@ class FeatureTap:
         self._target = target
         self._places = {index: index % (count + 1) for index in layers}
         self._final = final
-        self._norm = _final_norm(target.decoder) if count in self._places.values() else None
+        self._norm = final_norm(target.decoder) if count in self._places.values() else None
         self._handles: list[Any] = []
         self._hold = ExitStack()
 
@@ -104,7 +104,12 @@ class FeatureTap:
         self.hidden[index] = stream.to(self._target.device)
 
 
-def _final_norm(decoder: nn.Module) -> nn.Module:
+def final_norm(decoder: nn.Module) -> nn.Module:
+    """The norm before the LM head.
+
+    Raises:
+        ModelError: it has none under a known name.
+    """
     for name in FINAL_NORMS:
         module = getattr(decoder, name, None)
         if isinstance(module, nn.Module):

@@ -63,9 +63,19 @@ class LeanDecoder:
         return all(module.weight.data_ptr() == pointer for module, pointer in self._watched)
 
     def __call__(
-        self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: SlotCache, hidden: Hidden | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        hidden: Hidden | None = None,
+        until: int | None = None,
     ) -> Tensor:
-        """Logits ``[B, Q, V]``; arguments as the stock model takes them (mask additive ``[B, 1, Q, K]``)."""
+        """Logits ``[B, Q, V]``; arguments as the stock model takes them (mask additive ``[B, 1, Q, K]``).
+
+        Args:
+            until: a layer, at which to end: what enters it is returned, ``[B, Q, d]``, in place of logits.
+        """
         wanted = () if hidden is None else hidden.layers
         states: dict[int, Tensor] = {}
         x = F.embedding(tokens, self._embed)
@@ -73,7 +83,7 @@ class LeanDecoder:
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
         grouped = heads != kv
-        for index, (block, layer) in enumerate(zip(self._blocks, cache.layers, strict=True)):
+        for index, (block, layer) in enumerate(zip(self._blocks[:until], cache.layers[:until], strict=True)):
             if index in wanted:
                 states[index] = x
             h = F.rms_norm(x, (width,), block.norm_in, self._eps)
@@ -102,6 +112,8 @@ class LeanDecoder:
             h = F.rms_norm(x, (width,), block.norm_mlp, self._eps)
             gate, up = F.linear(h, block.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down)
+        if until is not None:
+            return x
         normed = F.rms_norm(x, (width,), self._norm, self._eps)
         if hidden is not None:
             states[len(self._blocks)] = normed if hidden.final == "post" else x

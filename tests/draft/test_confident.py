@@ -1,0 +1,65 @@
+"""Chains that end behind the first unsure guess, against the rule applied one guess at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import Path, PathModel, assert_consistent, token_paths
+
+from saccade.draft.confident import ConfidentChain
+from saccade.draft.sampling import TopProposer
+
+VOCAB, BATCH = 7, 3
+ROOTS = torch.tensor([3, 4, 5])
+
+
+def naive(model: PathModel, row: int, policy: ConfidentChain) -> Path:
+    """Guess, then stop if that guess was unsure."""
+    path: Path = ()
+    while len(path) < policy.gamma:
+        probabilities: Sequence[float] = torch.tensor(model.logits(row, path)).softmax(-1).tolist()
+        path = (*path, max(range(VOCAB), key=lambda token: probabilities[token]))
+        if max(probabilities) < policy.threshold:
+            break
+    return path
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 6), st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0]))
+def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int, threshold: float) -> None:
+    policy, model = ConfidentChain(gamma, threshold), PathModel(VOCAB, seed)
+    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    assert_consistent(tree)
+    expected = [naive(model, row, policy) for row in range(BATCH)]
+    for row, path in enumerate(expected):
+        assert token_paths(tree, row)[-1] == path
+        assert int(tree.valid[row].sum()) == len(path) + 1
+    assert tree.size == max(map(len, expected)) + 1 <= policy.max_nodes
+    assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
+
+
+class Drawing:
+    """Gives the likeliest token as if drawn, with the distribution."""
+
+    def children(self, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(-1, keepdim=True), logits.softmax(-1)
+
+
+def test_every_node_carries_the_distribution_that_its_child_was_drawn_from() -> None:
+    policy, model = ConfidentChain(5, 0.5), PathModel(VOCAB, 2)
+    tree = model.grow(policy.begin(ROOTS, Drawing()), BATCH)
+    assert tree.q is not None
+    assert tree.q.shape == (BATCH, tree.size, VOCAB)
+    for row in range(BATCH):
+        for node, path in enumerate(token_paths(tree, row)[:-1]):
+            torch.testing.assert_close(tree.q[row, node], torch.tensor(model.logits(row, path)).softmax(-1))
+
+
+@pytest.mark.parametrize(("gamma", "threshold"), [(0, 0.6), (6, -0.1), (6, 1.1)])
+def test_numbers_that_cannot_be_are_refused(gamma: int, threshold: float) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ConfidentChain(gamma, threshold)
