@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from saccade.draft.confident import ConfidentChain
 from saccade.draft.drafter import Drafter
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.ensemble import EnsembleDrafter
@@ -285,6 +286,10 @@ def hydra(
     parts: Parts, *, tree: str = "static", top: int = 10, depth: int = 5, total: int = 60, gamma: int = 5
 ) -> Engine:
     return parts.headed("hydra", _tree_of_head(tree, top, depth, total, gamma))
+
+
+def kangaroo(parts: Parts, *, gamma: int = 6, threshold: float = 0.6) -> Engine:
+    return parts.headed("kangaroo", ConfidentChain(gamma, threshold))
 
 
 def policy_of(tree: str, gamma: int) -> TreePolicy:

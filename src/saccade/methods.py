@@ -175,6 +175,13 @@ METHODS: dict[str, Method] = {
         needs="head",
         compose=compositions.hydra,
     ),
+    "kangaroo": Method(
+        "the target's own first layers and a trained adapter guess a chain, which ends where they are unsure",
+        source="Liu et al. 2024, Kangaroo, Section 3; threshold=0 never stops early",
+        lossless=True,
+        needs="head",
+        compose=compositions.kangaroo,
+    ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
         source="LVSpec, Section 3; branches=2 is Appendix E, tree=sage grows SAGE's trees; greedy decoding only",

@@ -146,13 +146,13 @@ PROMPT = [1, 3, 2, 4, 1, 3]
 BATCH, BATCHES = 256, 3
 
 
-def small_model(seed: int, vocab: int = SMALL) -> LlamaForCausalLM:
-    """One layer over a handful of tokens, with logits that differ by about one."""
+def small_model(seed: int, vocab: int = SMALL, layers: int = 1) -> LlamaForCausalLM:
+    """One layer or more over a handful of tokens, with logits that differ by about one."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=64,
         bos_token_id=None,

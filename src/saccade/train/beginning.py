@@ -17,6 +17,7 @@ def new_head(target: Target, recipe: Recipe) -> Head:
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         head = build_head(config)
+    head.begin_from(target)
     if not recipe.residuals:
         for name, weight in head.named_parameters():
             if name in ("residuals", "w.weight"):  # r^s start at zero, and stay

@@ -15,6 +15,7 @@ from saccade.train.dream import DreamObjective
 from saccade.train.eagle2 import Eagle2Objective
 from saccade.train.eagle3 import Eagle3Objective
 from saccade.train.hivis import HiViSObjective
+from saccade.train.kangaroo import KangarooObjective
 from saccade.train.losses import Objective
 
 OBJECTIVES: dict[str, Any] = {
@@ -26,6 +27,7 @@ OBJECTIVES: dict[str, Any] = {
     "dream": DreamObjective,
     "medusa": AheadObjective,
     "hydra": AheadObjective,
+    "kangaroo": KangarooObjective,
 }
 """Kind of head -> how it learns: a dataclass of the loss's settings that makes an `Objective`."""
 

@@ -93,7 +93,7 @@ class HeadConfig:
             raise ModelError(
                 f"A {kind} head has no option {unknown[0]}; its options are: {', '.join(head.defaults) or 'none'}."
             )
-        heads = text.num_attention_heads
+        heads, options = text.num_attention_heads, {**head.defaults, **options}
         attention = getattr(target.layers[0], "self_attn", None)
         return cls(
             kind=kind,
@@ -103,7 +103,7 @@ class HeadConfig:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             vocab_size=target.vocab_size,
-            layers=head.reads(len(target.layers)),
+            layers=head.reads(len(target.layers), **options),
             target_class=type(target.model).__name__,
             target_layers=len(target.layers),
             rope=_rope_of(text),
@@ -111,7 +111,7 @@ class HeadConfig:
             qk_norm=hasattr(attention, "q_norm"),
             qkv_bias=getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
             steps=head.default_steps if steps is None else steps,
-            options={**head.defaults, **options},
+            options=options,
         )
 
     def to_json(self) -> str:

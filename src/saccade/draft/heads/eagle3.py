@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Eagle3(Head):
         self._rotary = Rotary(config.head_dim, config.rope)
 
     @classmethod
-    def reads(cls, target_layers: int) -> tuple[int, ...]:
+    def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
         """What enters layers 2, L/2 and L - 3, as released; at the quarters of targets too shallow for that."""
         if target_layers >= 7:
             return 2, target_layers // 2, target_layers - 3

@@ -16,6 +16,7 @@ from saccade.target.cache import SlotCache
 if TYPE_CHECKING:
     from saccade.draft.drafter import DraftSession
     from saccade.draft.heads.session import HeadDrafter
+    from saccade.target.adapter import Target
     from saccade.target.context import Context
 
 AFTER_IMAGE = ("text", "visual")
@@ -50,7 +51,7 @@ class Head(nn.Module, ABC):
                 f"A {self.kind} head takes the options {sorted(self.defaults)}, not {sorted(config.options)} of a "
                 f"{config.kind} head."
             )
-        states = len(self.reads(config.target_layers))
+        states = len(self.reads(config.target_layers, **config.options))
         if len(config.layers) != states:
             raise ModelError(
                 f"The configuration of a {self.kind} head must name as many layers as it reads ({states}), not "
@@ -62,8 +63,9 @@ class Head(nn.Module, ABC):
         self.config = config
 
     @classmethod
-    def reads(cls, target_layers: int) -> tuple[int, ...]:
-        """Indices of the target's states that this kind reads: by default the last, after the final norm."""
+    def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
+        """Indices of the target's states that a head of these options reads: by default the last, after the final
+        norm."""
         return (target_layers,)
 
     @classmethod
@@ -82,6 +84,11 @@ class Head(nn.Module, ABC):
     def hides_visual(self) -> bool:
         """Whether visual tokens have no entries."""
         return False
+
+    @property
+    def is_shown_visual(self) -> bool:
+        """Whether entries of visual tokens are given what the target's decoder gets in their place."""
+        return not self.hides_visual
 
     @property
     def reach(self) -> int | None:
@@ -156,6 +163,9 @@ class Head(nn.Module, ABC):
             visual: ``[S]`` bool.
         """
         return embeddings[self.entries(visual)[0]]
+
+    def begin_from(self, target: Target) -> None:
+        """Before training: take over of the target's weights what the kind begins with; by default nothing."""
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty KV cache for ``batch`` rows of ``capacity`` entries."""

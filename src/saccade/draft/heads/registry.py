@@ -9,13 +9,14 @@ from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.hivis import HiViS
 from saccade.draft.heads.hydra import Hydra
+from saccade.draft.heads.kangaroo import Kangaroo
 from saccade.draft.heads.medusa import Medusa
 from saccade.draft.heads.msd import Msd
 from saccade.draft.heads.vispec import ViSpec
 from saccade.errors import ModelError
 
 HEADS: dict[str, type[Head]] = {
-    head.kind: head for head in (Eagle2, Eagle3, Msd, ViSpec, HiViS, Dream, Medusa, Hydra)
+    head.kind: head for head in (Eagle2, Eagle3, Msd, ViSpec, HiViS, Dream, Medusa, Hydra, Kangaroo)
 }
 
 

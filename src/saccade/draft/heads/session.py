@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -86,6 +87,8 @@ class HeadDraftSession:
     """
 
     reading_seconds = 0.0
+    lag: ClassVar[int] = 1
+    """How many tokens before its own an entry is fed the target's state."""
 
     def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
         self._drafter, self._context = drafter, target
@@ -105,7 +108,7 @@ class HeadDraftSession:
         self._features = weight.new_zeros(batch, 0, width)  # [B, S, d], of the target's states at every token
         for layer in self._head.layers:
             target.want_hidden(layer)
-        if not self._head.hides_visual:
+        if self._head.is_shown_visual:
             target.merged = target.merged or Merged()
 
     def grow(self, capacity: int) -> None:
@@ -134,10 +137,13 @@ class HeadDraftSession:
         if start < self._prompts[row]:  # no next turn of the same conversation
             self._shaping.restart(row)
         self._known[row] = self._prompts[row] = count
-        # What the first answer token is fed: the state at the last token that `entries` would take.
+        self._feed_answer(row, prompt)
+
+    def _feed_answer(self, row: int, prompt: Prompt) -> None:
+        """Put what the first answer token is fed at the prompt's last: the state where `Head.entries` would read it."""
         visual = self._visual(prompt)
-        (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [count - 1]
-        self._features[row, count - 1] = self._features[row, source]
+        (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [len(prompt) - 1]
+        self._features[row, len(prompt) - 1] = self._features[row, source]
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
@@ -195,7 +201,7 @@ class HeadDraftSession:
     def _catch_up(self, new: Sequence[Sequence[int]], width: int) -> Tensor:
         """Run what every row emitted last with the target's states; ``[B, width, d]``."""
         tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in new], device=self._device)
-        first = torch.tensor([max(n - 1, 0) for n in self._known], device=self._device)
+        first = torch.tensor([max(n - self.lag, 0) for n in self._known], device=self._device)
         places = first[:, None] + torch.arange(width, device=self._device)
         features = self._features.gather(1, places[..., None].expand(-1, -1, self._features.shape[2]))
         order = torch.arange(width, device=self._device)
@@ -235,7 +241,7 @@ class HeadDraftSession:
         """``[1, E, d]`` what the target's decoder was given for these tokens, visual features included."""
         ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
         embedded = self._embed(ids)
-        if self._head.hides_visual or not prompt.media:
+        if not self._head.is_shown_visual or not prompt.media:
             return embedded
         new = (tokens >= start).to(self._device)
         given = self._given(prompt, start)

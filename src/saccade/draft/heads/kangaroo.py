@@ -1,0 +1,120 @@
+"""Kangaroo's head: what the target's own first layers say, translated for its LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.heads.block import Attention, RMSNorm
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.rotary import Rotary
+from saccade.errors import ModelError
+from saccade.target.cache import SlotCache
+from saccade.target.features import final_norm
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.kangaroo_session import KangarooDraftSession
+    from saccade.target.adapter import Target
+
+
+class Kangaroo(Head):
+    """Early exit and an adapter (Liu et al. 2024, Kangaroo, Section 3.1).
+
+    The drafter is the target up to its layer ``exit``, and behind it one attention between two norms, without an MLP;
+    the target's LM head reads the tokens. An entry is fed the target's state at its own token, where it enters that
+    layer, and nothing else: drafted tokens run through the first layers themselves, so that no state is ever guessed.
+    Every token has an entry, the first and visual ones too. The last norm is the adapter's own, and begins as the
+    target's.
+
+    Options:
+        exit: layers of the target that draft; 0 for a sixteenth of them, rounded up, which is 2 of 32 and 3 of 40 as
+            in the paper.
+    """
+
+    kind: ClassVar[str] = "kangaroo"
+    defaults: ClassVar[Mapping[str, Any]] = {"exit": 0}
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        found = self.reads(config.target_layers, **config.options)
+        if config.layers != found:
+            raise ModelError(
+                f"This kangaroo head reads layer {config.layers[0]}, not {found[0]} as its exit says; its config.json "
+                "was changed."
+            )
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self._rotary = Rotary(config.head_dim, config.rope)
+
+    @classmethod
+    def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
+        """What enters the layer at which the target is left.
+
+        Raises:
+            ModelError: the target has no such layer.
+        """
+        given = options.get("exit", 0)
+        layer = given or -(-target_layers // 16)
+        if type(given) is not int or not 0 < layer < target_layers:
+            raise ModelError(
+                f"exit must be a whole number below the target's {target_layers} layers, at least 1 (or 0 for a "
+                f"sixteenth of them), not {given!r}."
+            )
+        return (layer,)
+
+    @classmethod
+    def session_class(cls) -> type[KangarooDraftSession]:
+        from saccade.draft.heads.kangaroo_session import KangarooDraftSession
+
+        return KangarooDraftSession
+
+    @property
+    def is_shown_visual(self) -> bool:
+        return False
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor | None,
+        positions: Tensor,
+        allow: Tensor,
+        cache: SlotCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        """Translate the states of the entries' own tokens.
+
+        Args:
+            features: ``[B, N, d]`` what enters the target's layer ``exit`` at each entry's own token.
+            embeddings: not looked at.
+            step: not looked at.
+        """
+        angles = self._rotary(positions)
+        out: Tensor = features + self.self_attn(self.input_norm(features), angles, allow, cache, 0)
+        return out
+
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here."""
+        return lm_head(self.norm(hidden))
+
+    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(len(visual), device=visual.device)
+        return tokens, tokens
+
+    def embed(self, embeddings: Tensor, visual: Tensor) -> Tensor:
+        """``[S, 0]``: nothing."""
+        return embeddings[:, :0]
+
+    @torch.no_grad()
+    def begin_from(self, target: Target) -> None:
+        # What the norm makes of 1, -1, 1, ... shows what it multiplies with, however it stores that.
+        norm = final_norm(target.decoder)
+        weight = next(norm.parameters())
+        signs = weight.new_ones(1, self.config.hidden_size)
+        signs[:, 1::2] = -1
+        gain = (norm(signs) - norm(-signs))[0] * signs[0] / 2
+        nn.init.zeros_(self.norm.weight).add_(gain.to(self.norm.weight))
