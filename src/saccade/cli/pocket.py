@@ -108,6 +108,9 @@ def train_pair(
     scale: Annotated[
         float, typer.Option(min=0.001, help="Multiply the steps of every stage; 0.1 gives a rough pair.")
     ] = 1.0,
+    batch_scale: Annotated[
+        int, typer.Option("--batch-scale", min=1, help="Multiply all batches; 8 suits a GPU.")
+    ] = 1,
     until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")
@@ -129,7 +132,7 @@ def train_pair(
         raise SaccadeError(f"There is no stage {until!r}; choose from {', '.join(STAGES)}.")
     if threads:
         torch.set_num_threads(threads)
-    run((quick_recipe() if quick else Recipe()).scaled(scale), out, until)
+    run((quick_recipe() if quick else Recipe()).scaled(scale, batch_scale), out, until)
 
 
 @app.command("eval")

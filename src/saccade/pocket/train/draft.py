@@ -1,5 +1,6 @@
 """Stages 5 and 7: a small model on the target's tower learns the world, then to answer as the target does."""
 
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -14,7 +15,7 @@ from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS, Batch, batch_of, leng
 from saccade.pocket.train.language import padded_vocabulary, true_answers
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
-from saccade.pocket.train.recipe import Recipe
+from saccade.pocket.train.recipe import Recipe, Schedule
 from saccade.pocket.train.tokens import content_weights
 
 _BLIND_EVERY = 3  # every third batch has no picture, so that the draft is of use without one too
@@ -23,6 +24,22 @@ _SHARES = {name: task.share for name, task in WORLD.items() if name not in UNSEE
 
 def _seeing(number: int) -> bool:
     return number % _BLIND_EVERY != 0
+
+
+def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, number: int) -> Batch:
+    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, _SHARES)
+    return true_answers(tokenizer, samples, _seeing(number), schedule.tiled_at(number))
+
+
+def _following(
+    seed: int, schedule: Schedule, tokenizer: Tokenizer, order: list[Answered], number: int
+) -> Batch:
+    """Every second group of batches of the target's answers, the others of ground truth."""
+    if number // _BLIND_EVERY % 2 == 0:
+        return _batch("follow", seed, schedule, tokenizer, number)
+    start = Random(f"follow/{seed}/{number}").randrange(max(1, len(order) - schedule.batch + 1))
+    rows = order[start : start + schedule.batch]
+    return batch_of(tokenizer, [row.sample() for row in rows], [row.ids for row in rows], _seeing(number))
 
 
 def train_draft(
@@ -37,14 +54,12 @@ def train_draft(
     schedule = recipe.draft_schedule
     weights = content_weights(tokenizer, padded_vocabulary(tokenizer), schedule.content).to(device)
 
-    def step(number: int) -> Tensor:
-        rng = Random(f"draft/{recipe.seed}/{number}")
-        samples = sorted_batch(rng, schedule.batch, schedule.verbose, _SHARES)
-        batch = true_answers(tokenizer, samples, _seeing(number), schedule.tiled_at(number))
+    def weighted(batch: Batch) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
             return loss_of(model, batch, token_weights=weights)
 
-    return model, train("draft", model, step, schedule, folder, recipe.checkpoint_seconds)
+    make = partial(_batch, "draft", recipe.seed, schedule, tokenizer)
+    return model, train("draft", model, make, weighted, schedule, folder, recipe.checkpoint_seconds)
 
 
 def train_follower(
@@ -54,20 +69,10 @@ def train_follower(
     schedule = recipe.follow_schedule
     order = sorted(answered, key=lambda row: length_of(row.sample()))
 
-    def from_target(rng: Random, seeing: bool) -> Batch:
-        start = rng.randrange(max(1, len(order) - schedule.batch + 1))
-        rows = order[start : start + schedule.batch]
-        return batch_of(tokenizer, [row.sample() for row in rows], [row.ids for row in rows], seeing)
-
-    def step(number: int) -> Tensor:
-        rng = Random(f"follow/{recipe.seed}/{number}")
-        if number // _BLIND_EVERY % 2:
-            batch = from_target(rng, _seeing(number))
-        else:
-            samples = sorted_batch(rng, schedule.batch, schedule.verbose, _SHARES)
-            batch = true_answers(tokenizer, samples, _seeing(number))
+    def unweighted(batch: Batch) -> Tensor:
         with torch.autocast(draft.device.type, torch.bfloat16):
             return loss_of(draft, batch)
 
     draft.model.vision_tower.requires_grad_(False)
-    return train("follow", draft, step, schedule, folder, recipe.checkpoint_seconds)
+    make = partial(_following, recipe.seed, schedule, tokenizer, order)
+    return train("follow", draft, make, unweighted, schedule, folder, recipe.checkpoint_seconds)

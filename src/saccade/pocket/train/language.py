@@ -1,5 +1,6 @@
 """Stages 3 and 4: a shallow model learns to read pictures, then grows to full depth and learns on."""
 
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -38,6 +39,11 @@ def held_out_loss(model: PocketModel, tokenizer: Tokenizer, task: str, tiled: bo
         return loss_of(model, batch).item()
 
 
+def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, number: int) -> Batch:
+    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose)
+    return true_answers(tokenizer, samples, tiled=schedule.tiled_at(number))
+
+
 def _train_stage(
     name: str, model: PocketModel, tokenizer: Tokenizer, recipe: Recipe, schedule: Schedule, folder: Path
 ) -> float:
@@ -45,11 +51,7 @@ def _train_stage(
     weights = weights.to(model.device)
     model.model.vision_tower.requires_grad_(False)
 
-    def step(number: int) -> Tensor:
-        rng = Random(f"{name}/{recipe.seed}/{number}")
-        batch = true_answers(
-            tokenizer, sorted_batch(rng, schedule.batch, schedule.verbose), tiled=schedule.tiled_at(number)
-        )
+    def weighted(batch: Batch) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16):
             return loss_of(model, batch, token_weights=weights)
 
@@ -57,7 +59,8 @@ def _train_stage(
         told = (f"{task} {held_out_loss(model, tokenizer, task, schedule.tiled > 0):.2f}" for task in WORLD)
         return "held-out loss: " + ", ".join(told)
 
-    return train(name, model, step, schedule, folder, recipe.checkpoint_seconds, check)
+    make = partial(_batch, name, recipe.seed, schedule, tokenizer)
+    return train(name, model, make, weighted, schedule, folder, recipe.checkpoint_seconds, check)
 
 
 def train_shallow(

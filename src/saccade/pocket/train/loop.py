@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from saccade.pocket.train.files import save
+from saccade.pocket.train.prefetch import made_ahead, workers_for
 from saccade.pocket.train.recipe import Schedule
 
-Step = Callable[[int], Tensor]
-"""Number of a batch -> its loss. All randomness comes from the number, so a resumed run sees the same batches."""
-
+_Made = TypeVar("_Made")
 _PAUSE, _CHECKED = 30.0, 100.0  # seconds between lines of progress, and between checks
 
 
@@ -32,7 +32,8 @@ def _optimisers(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> list[
 def train(
     name: str,
     model: nn.Module,
-    step: Step,
+    make: Callable[[int], _Made],
+    loss_of: Callable[[_Made], Tensor],
     schedule: Schedule,
     folder: Path,
     checkpoint_seconds: float,
@@ -43,6 +44,9 @@ def train(
     Trains the parameters that require gradients.
 
     Args:
+        make: the batch of that number, as a picklable function. All randomness comes from the number, so a resumed
+            run sees the same batches.
+        loss_of: the loss of a batch.
         check: a line about how well the model does, printed every other minute.
 
     Returns:
@@ -66,15 +70,18 @@ def train(
     first = number
     start = saved = spoken = checked = time.monotonic()
     smooth = None
+    parts = schedule.parts
+    workers = workers_for(next(model.parameters()).device)
+    batches = made_ahead(make, number * parts, schedule.steps * parts, workers)
     while number < schedule.steps:
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = schedule.rate_at(number)
-        loss = torch.zeros(())
-        for part in range(schedule.parts):
-            partial = step(number * schedule.parts + part) / schedule.parts
+        loss: Tensor | float = 0.0
+        for _ in range(parts):
+            partial = loss_of(next(batches)) / parts
             partial.backward()
-            loss = loss + partial.detach().cpu()
+            loss = loss + partial.detach()
         nn.utils.clip_grad_norm_([p for _, p in learning], 1.0)
         for optimiser in optimisers:
             optimiser.step()

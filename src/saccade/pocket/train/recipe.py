@@ -86,12 +86,16 @@ class Recipe:
     evaluation_samples: int = 1000
     checkpoint_seconds: float = 120.0
 
-    def scaled(self, factor: float) -> "Recipe":
-        """The same run with the steps of every stage multiplied by `factor`."""
+    def scaled(self, steps: float = 1.0, batches: int = 1) -> "Recipe":
+        """The same run with the steps and the batches of every stage multiplied."""
         names = [name for name in vars(self) if name.endswith("_schedule")]
         stages = {name: getattr(self, name) for name in names}
         return replace(
-            self, **{k: replace(s, steps=max(1, round(s.steps * factor))) for k, s in stages.items()}
+            self,
+            **{
+                k: replace(s, steps=max(1, round(s.steps * steps)), batch=s.batch * batches)
+                for k, s in stages.items()
+            },
         )
 
 

@@ -1,5 +1,6 @@
 """Stage 2: the vision tower learns to name what is in every patch, which stands in for CLIP pre-training."""
 
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -29,16 +30,19 @@ class PatchNamer(nn.Module):
         return torch.split(self.head(self.norm(seen)), list(LABEL_CLASSES.values()), dim=-1)
 
 
+def _batch(seed: int, count: int, number: int) -> tuple[Tensor, Tensor]:
+    samples = labelled_samples(Random(f"tower/{seed}/{number}"), count)
+    return pixels([sample.image for sample in samples]), labels(samples)
+
+
 def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict[str, Tensor], float]:
     """The trained tower's weights, and the minutes that it took."""
     torch.manual_seed(recipe.seed)
     model = PatchNamer(recipe).to(device)
     kept: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
-    def step(number: int) -> Tensor:
-        rng = Random(f"tower/{recipe.seed}/{number}")
-        samples = labelled_samples(rng, recipe.tower_schedule.batch)
-        pictures, truth = pixels([s.image for s in samples]).to(device), labels(samples).to(device)
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        pictures, truth = batch[0].to(device), batch[1].to(device)
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(pictures)
         kept[:] = [(truth, tuple(part.detach() for part in logits))]
@@ -58,5 +62,6 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
         return "named rightly where something is: " + ", ".join(words)
 
     schedule, pause = recipe.tower_schedule, recipe.checkpoint_seconds
-    minutes = train("tower", model, step, schedule, folder, pause, check)
+    make = partial(_batch, recipe.seed, schedule.batch)
+    minutes = train("tower", model, make, loss_of, schedule, folder, pause, check)
     return {name: weight.cpu() for name, weight in model.tower.state_dict().items()}, minutes
