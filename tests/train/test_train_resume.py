@@ -94,7 +94,8 @@ def test_a_state_that_is_not_put_back_is_noticed(
         assert found is not None
         step, state = found
         fresh = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "fresh")
-        return step, {**state, lost: getattr(fresh, "head" if lost == "head" else "_optimiser").state_dict()}
+        forgotten = fresh.learner.module if lost == "head" else fresh._optimiser
+        return step, {**state, lost: forgotten.state_dict()}
 
     monkeypatch.setattr(Checkpoints, "load", forgetful)
     run(tmp_path / "cut", resume=True)

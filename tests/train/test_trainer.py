@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(
     trainer = Trainer(
         target("llama"), chosen, listed("llama", 24), tmp_path, measure=lambda _: 1.0, say=lambda _: None
     )
-    plain = trainer.feeder.entries
+    plain = trainer.learner.feeder.entries
 
     def spoilt(indices: Sequence[int]) -> Any:
         entries = plain(indices)
@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(
             entries.features[0, 0, 0] = float("nan")
         return entries
 
-    monkeypatch.setattr(trainer.feeder, "entries", spoilt)
+    monkeypatch.setattr(trainer.learner.feeder, "entries", spoilt)
     with pytest.raises(TrainingError, match=r"The loss is nan at step 4; its batch is in .*bad-step-4"):
         trainer.run()
     bad = tmp_path / "bad-step-4"
@@ -168,13 +168,13 @@ def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> N
 
 def test_a_plan_says_what_would_be_trained_and_changes_nothing(tmp_path: Path) -> None:
     trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "run", say=lambda _: None)
-    before = {n: w.clone() for n, w in trainer.head.state_dict().items()}
+    before = {n: w.clone() for n, w in trainer.learner.module.state_dict().items()}
     text = str(plan_of(trainer))
-    trained = sum(w.numel() for w in trainer.head.parameters())
+    trained = sum(w.numel() for w in trainer.learner.module.parameters())
     assert f"{trained:,} weights" in text
     assert "22 samples to learn from, 2.2 epochs; 2 to measure on" in text
     assert "stage 2    6 steps, 3 draft steps" in text
-    assert all(torch.equal(w, before[n]) for n, w in trainer.head.state_dict().items())
+    assert all(torch.equal(w, before[n]) for n, w in trainer.learner.module.state_dict().items())
     assert not (tmp_path / "run").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ class Optimiser:
     """AdamW for all weights, or Muon for matrices and AdamW for the rest, under one learning rate.
 
     Attributes:
-        weights: those that are trained.
+        weights: those that are trained; `learn` says which of them learn for now.
     """
 
     def __init__(self, head: nn.Module, recipe: Recipe) -> None:
-        self.weights = [p for p in head.parameters() if p.requires_grad]
+        self._all = [p for p in head.parameters() if p.requires_grad]
+        self.weights = self._all
         self._clip = recipe.clip
         others, self._parts = self.weights, list[torch.optim.Optimizer]()
         if recipe.optimiser == "muon":
@@ -43,6 +45,17 @@ class Optimiser:
         self._parts.append(
             torch.optim.AdamW(others, lr=1.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
         )
+
+    def learn(self, weights: Sequence[nn.Parameter]) -> None:
+        """Let no other weights learn from here on: those get no gradient, do not decay, and have no moments yet."""
+        chosen = {id(weight) for weight in weights}
+        for weight in self._all:
+            weight.requires_grad_(id(weight) in chosen)
+            if not weight.requires_grad:
+                weight.grad = None
+            elif weight.grad is None:  # as `clear` leaves it, also in the first step of a run that goes on
+                weight.grad = torch.zeros_like(weight)
+        self.weights = [weight for weight in self._all if weight.requires_grad]
 
     def step(self, rate: float) -> float:
         """Clip, update and forget the gradients.

@@ -21,18 +21,22 @@ class Plan:
         apart: to measure on.
         epochs: how often each sample is learnt from.
         trained: weights that learn.
+        word: what they are the weights of.
         target: weights of the teacher.
-        bytes: of the target's weights; the head's with gradients and optimiser; and of one micro batch.
+        bytes: of the target's weights; of those that learn with gradients and optimiser; and of one micro batch.
         seconds: per step of each stage.
+        does: what each stage does.
     """
 
     samples: int
     apart: int
     epochs: float
+    word: str
     trained: int
     target: int
     bytes: tuple[int, int, int]
     seconds: tuple[float, ...]
+    does: tuple[str, ...]
     stages: tuple[Stage, ...]
     processes: int
 
@@ -41,13 +45,15 @@ class Plan:
         total = sum(s * stage.steps for s, stage in zip(self.seconds, self.stages, strict=True))
         lines = [
             f"data       {self.samples} samples to learn from, {self.epochs:.1f} epochs; {self.apart} to measure on",
-            f"head       {self.trained:,} weights; the target's {self.target:,} are frozen",
-            f"memory     target {weights}, head with gradients and optimiser {learning}, one micro batch about {batch}",
+            f"{self.word:10} {self.trained:,} weights; the target's {self.target:,} are frozen",
+            f"memory     target {weights}, {self.word} with gradients and optimiser {learning}, one micro batch about "
+            f"{batch}",
         ]
-        for number, (stage, seconds) in enumerate(zip(self.stages, self.seconds, strict=True), 1):
-            deep = "one draft step" if stage.draft_steps == 1 else f"{stage.draft_steps} draft steps"
+        for number, (stage, seconds, does) in enumerate(
+            zip(self.stages, self.seconds, self.does, strict=True), 1
+        ):
             lines.append(
-                f"stage {number}    {stage.steps} steps, {deep}, rate {stage.rate:g}; {seconds:.2f} s a step measured, "
+                f"stage {number}    {stage.steps} steps, {does}, rate {stage.rate:g}; {seconds:.2f} s a step measured, "
                 f"about {duration(seconds * stage.steps)}"
             )
         each = "1 process" if self.processes == 1 else f"{self.processes} processes"
@@ -59,39 +65,31 @@ def plan_of(trainer: Trainer) -> Plan:
 
     The first step warms up the machine and is not counted.
     """
-    recipe, head = trainer.recipe, trainer.head
-    stages = tuple(stage for stage in recipe.stages if stage.steps)
-    trainer.try_step(0, stages[0])
+    recipe, learner = trainer.recipe, trainer.learner
+    trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)
+    numbered = [(number, stage) for number, stage in enumerate(recipe.stages, 1) if stage.steps]
+    trainer.try_step(0, numbered[0][0])
     seconds = []
-    for stage in stages:
+    for number, _ in numbered:
         begun = time.perf_counter()
-        trainer.try_step(0, stage)
+        trainer.try_step(0, number)
         if trainer.target.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
-    trained = sum(w.numel() for w in head.parameters() if w.requires_grad)
     weights = list(trainer.target.model.parameters())
     state = 3 if recipe.optimiser == "adamw" else 2
     samples = len(trainer.order)
+    batch = learner.batch_bytes(trainer.order.at(0)[: recipe.micro_batch])
     return Plan(
         samples=samples,
         apart=len(trainer.apart),
         epochs=recipe.steps * recipe.batch_size / samples,
+        word=learner.word,
         trained=trained,
         target=sum(w.numel() for w in weights),
-        bytes=(sum(w.nbytes for w in weights), 4 * trained * (1 + state), _batch_bytes(trainer)),
+        bytes=(sum(w.nbytes for w in weights), 4 * trained * (1 + state), batch),
         seconds=tuple(seconds),
-        stages=stages,
+        does=tuple(learner.describe(number, stage) for number, stage in numbered),
+        stages=tuple(stage for _, stage in numbered),
         processes=trainer.processes.count,
     )
-
-
-def _batch_bytes(trainer: Trainer) -> int:
-    """Entries of a micro batch, and the logits of target and head with their gradients, which weigh most."""
-    recipe = trainer.recipe
-    entries = trainer.feeder.entries(trainer.order.at(0)[: recipe.micro_batch])
-    if entries is None:
-        return 0
-    held = sum(t.nbytes for t in (entries.features, entries.embeddings, entries.states))
-    logits = int(entries.learnt.sum()) * trainer.target.vocab_size * 4
-    return held + 6 * recipe.deepest * logits

@@ -1,9 +1,10 @@
-"""How long a head's drafts are accepted, measured by the engine that will use it."""
+"""How long a drafter's drafts are accepted, measured by the engine that will use it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from typing import Any
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
@@ -14,8 +15,8 @@ from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype
 from saccade.target.adapter import Target
 
-Measure = Callable[[Head], float]
-"""A head -> its block efficiency; the best head of a run is the one with the largest."""
+Measure = Callable[[Any], float]
+"""A drafter's module -> its block efficiency; the best of a run is the one with the largest."""
 
 
 class EngineMeasure:
@@ -46,11 +47,16 @@ class EngineMeasure:
         mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
         policy = self._policy or Chain(min(5, mirror.reach or 5))
         engine = Engine(self._target, HeadDrafter(mirror, self._target, policy))
-        accepted, passes = 0, 0
-        for start in range(0, len(self._prompts), self._rows):
-            requests = [Request(p) for p in self._prompts[start : start + self._rows]]
-            for out in engine.generate(requests, max_new_tokens=self._length, do_sample=False):
-                histogram = out.stats.accepted_histogram
-                accepted += sum(a * n for a, n in enumerate(histogram))
-                passes += sum(histogram)
-        return accepted / passes + 1 if passes else 0.0
+        return block_efficiency(engine, self._prompts, self._length, self._rows)
+
+
+def block_efficiency(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, rows: int) -> float:
+    """Tokens per verification pass over greedy answers to all prompts, asked ``rows`` at a time."""
+    accepted, passes = 0, 0
+    for start in range(0, len(prompts), rows):
+        requests = [Request(p) for p in prompts[start : start + rows]]
+        for out in engine.generate(requests, max_new_tokens=max_new_tokens, do_sample=False):
+            histogram = out.stats.accepted_histogram
+            accepted += sum(a * n for a, n in enumerate(histogram))
+            passes += sum(histogram)
+    return accepted / passes + 1 if passes else 0.0
