@@ -1,4 +1,4 @@
-"""`saccade train`: a drafter head for a target of one's own."""
+"""`saccade train`: a drafter for a target of one's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="The kind of head (`eagle2`, `hivis`, `dream`, ...), or the path of a .toml file.",
+            help="The kind of head (`eagle2`, `hivis`, `dream`, ...), `draft-vlm`, or the path of a .toml file.",
         ),
     ],
     data: Annotated[
@@ -33,6 +33,15 @@ def train(
         typer.Option("--out", "-o", metavar="FOLDER", help="Where checkpoints, log and the trained head go."),
     ],
     target: o.Target = None,
+    lm: Annotated[
+        str | None,
+        typer.Option(
+            "--lm",
+            metavar="MODEL",
+            help="`draft-vlm` only: the language model to begin with, of the target's tokenizer; or "
+            "LAYERSxWIDTH for an untaught one.",
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,9 +67,10 @@ def train(
     dtype: o.Dtype = "auto",
     device: o.DeviceMap = None,
 ) -> None:
-    """Train a drafter head for a target on the target's own answers.
+    """Train a drafter head, or a draft VLM, for a target on the target's own answers.
 
-    The head with the longest accepted drafts is in OUT/best, the last one in OUT/head; give either as `--drafter`.
+    The drafter with the longest accepted drafts is in OUT/best, the last one in OUT/head, or OUT/draft of a draft VLM;
+    give either as `--drafter`.
     Stop at any time: the same command with `--resume auto` goes on from the last checkpoint, and on a CPU in float32
     it ends with the very weights of a run that was never stopped.
 
@@ -69,6 +79,8 @@ def train(
     `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
 
     `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
+
+    `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
 
     `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers -o head`
     """
@@ -91,6 +103,10 @@ def train(
         from saccade.train.trainer import Trainer
 
     chosen = read_recipe(recipe).with_settings(o.settings(settings))
+    if lm is not None:
+        if chosen.kind != "draft-vlm":
+            raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train a {chosen.kind} head.")
+        chosen = chosen.with_settings({"head.lm": lm})
     if plan:
         chosen = replace(chosen, feature_cache="none")
     if device is None and "LOCAL_RANK" in os.environ:
@@ -103,7 +119,15 @@ def train(
         min_words=chosen.min_words,
         max_tokens=chosen.max_tokens,
     )
-    trainer = Trainer(vlm.target, chosen, source, out, resume=resume == "auto", say=screen.note)
+    trainer = Trainer(
+        vlm.target,
+        chosen,
+        source,
+        out,
+        processor=vlm.processor,
+        resume=resume == "auto",
+        say=screen.note,
+    )
     if plan:
         words = plan_of(trainer)
         if trainer.processes.leads:

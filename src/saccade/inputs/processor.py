@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from saccade.inputs.expanding import Words
 from saccade.inputs.families import family_of, kind_of
 from saccade.inputs.loading import Parts, clean_video_settings, load_parts, read_eos
 from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.saving import save_parts
 from saccade.inputs.unknown import composite_prompt
 from saccade.inputs.visuals import Visuals
 
@@ -147,6 +149,10 @@ class InputProcessor:
         start and end tokens (the T view of TABED).
         """
         return without_media(self.config, self.tokenizer, prompt)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write what `load` reads besides the configuration: for a model whose inputs are the same."""
+        save_parts(self._parts, Path(folder))
 
     def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
         """Mean and standard deviation of the three colours, by which an ``image`` or a ``video`` is scaled."""

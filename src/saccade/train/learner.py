@@ -25,11 +25,15 @@ class Learner(Protocol):
         about: what must be the same for a run to go on (JSON values).
     """
 
-    module: nn.Module
     word: str
     folder: str
-    terms: Sequence[str]
     about: Mapping[str, Any]
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def terms(self) -> Sequence[str]: ...
 
     def weights(self, number: int) -> list[nn.Parameter]:
         """Those that learn in a stage, counted from 1."""

@@ -33,10 +33,10 @@ class Optimiser:
         self._clip = recipe.clip
         others, self._parts = self.weights, list[torch.optim.Optimizer]()
         if recipe.optimiser == "muon":
-            # Only what is multiplied with: r^s of HiViS are rows of a table, of which most steps use some.
-            table = getattr(head, "residuals", None)
-            matrices = [p for p in self.weights if p.dim() == 2 and p is not table]
-            others = [p for p in self.weights if p.dim() != 2 or p is table]
+            # Only what is multiplied with: not rows of a table, of which most steps use some.
+            tables = _tables(head)
+            matrices = [p for p in self.weights if p.dim() == 2 and id(p) not in tables]
+            others = [p for p in self.weights if p.dim() != 2 or id(p) in tables]
             self._parts.append(
                 torch.optim.Muon(
                     matrices, lr=1.0, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
@@ -82,3 +82,12 @@ class Optimiser:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
+
+
+def _tables(module: nn.Module) -> set[int]:
+    """r^s of HiViS; embeddings and LM head of a whole model."""
+    found = [getattr(module, "residuals", None)]
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        if hasattr(module, name):
+            found.append(getattr(module, name)().weight)
+    return {id(table) for table in found if table is not None}

@@ -11,6 +11,7 @@ from typing import Any
 
 from saccade.errors import TrainingError
 from saccade.train.ahead import AheadObjective
+from saccade.train.draft_vlm import DraftVlmObjective
 from saccade.train.dream import DreamObjective
 from saccade.train.eagle2 import Eagle2Objective
 from saccade.train.eagle3 import Eagle3Objective
@@ -28,8 +29,9 @@ OBJECTIVES: dict[str, Any] = {
     "medusa": AheadObjective,
     "hydra": AheadObjective,
     "kangaroo": KangarooObjective,
+    "draft-vlm": DraftVlmObjective,
 }
-"""Kind of head -> how it learns: a dataclass of the loss's settings that makes an `Objective`."""
+"""Kind of head, or a draft VLM -> how it learns: a dataclass of the loss's settings; a head's is an `Objective`."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
 """Settings that may change when a run goes on: they do not decide what is learnt."""
@@ -63,9 +65,9 @@ class Recipe:
     """All numbers of a run.
 
     Attributes:
-        kind: of the head.
+        kind: of the head, or ``draft-vlm``.
         stages: one after another, with one optimiser.
-        head: options of the kind (`HeadConfig.from_target`).
+        head: options of the kind (`HeadConfig.from_target`); of a draft VLM ``lm``, its language model.
         loss: fields of the kind's objective.
         residuals: False keeps HiViS's step residuals at zero (ablation).
         batch_size: samples per optimiser step, over all processes.
@@ -104,7 +106,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.kind not in OBJECTIVES:
-            raise TrainingError(f"There is no head of kind {self.kind!r}; choose {' or '.join(OBJECTIVES)}.")
+            raise TrainingError(
+                f"There is nothing to train of kind {self.kind!r}; choose {' or '.join(OBJECTIVES)}."
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise TrainingError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")

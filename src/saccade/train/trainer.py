@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.errors import TrainingError
+from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.train.checkpoint import Checkpoints
 from saccade.train.folders import recover, write_folder
-from saccade.train.head_learner import HeadLearner
 from saccade.train.identity import identity
 from saccade.train.learner import Learner
+from saccade.train.learners import new_learner
 from saccade.train.log import Log
 from saccade.train.losses import Tally
 from saccade.train.optimiser import Optimiser, rate_at
@@ -56,6 +57,7 @@ class Trainer:
         recipe: all numbers.
         source: samples.
         out: folder of checkpoints, log, ``best`` and ``head``.
+        processor: of the target; for a draft VLM.
         measure: what tells which drafter is best; block efficiency on samples kept apart when None.
         resume: whether to go on from a checkpoint in ``out``.
         say: takes lines of progress.
@@ -66,8 +68,8 @@ class Trainer:
         apart: numbers of the samples that are measured on, and not learnt from.
 
     Raises:
-        TrainingError: the data are too few.
-        ModelError: the kind of head has no such option.
+        TrainingError: the data are too few, or no draft VLM can be made of what was given.
+        ModelError: the kind of head has no such option, or a draft VLM's language model cannot be used.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Trainer:
         source: Source,
         out: Path,
         *,
+        processor: InputProcessor | None = None,
         measure: Measure | None = None,
         resume: bool = False,
         say: Callable[[str], None] = print,
@@ -85,8 +88,14 @@ class Trainer:
         self._source, self._out = source, Path(out)
         self._say = say if self.processes.leads else _silent
         target.model.requires_grad_(False)
-        self.learner: Learner = HeadLearner(
-            target, recipe, source, self._out, rank=self.processes.rank, say=self._say
+        self.learner: Learner = new_learner(
+            target,
+            recipe,
+            source,
+            self._out,
+            processor=processor,
+            rank=self.processes.rank,
+            say=self._say,
         )
         self._optimiser = Optimiser(self.learner.module, recipe)
         apart, chosen = _set_apart(len(source.lengths), recipe)

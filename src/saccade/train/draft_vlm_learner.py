@@ -1,0 +1,179 @@
+"""A draft VLM as what a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.model import ModelDrafter
+from saccade.draft.static import Chain
+from saccade.engine import Engine
+from saccade.errors import InputError, TrainingError
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
+from saccade.loading import draft_dtype
+from saccade.target.adapter import Target
+from saccade.train.collate import forward_inputs
+from saccade.train.draft_vlm import DraftVlmObjective
+from saccade.train.draft_vlm_model import new_draft_vlm
+from saccade.train.features import answer_mask, read_features
+from saccade.train.feeding import lm_head_of
+from saccade.train.identity import identity
+from saccade.train.losses import Tally
+from saccade.train.recipe import Recipe, Stage
+from saccade.train.samples import Sample, Source
+from saccade.train.validate import Measure, block_efficiency
+
+_GAMMA, _ANSWER, _ROWS = 5, 128, 4
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Samples whose media fit into one forward pass.
+
+    Attributes:
+        samples: as the target sees them.
+        inputs: of the drafter, which may be blind; ``input_ids`` is ``[B, S]``.
+        learnt: ``[B, S]`` bool; tokens whose next token is part of the answer.
+    """
+
+    samples: Sequence[Sample]
+    inputs: dict[str, Any]
+    learnt: Tensor
+
+
+class DraftVlmLearner:
+    """A draft VLM of the recipe's language model; see `saccade.train.learner.Learner`.
+
+    Args:
+        processor: of the target.
+
+    Raises:
+        TrainingError: the recipe names no language model, or something that a draft VLM has not.
+        ModelError: the language model cannot be used.
+    """
+
+    word, folder = "drafter", "draft"
+
+    def __init__(self, target: Target, processor: InputProcessor, recipe: Recipe, source: Source) -> None:
+        _check(recipe)
+        self._target, self._processor, self._recipe, self._source = target, processor, recipe, source
+        self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
+        self.module = self._parts.model
+        self._own = Target(self.module, lean=False)
+        self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
+        self.terms = [name for name in ("tokens", "kl") if getattr(self._objective, name)]
+        self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
+
+    def weights(self, number: int) -> list[nn.Parameter]:
+        """The projector in the first stage; the language model, too, in all later ones."""
+        return self._parts.projector + (self._parts.language if number > 1 else [])
+
+    def describe(self, number: int, stage: Stage) -> str:
+        return "the projector alone" if number == 1 else "projector and language model"
+
+    def batch(self, indices: Sequence[int], step: int) -> list[DraftBatch] | None:
+        found = [s for s in (self._source.sample(i) for i in indices) if s is not None]
+        # The projector learns nothing from a batch without media.
+        blind = self._recipe.at(step)[0] > 1 and self._objective.is_blind(step)
+        return self._batches(found, blind) if found else None
+
+    def judge(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
+        tallies = [self._judged(part) for part in batch]
+        terms = {name: torch.stack([t.terms[name] for t in tallies]).sum() for name in self.terms}
+        counts = [
+            torch.stack([getattr(t, name) for t in tallies]).sum(0) for name in ("kept", "tried", "right")
+        ]
+        return Tally(torch.stack([t.loss for t in tallies]).sum(), terms, *counts)
+
+    def tensors(self, batch: Sequence[DraftBatch]) -> dict[str, Tensor]:
+        return {
+            f"{number}.{name}": value
+            for number, part in enumerate(batch)
+            for name, value in {**part.inputs, "learnt": part.learnt}.items()
+        }
+
+    def batch_bytes(self, indices: Sequence[int]) -> int:
+        """What the layers keep for the backward pass, about 16 vectors a token each, and the logits with gradients."""
+        text = self._own.text_config
+        total = 0
+        for part in self.batch(indices, 0) or ():
+            states = part.learnt.numel() * text.hidden_size * 4
+            total += 16 * text.num_hidden_layers * states
+            total += 6 * int(part.learnt.sum()) * self._own.vocab_size * 4
+        return total
+
+    def state(self) -> dict[str, Tensor]:
+        """All but the tower, which is the target's."""
+        weights = self.module.state_dict()
+        return {name: weights[name] for name in self._parts.learnt}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.module.load_state_dict(state, strict=False)
+
+    def keep(self) -> None:
+        """Nothing is found that a run could find again."""
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the target's class and precision, with the target's tokenizer and image settings."""
+        deepcopy(self.module).to(self._target.dtype).save_pretrained(folder)
+        self._processor.save(folder)
+
+    def measure(self, prompts: Sequence[Prompt]) -> Measure:
+        def measured(model: Any) -> float:
+            mirror = deepcopy(model).to(self._target.dtype).requires_grad_(False)
+            mirror = mirror.to(draft_dtype(mirror))  # as `saccade.load` puts it
+            known = len(self._processor.tokenizer.get_vocab())
+            drafter = ModelDrafter(Target(mirror), Chain(_GAMMA), known)
+            return block_efficiency(Engine(self._target, drafter), prompts, _ANSWER, _ROWS)
+
+        return measured
+
+    def _batches(self, samples: Sequence[Sample], blind: bool) -> list[DraftBatch]:
+        prompts = [self._processor.text_only(s.prompt) if blind else s.prompt for s in samples]
+        wholes = [Prompt((*p.ids, *s.answer), p.media) for p, s in zip(prompts, samples, strict=True)]
+        try:
+            inputs = forward_inputs(self._own, wholes)
+        except InputError:  # videos of several lengths, say
+            if len(samples) == 1:
+                raise
+            half = len(samples) // 2
+            return self._batches(samples[:half], blind) + self._batches(samples[half:], blind)
+        learnt = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
+        for row, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True)):
+            learnt[row, : len(whole)] = answer_mask(len(prompt), len(whole))
+        return [DraftBatch(samples, inputs, learnt.to(self._own.device))]
+
+    def _judged(self, batch: DraftBatch) -> Tally:
+        states = self.module.model(**batch.inputs, use_cache=False).last_hidden_state
+        answer = batch.inputs["input_ids"].roll(-1, 1)[batch.learnt]
+        logits = self.module.lm_head(states[batch.learnt])
+        return self._objective(logits, answer, self._teacher(batch) if self._objective.kl else None)
+
+    @torch.no_grad()
+    def _teacher(self, batch: DraftBatch) -> Tensor:
+        last = len(self._target.layers)
+        read = read_features(self._target, batch.samples, ())
+        return self._lm_head(torch.cat([f.states[last][f.answer] for f in read]))
+
+
+def _check(recipe: Recipe) -> None:
+    if set(recipe.head) != {"lm"}:
+        raise TrainingError(
+            "A draft VLM is made of a language model: name it with --lm (head.lm), a folder, a hub id or a shape such "
+            "as 2x128; it has no other option."
+        )
+    if recipe.deepest != 1 or recipe.feature_cache != "none" or not recipe.residuals:
+        raise TrainingError(
+            "A draft VLM drafts from its own tokens and keeps no features, so draft_steps must be 1, feature_cache "
+            "none and residuals true."
+        )

@@ -1,0 +1,334 @@
+"""A draft VLM of a small language model: what moves, what it learns, and that the engine takes it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training_run import forked
+from transformers import LlavaOnevisionConfig, Qwen2Config, SiglipVisionConfig
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+
+import checkpoints
+from checkpoints import picture, ready, saved_picture, says, text, tokenizer
+from saccade import VLM, load
+from saccade.errors import ModelError, TrainingError
+from saccade.loading import load_model
+from saccade.train import Listed, Recipe, Trainer, read_recipe
+from saccade.train.draft_vlm import DraftVlmObjective
+from saccade.train.draft_vlm_learner import DraftVlmLearner
+from saccade.train.draft_vlm_model import new_draft_vlm
+
+sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
+from commands import Shell
+
+TARGETS = ("llava", "onevision")
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    if name != "onevision":
+        return ready(name)
+    tok = tokenizer()
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28,
+            patch_size=7, vision_use_head=False,
+        ),
+        text_config=Qwen2Config(**checkpoints._text(len(tok))),
+        image_token_id=tok.convert_tokens_to_ids("<image>"),
+        video_token_id=tok.convert_tokens_to_ids("<|video_pad|>"),
+        image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]],
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    images = LlavaOnevisionImageProcessorPil(
+        size={"height": 28, "width": 28}, image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]]
+    )
+    words = checkpoints.template("<image>", "<|video_pad|>")
+    return checkpoints._save(Path(mkdtemp()), checkpoints._finish(config, 3), tok, images, words)
+
+
+@cache
+def vlm(name: str) -> VLM:
+    return load(checkpoint(name), method="plain")
+
+
+@cache
+def source(name: str, count: int = 20) -> Listed:
+    """Pictures and answers that end alike; every fifth sample has no picture."""
+    processor = vlm(name).processor
+    return Listed(
+        (
+            processor.prompt(f"What {n}?", images=[picture(n)] if n % 5 else []),
+            (40 + n % 3, 50, 51, 52, 53)[: 3 + n % 3],
+        )
+        for n in range(count)
+    )
+
+
+def recipe(lm: str | Path = "2x32", **settings: Any) -> Recipe:
+    small = {
+        "head.lm": str(lm), "batch_size": 4, "micro_batch": 2, "log_every": 1, "validation_samples": 2,
+        "stage1.steps": 4, "stage1.warmup": 0, "stage2.steps": 14, "stage2.warmup": 0, "stage2.rate": 3e-3,
+    }  # fmt: skip
+    return read_recipe("draft-vlm").with_settings({**small, **settings})
+
+
+def trainer(name: str, out: Path, chosen: Recipe, **options: Any) -> Trainer:
+    own = vlm(name)
+    options = {"say": lambda _: None, "measure": closeness, **options}
+    return Trainer(own.target, chosen, source(name), out, processor=own.processor, **options)
+
+
+def closeness(module: torch.nn.Module) -> float:
+    """In place of the engine: a number that depends on every weight."""
+    return 1 / (1 + sum(float(w.detach().double().square().sum()) for w in module.parameters()))
+
+
+def losses(out: Path) -> list[float]:
+    return [r["loss"] for r in map(json.loads, (out / "log.jsonl").open()) if "loss" in r]
+
+
+def learner(name: str, chosen: Recipe) -> DraftVlmLearner:
+    own = vlm(name)
+    return DraftVlmLearner(own.target, own.processor, chosen, source(name))
+
+
+def part_of(name: str) -> str:
+    if "vision_tower" in name:
+        return "tower"
+    return "language" if "language_model" in name or "lm_head" in name else "projector"
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    assert before.keys() == after.keys()
+    return {part_of(name) for name, weight in before.items() if not torch.equal(weight, after[name])}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(
+    name: str, tmp_path: Path
+) -> None:
+    chosen = recipe(ready("llama"), weight_decay=0.1)  # decay, too, must leave alone what does not learn
+    run = trainer(name, tmp_path, chosen)
+    weights = run.learner.module.state_dict()
+    first = {n: w.clone() for n, w in weights.items()}
+    eyes = vlm(name).target.model.state_dict()
+    small = load_model(ready("llama")).state_dict()
+    for n, w in first.items():
+        if part_of(n) == "tower":
+            assert torch.equal(w, eyes[n]), n
+        elif part_of(n) == "language":
+            assert torch.equal(w, small[n.replace("model.language_model.", "model.")]), n
+    seen, plain = [], run.train_step
+
+    def step(number: int) -> Any:
+        values = plain(number)
+        seen.append({n: w.clone() for n, w in weights.items()})
+        return values
+
+    run.train_step = step  # type: ignore[method-assign]
+    run.run()
+    assert moved(first, seen[3]) == {"projector"}
+    assert moved(seen[3], seen[-1]) == {"projector", "language"}
+    found = losses(tmp_path)
+    assert sum(found[-4:]) < 0.7 * sum(found[:4])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: str, tmp_path: Path) -> None:
+    run = trainer(name, tmp_path, recipe(validation_samples=2), measure=None)
+    outcome = run.run()
+    assert outcome.head == tmp_path / "draft"
+    assert outcome.best is not None
+    assert outcome.efficiency is not None
+    assert outcome.efficiency >= 1
+    drafted = load(checkpoint(name), outcome.head)
+    assert drafted.method == "chain"
+    assert drafted.draft_model is not None
+    last = run.learner.module.state_dict()
+    for n, w in drafted.draft_model.model.state_dict().items():
+        assert torch.equal(w, last[n]), n
+    questions = ["What 1?", "What 7 and what else?"]
+    for count in (0, 1, 2):
+        shown = [picture(n) for n in range(count)]
+        for question in questions:
+            plain, fast = (
+                m.generate(question, images=shown, max_new_tokens=12) for m in (vlm(name), drafted)
+            )
+            assert list(fast.tokens) == list(plain.tokens)
+    ours, theirs = (
+        m.prompt("What?", images=[picture(3)])
+        for m in (vlm(name).processor, drafted._draft_processor)  # type: ignore[union-attr]
+    )
+    assert ours.ids == theirs.ids
+    assert [m.digest for m in ours.media] == [m.digest for m in theirs.media]
+    assert load(checkpoint(name), outcome.best).draft_model is not None
+
+
+@pytest.mark.parametrize("steps", [2, 7])
+def test_a_run_killed_in_either_stage_ends_as_an_unbroken_one(steps: int, tmp_path: Path) -> None:
+    chosen = recipe(**{"checkpoint_every": 1, "validate_every": 6, "stage2.steps": 6, "loss.kl": 0.5})
+    trainer("llava", tmp_path / "whole", chosen).run()
+    there = multiprocessing.get_context("fork").Event()
+
+    def at_work() -> None:
+        run = trainer("llava", tmp_path / "cut", chosen, resume=True)
+        plain = run.train_step
+
+        def step(number: int) -> Any:
+            if number == steps:
+                there.set()
+                signal.pause()
+            return plain(number)
+
+        run.train_step = step  # type: ignore[method-assign]
+        run.run()
+
+    process = forked(at_work)
+    assert there.wait(300)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    said: list[str] = []
+    trainer("llava", tmp_path / "cut", chosen, resume=True, say=said.append).run()
+    assert said[0] == f"going on after step {steps} of 10"
+    for folder in ("draft", "best"):
+        one, other = (load_model(tmp_path / run / folder).state_dict() for run in ("whole", "cut"))
+        assert moved(one, other) == set()
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    with pytest.raises(TrainingError, match=r"recipe\.head\.lm is '2x32', here it is '1x32'"):
+        trainer("llava", tmp_path / "cut", chosen.with_settings({"head.lm": "1x32"}), resume=True).run()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("step", [4, 5])
+def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
+    made = learner(name, recipe(ready("llama"), **{"loss.kl": 0.5}))
+    blind = step == 5  # every third batch, once the language model learns
+    batch = made.batch([0, 1, 2, 3], step)
+    assert batch is not None
+    assert all(("pixel_values" in part.inputs) != blind for part in batch)
+    tally = made.judge(batch, recipe().stages[1])
+    target, own = vlm(name).target.model, made.module
+    tokens, kl = [], []
+    for n in range(4):
+        sample = source(name).sample(n)
+        seen = vlm(name).processor.text_only(sample.prompt) if blind else sample.prompt
+        p = alone(target, sample.prompt, sample.answer).log_softmax(-1)
+        q = alone(own, seen, sample.answer).log_softmax(-1)
+        tokens += [-q[i, a] for i, a in enumerate(sample.answer)]
+        kl += list((p.exp() * (p - q)).sum(-1))
+    torch.testing.assert_close(tally.terms["tokens"], torch.stack(tokens).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tally.terms["kl"], torch.stack(kl).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tally.loss, tally.terms["tokens"] + 0.5 * tally.terms["kl"])
+    assert tally.kept.tolist() == tally.tried.tolist() == [len(tokens)]
+
+
+@torch.no_grad()
+def alone(model: Any, prompt: Any, answer: tuple[int, ...]) -> Tensor:
+    """``[M, V]`` logits of the answer's tokens, of one sample without padding."""
+    media = {name: value for medium in prompt.media for name, value in medium.tensors.items()}
+    logits = model(input_ids=torch.tensor([[*prompt.ids, *answer]]), **media).logits[0]
+    return logits[len(prompt) - 1 : -1].float()  # type: ignore[no-any-return]
+
+
+def test_in_the_first_stage_no_batch_is_blind() -> None:
+    made = learner("llava", recipe(**{"loss.blind_every": 1}))
+    batches = [made.batch([1, 2], step) for step in (0, 3, 4)]
+    assert [["pixel_values" in part.inputs for part in b] for b in batches if b] == [[True], [True], [False]]
+
+
+def test_every_third_batch_is_blind_or_none_or_all() -> None:
+    seen = {n: [DraftVlmObjective(blind_every=n).is_blind(step) for step in range(6)] for n in (0, 1, 3)}
+    assert seen == {0: [False] * 6, 1: [True] * 6, 3: [False, False, True] * 2}
+
+
+def test_a_language_model_without_the_placeholders_gets_them(tmp_path: Path) -> None:
+    own = load(checkpoints.llava(tmp_path / "target", tok=tokenizer(more=["<x>", "<y>"])), method="plain")
+    made = new_draft_vlm(own.target, own.processor, str(ready("llama")), 0)
+    small = load_model(ready("llama")).get_input_embeddings().weight
+    table = made.model.get_input_embeddings().weight
+    assert table.shape[0] == own.target.vocab_size == small.shape[0] + 2
+    assert torch.equal(table[:-2], small)
+    torch.testing.assert_close(table[-1], small.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("lm", "error", "message"),
+    [
+        ("llama-swapped", ModelError, "has another tokenizer than the target"),
+        ("llava-draft", ModelError, "has eyes already; give a language model"),
+        ("2x33", TrainingError, "cannot be 33 wide"),
+    ],
+)
+def test_language_models_that_cannot_be_are_refused_in_a_sentence(
+    lm: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        learner("llava", recipe(ready(lm) if "l" in lm else lm))
+
+
+def test_what_has_no_draft_vlm_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingError, match=r"for a Qwen2_5_VL.*of the class LlavaForConditionalGeneration or"
+    ):
+        learner("qwen", recipe())
+    for settings in ({"stage2.draft_steps": 3}, {"feature_cache": "memory"}):
+        with pytest.raises(TrainingError, match="draft_steps must be 1, feature_cache none"):
+            learner("llava", recipe(**settings))
+    with pytest.raises(TrainingError, match="name it with --lm"):
+        learner("llava", read_recipe("draft-vlm"))
+    with pytest.raises(TrainingError, match=r"they are 0\.0, 0\.0 and 3"):
+        learner("llava", recipe(**{"loss.tokens": 0.0}))
+    with pytest.raises(TrainingError, match="give it with processor="):
+        Trainer(vlm("llava").target, recipe(), source("llava"), tmp_path)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_step_of_muon_or_adamw_moves_every_weight_that_learns(optimiser: str, tmp_path: Path) -> None:
+    run = trainer("llava", tmp_path, recipe(optimiser=optimiser, precision="bf16"))
+    before = {n: w.clone() for n, w in run.learner.module.named_parameters()}
+    run.train_step(4)
+    still = [n for n, w in run.learner.module.named_parameters() if torch.equal(w, before[n])]
+    assert {part_of(n) for n in still} == {"tower"}
+
+
+def test_the_command_plans_trains_and_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    shell = Shell(capsys, monkeypatch)
+    saved_picture(tmp_path / "a.png")
+    lines = [
+        {
+            "messages": says({"type": "image", "image": "a.png"}, text(f"What {n}?")),
+            "answer": "one two",
+            "answer_ids": [40 + n, 41],
+        }
+        for n in range(12)
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = ("batch_size=4", "stage1.steps=1", "stage2.steps=1", "validation_samples=1")
+    given = ["-t", ready("llava"), "--data", tmp_path / "answers.jsonl", "-o", tmp_path / "out"]
+    small = [x for setting in settings for x in ("--set", setting)]
+    plan = shell("train", "draft-vlm", "--lm", "1x32", *given, *small, "--plan")
+    assert plan.code == 0, plan.err
+    assert "stage 1    1 steps, the projector alone" in plan.out
+    assert "stage 2    1 steps, projector and language model" in plan.out
+    assert "drafter    " in plan.out
+    done = shell("train", "draft-vlm", "--lm", "1x32", *given, *small)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == str(tmp_path / "out" / "draft")
+    assert "--lm is for the recipe draft-vlm" in shell("train", "hivis", "--lm", "1x32", *given).complaint
