@@ -40,9 +40,7 @@ def load(folder: Path, dtype: str, device: str) -> Any:
     from transformers import AutoModelForImageTextToText
 
     if not folder.is_dir():
-        raise SystemExit(
-            f"There is no model folder {folder}; train one with `saccade pocket train`."
-        )
+        raise SystemExit(f"There is no model folder {folder}; train one with `saccade pocket train`.")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
     return model.to(device).eval()
 
