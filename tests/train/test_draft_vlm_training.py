@@ -15,7 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 from training_run import forked
-from transformers import LlavaOnevisionConfig, Qwen2Config, SiglipVisionConfig
+from transformers import (
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
@@ -24,23 +33,44 @@ import checkpoints
 from checkpoints import picture, ready, saved_picture, says, text, tokenizer
 from saccade import VLM, load
 from saccade.errors import ModelError, TrainingError
+from saccade.inputs.processor import InputProcessor
 from saccade.loading import load_model
 from saccade.train import Listed, Recipe, Trainer, read_recipe
 from saccade.train.draft_vlm import DraftVlmObjective
 from saccade.train.draft_vlm_learner import DraftVlmLearner
 from saccade.train.draft_vlm_model import new_draft_vlm
+from saccade.train.optimiser import Optimiser
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
 
-TARGETS = ("llava", "onevision")
+TARGETS = ("llava", "next", "onevision")
 
 
 @cache
 def checkpoint(name: str) -> Path:
-    if name != "onevision":
+    if name not in ("onevision", "next"):
         return ready(name)
     tok = tokenizer()
+    words = checkpoints.template("<image>", "<|video_pad|>")
+    tiles: dict[str, Any] = {"image_grid_pinpoints": [[28, 28], [28, 56], [56, 28]]}
+    if name == "next":
+        eyes = CLIPVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28,
+            patch_size=7,
+        )  # fmt: skip
+        next_config = LlavaNextConfig(
+            vision_config=eyes,
+            text_config=LlamaConfig(**checkpoints._text(len(tok))),
+            image_token_id=tok.convert_tokens_to_ids("<image>"),
+            tie_word_embeddings=False,
+            **tiles,
+        )
+        square = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+        made = checkpoints._finish(next_config, 5)
+        return checkpoints._save(
+            Path(mkdtemp()), made, tok, LlavaNextImageProcessorPil(**square, **tiles), words
+        )
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28,
@@ -49,13 +79,10 @@ def checkpoint(name: str) -> Path:
         text_config=Qwen2Config(**checkpoints._text(len(tok))),
         image_token_id=tok.convert_tokens_to_ids("<image>"),
         video_token_id=tok.convert_tokens_to_ids("<|video_pad|>"),
-        image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]],
         tie_word_embeddings=False,
+        **tiles,
     )  # fmt: skip
-    images = LlavaOnevisionImageProcessorPil(
-        size={"height": 28, "width": 28}, image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]]
-    )
-    words = checkpoints.template("<image>", "<|video_pad|>")
+    images = LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, **tiles)
     return checkpoints._save(Path(mkdtemp()), checkpoints._finish(config, 3), tok, images, words)
 
 
@@ -303,6 +330,33 @@ def test_a_step_of_muon_or_adamw_moves_every_weight_that_learns(optimiser: str, 
     run.train_step(4)
     still = [n for n, w in run.learner.module.named_parameters() if torch.equal(w, before[n])]
     assert {part_of(n) for n in still} == {"tower"}
+
+
+def test_muon_leaves_tables_to_adamw_and_the_tower_asks_for_no_gradients() -> None:
+    made = learner("llava", recipe()).module
+    muon = Optimiser(made, recipe(optimiser="muon"))._parts[0]
+    turned = {id(w) for group in muon.param_groups for w in group["params"]}
+    names = {n for n, w in made.named_parameters() if id(w) in turned}
+    assert "model.multi_modal_projector.linear_1.weight" in names
+    assert not any("embed" in n or "lm_head" in n or "vision_tower" in n for n in names)
+    assert {part_of(n) for n, w in made.named_parameters() if not w.requires_grad} == {"tower"}
+
+
+def test_a_draft_of_a_bfloat16_target_is_one_too_and_ends_answers_alike(tmp_path: Path) -> None:
+    own = load(ready("llava"), method="plain", dtype="bfloat16")
+    own.target.model.generation_config = GenerationConfig(
+        eos_token_id=[9, 7], do_sample=False, temperature=0.5, top_p=0.3
+    )
+    run = Trainer(
+        own.target, recipe(**{"loss.kl": 1.0}), source("llava"), tmp_path, processor=own.processor,
+        say=lambda _: None,
+    )  # fmt: skip
+    assert all(w.dtype is torch.float32 for w in run.learner.module.parameters())
+    assert torch.tensor(run.train_step(5)["loss"]).isfinite()
+    run.learner.save(tmp_path / "draft")
+    made = load_model(tmp_path / "draft")
+    assert made.dtype is torch.bfloat16
+    assert InputProcessor.load(tmp_path / "draft").eos_token_ids == (9, 7)
 
 
 def test_the_command_plans_trains_and_says_where_it_is(

@@ -14,7 +14,7 @@ from saccade.inputs.processor import InputProcessor
 from saccade.loading import check_checkpoint, load_model, name_of, path_of, shared_vocabulary
 from saccade.target.adapter import Target
 
-CLASSES = ("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")
+CLASSES = tuple(f"{name}ForConditionalGeneration" for name in ("Llava", "LlavaNext", "LlavaOnevision"))
 """Targets whose draft VLM can be made."""
 
 _HEAD_DIM = 64
@@ -85,8 +85,16 @@ def _joined(target: Target, small: Any) -> Any:
     base.language_model.load_state_dict(small.base_model.state_dict())
     if not tied:
         model.lm_head.load_state_dict(small.get_output_embeddings().state_dict())
-    model.generation_config = target.model.generation_config
+    model.generation_config = _endings(target.model.generation_config)
     return model
+
+
+def _endings(given: Any) -> Any:
+    """The target's special tokens alone: a checkpoint whose settings for sampling contradict cannot be written."""
+    from transformers import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(given, name) for name in names})
 
 
 def _shape(lm: str) -> tuple[int, int] | None:
