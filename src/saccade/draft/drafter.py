@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from saccade.draft.policy import TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
@@ -82,3 +83,30 @@ class Drafter(Protocol):
                 here (``target.hidden``).
         """
         ...
+
+
+class TreeDrafter:
+    """Base of drafters that fill the trees of a policy: what bounds the policy bounds them.
+
+    Args:
+        policy: which guesses are worth verifying.
+    """
+
+    def __init__(self, policy: TreePolicy) -> None:
+        self.policy = policy
+
+    @property
+    def max_nodes(self) -> int:
+        return self.policy.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.policy.max_depth
+
+    @property
+    def max_children(self) -> int:
+        return self.policy.max_children
+
+    @property
+    def draws(self) -> bool:
+        return self.policy.can_sample

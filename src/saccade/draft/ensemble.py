@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from saccade.draft.drafter import TreeDrafter
 from saccade.draft.history import TINY
 from saccade.draft.labelled import Level, verified
 from saccade.draft.model import ModelDrafter, ModelDraftSession, goes_on
@@ -23,7 +24,7 @@ from saccade.target.context import Context
 from saccade.verify.rule import Verdict
 
 
-class EnsembleDrafter:
+class EnsembleDrafter(TreeDrafter):
     """One draft model that reads every prompt in m ways and guesses with the weighted mean of what they say.
 
     Rows of the draft model's batch are the m views of the first prompt, then those of the second, and so on, so that a
@@ -54,28 +55,12 @@ class EnsembleDrafter:
     ) -> None:
         if not views:
             raise ValueError("An ensemble needs at least one view.")
+        super().__init__(policy)
         self.model = model
-        self.policy = policy
         self.views = tuple(views)
         self.weighting = weighting or by_name("auto", len(views))
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
         self.carry = carry
-
-    @property
-    def max_nodes(self) -> int:
-        return self.policy.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.policy.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self.policy.max_children
-
-    @property
-    def draws(self) -> bool:
-        return self.policy.can_sample
 
     def open(self, batch: int, target: Context) -> EnsembleSession:
         return EnsembleSession(self, batch, target)

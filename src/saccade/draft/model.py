@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from saccade.draft.drafter import TreeDrafter
 from saccade.draft.policy import TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
@@ -18,7 +19,7 @@ from saccade.target.selected import Merged
 from saccade.verify.rule import Verdict
 
 
-class ModelDrafter:
+class ModelDrafter(TreeDrafter):
     """A draft VLM or LLM.
 
     Args:
@@ -29,25 +30,9 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
+        super().__init__(policy)
         self.model = model
-        self.policy = policy
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.policy.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.policy.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self.policy.max_children
-
-    @property
-    def draws(self) -> bool:
-        return self.policy.can_sample
 
     def open(self, batch: int, target: Context) -> ModelDraftSession:
         return ModelDraftSession(self, batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.drafter import DraftSession
+from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.store import check_fit
 from saccade.draft.policy import Frontier, TreePolicy
@@ -29,7 +29,7 @@ CHUNK = 1024
 """Prompt entries that run at once; bounds the attention mask."""
 
 
-class HeadDrafter:
+class HeadDrafter(TreeDrafter):
     """A head behind the target that it was trained for.
 
     Args:
@@ -48,25 +48,9 @@ class HeadDrafter:
                 f"This {head.kind} head guesses {head.reach} tokens ahead, but the tree has up to {policy.max_depth} "
                 f"levels; choose a tree of at most {head.reach}."
             )
+        super().__init__(policy)
         self.head = head.eval()
         self.target = target
-        self.policy = policy
-
-    @property
-    def max_nodes(self) -> int:
-        return self.policy.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.policy.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self.policy.max_children
-
-    @property
-    def draws(self) -> bool:
-        return self.policy.can_sample
 
     def open(self, batch: int, target: Context) -> DraftSession:
         return self.head.session_class()(self, batch, target)
