@@ -9,12 +9,12 @@ from torch import Tensor
 
 from saccade.draft.policy import Frontier
 from saccade.draft.sampling import Proposer
+from saccade.draft.static import Chain
 from saccade.draft.tree import DraftTree
-from saccade.verify.rule import Verdict
 
 
 @dataclass(frozen=True)
-class ConfidentChain:
+class ConfidentChain(Chain):
     """Stop drafting when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
 
     A guess made with less confidence is still verified, but nothing is guessed behind it. Rows end where they are; the
@@ -31,42 +31,12 @@ class ConfidentChain:
     threshold: float = 0.6
 
     def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise ValueError(f"gamma must be at least 1, not {self.gamma}.")
+        super().__post_init__()
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be from 0 to 1, not {self.threshold}.")
 
-    @property
-    def max_nodes(self) -> int:
-        return self.gamma + 1
-
-    @property
-    def max_run(self) -> int:
-        return self.gamma - 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.gamma
-
-    @property
-    def max_children(self) -> int:
-        return 1
-
-    @property
-    def can_sample(self) -> bool:
-        return True
-
-    def open(self, batch: int, device: torch.device) -> ConfidentChain:
-        return self
-
     def begin(self, roots: Tensor, proposer: Proposer) -> ConfidentGrowth:
         return ConfidentGrowth(self, roots, proposer)
-
-    def learn(self, verdict: Verdict) -> None:
-        """Its threshold never changes."""
-
-    def restart(self, row: int) -> None:
-        """Nothing is remembered of a row."""
 
 
 class ConfidentGrowth:
@@ -92,6 +62,7 @@ class ConfidentGrowth:
         if self._policy.threshold:
             confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
             self._going = self._going & (confidence >= self._policy.threshold)
+            # One host sync per guess: Kangaroo stops drafting when no row is confident any more, which saves forwards.
             if not self._going.any():
                 return None
         allow = torch.ones(1, 1, depth, dtype=torch.bool, device=tokens.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -127,11 +128,17 @@ class Chain:
     def can_sample(self) -> bool:
         return True
 
-    def open(self, batch: int, device: torch.device) -> StaticTree:
-        return self._static
+    def open(self, batch: int, device: torch.device) -> Self:
+        return self
 
     def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
         return self._static.begin(roots, proposer)
+
+    def learn(self, verdict: Verdict) -> None:
+        """What became of earlier chains changes nothing."""
+
+    def restart(self, row: int) -> None:
+        """Nothing is remembered of a row."""
 
 
 @dataclass(frozen=True, slots=True)
