@@ -1,4 +1,4 @@
-"""How methods are composed: one function each, whose keyword arguments are the method's options."""
+"""How methods are composed: functions whose keyword arguments are the options of methods."""
 
 from __future__ import annotations
 
@@ -240,52 +240,18 @@ def sage(
     return parts.pruned(parts.draft_model, tree, _pruning(select, images, videos, mass))
 
 
-def eagle2(
-    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
+def headed(
+    kind: str,
+    parts: Parts,
+    *,
+    tree: str = "dynamic",
+    top: int = 10,
+    depth: int = 6,
+    total: int = 60,
+    gamma: int = 5,
 ) -> Engine:
-    return parts.headed("eagle2", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def eagle3(
-    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
-) -> Engine:
-    return parts.headed("eagle3", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def hivis(
-    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
-) -> Engine:
-    return parts.headed("hivis", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def msd(
-    parts: Parts, *, tree: str = "dynamic", top: int = 10, depth: int = 6, total: int = 60, gamma: int = 5
-) -> Engine:
-    return parts.headed("msd", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def vispec(
-    parts: Parts, *, tree: str = "dynamic", top: int = 8, depth: int = 4, total: int = 30, gamma: int = 5
-) -> Engine:
-    return parts.headed("vispec", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def dream(
-    parts: Parts, *, tree: str = "dynamic", top: int = 4, depth: int = 6, total: int = 32, gamma: int = 5
-) -> Engine:
-    return parts.headed("dream", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def medusa(
-    parts: Parts, *, tree: str = "static", top: int = 10, depth: int = 5, total: int = 60, gamma: int = 5
-) -> Engine:
-    return parts.headed("medusa", _tree_of_head(tree, top, depth, total, gamma))
-
-
-def hydra(
-    parts: Parts, *, tree: str = "static", top: int = 10, depth: int = 5, total: int = 60, gamma: int = 5
-) -> Engine:
-    return parts.headed("hydra", _tree_of_head(tree, top, depth, total, gamma))
+    """Any kind of head; ``top``, ``depth`` and ``total`` are of the dynamic tree, ``gamma`` of the chain."""
+    return parts.headed(kind, DynamicTree(top, depth, total) if tree == "dynamic" else policy_of(tree, gamma))
 
 
 def kangaroo(parts: Parts, *, gamma: int = 6, threshold: float = 0.6) -> Engine:
@@ -307,11 +273,6 @@ def policy_of(tree: str, gamma: int) -> TreePolicy:
     if tree not in policies:
         raise ValueError(f"tree must be one of {', '.join(policies)}, not {tree!r}.")
     return policies[tree]()
-
-
-def _tree_of_head(tree: str, top: int, depth: int, total: int, gamma: int) -> TreePolicy:
-    """``top``, ``depth`` and ``total`` are of the dynamic tree, ``gamma`` of the chain."""
-    return DynamicTree(top, depth, total) if tree == "dynamic" else policy_of(tree, gamma)
 
 
 def _pruning(select: str, images: float, videos: float, mass: float) -> Pruning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from saccade import compositions
@@ -124,56 +124,56 @@ METHODS: dict[str, Method] = {
         source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
         lossless=True,
         needs="head",
-        compose=compositions.eagle2,
+        compose=partial(compositions.headed, "eagle2"),
     ),
     "eagle3": Method(
         "a trained head mixes states of three layers, and guesses tokens alone; EAGLE-2's tree",
         source="Li et al. 2025, EAGLE-3, Section 3",
         lossless=True,
         needs="head",
-        compose=compositions.eagle3,
+        compose=partial(compositions.headed, "eagle3"),
     ),
     "msd": Method(
         "EAGLE-2's head, but visual tokens reach it without the target's states",
         source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
         lossless=True,
         needs="head",
-        compose=compositions.msd,
+        compose=partial(compositions.headed, "msd"),
     ),
     "vispec": Method(
         "EAGLE-2's head, which is shown an image as a vector and told another at every later word",
         source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
         lossless=True,
         needs="head",
-        compose=compositions.vispec,
+        compose=partial(compositions.headed, "vispec", top=8, depth=4, total=30),
     ),
     "hivis": Method(
         "a trained head that is shown no visual tokens, only what the target's states say of them",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",
         lossless=True,
         needs="head",
-        compose=compositions.hivis,
+        compose=partial(compositions.headed, "hivis"),
     ),
     "dream": Method(
         "a trained head attends to the target's states of all tokens, and is shown a share of the visual ones",
         source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
         lossless=True,
         needs="head",
-        compose=compositions.dream,
+        compose=partial(compositions.headed, "dream", top=4, total=32),
     ),
     "medusa": Method(
         "a trained head guesses every token of a static tree from the target's last state alone",
         source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic or chain: others",
         lossless=True,
         needs="head",
-        compose=compositions.medusa,
+        compose=partial(compositions.headed, "medusa", tree="static", depth=5),
     ),
     "hydra": Method(
         "Medusa's guesses, each of which also reads the tokens guessed before it",
         source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic or chain: others",
         lossless=True,
         needs="head",
-        compose=compositions.hydra,
+        compose=partial(compositions.headed, "hydra", tree="static", depth=5),
     ),
     "kangaroo": Method(
         "the target's own first layers and a trained adapter guess a chain, which ends where they are unsure",
