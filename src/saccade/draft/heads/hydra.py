@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.block import RMSNorm
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.stacked import StackedHead
 from saccade.target.cache import SlotCache
 
-if TYPE_CHECKING:
-    from saccade.draft.heads.ahead import AheadDraftSession
 
-
-class Hydra(Head):
+class Hydra(StackedHead):
     """Sequentially dependent heads (Ankner et al. 2024, Hydra, Section 3).
 
     Stack i guesses the token i + 1 behind the last emitted one, from the target's state at the token before that one
@@ -27,7 +24,6 @@ class Hydra(Head):
     """
 
     kind: ClassVar[str] = "hydra"
-    default_steps: ClassVar[int] = 5
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -36,20 +32,6 @@ class Hydra(Head):
         self.feature_norm = RMSNorm(width, config.norm_eps)
         self.inner = nn.ModuleList(nn.Linear((i + 2) * width, width) for i in range(config.steps))
         self.outer = nn.ModuleList(nn.Linear(width, width) for _ in range(config.steps))
-
-    @classmethod
-    def session_class(cls) -> type[AheadDraftSession]:
-        from saccade.draft.heads.ahead import AheadDraftSession
-
-        return AheadDraftSession
-
-    @property
-    def blocks(self) -> int:
-        return 0
-
-    @property
-    def reach(self) -> int:
-        return self.config.steps
 
     def forward(
         self,

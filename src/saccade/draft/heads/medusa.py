@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.stacked import StackedHead
 from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
-
-if TYPE_CHECKING:
-    from saccade.draft.heads.ahead import AheadDraftSession
 
 
 class ResidualLayer(nn.Module):
@@ -30,7 +27,7 @@ class ResidualLayer(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Medusa(Head):
+class Medusa(StackedHead):
     """Residual layers on the target's last state, one stack per guess (Cai et al. 2024, Medusa, Section 2.1.1).
 
     The state at the token before the last emitted one has already given that one; stack i guesses the token i + 1
@@ -44,7 +41,6 @@ class Medusa(Head):
 
     kind: ClassVar[str] = "medusa"
     defaults: ClassVar[Mapping[str, Any]] = {"layers": 1}
-    default_steps: ClassVar[int] = 5
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -54,20 +50,6 @@ class Medusa(Head):
         self.stacks = nn.ModuleList(
             nn.Sequential(*(ResidualLayer(width) for _ in range(layers))) for _ in range(config.steps)
         )
-
-    @classmethod
-    def session_class(cls) -> type[AheadDraftSession]:
-        from saccade.draft.heads.ahead import AheadDraftSession
-
-        return AheadDraftSession
-
-    @property
-    def blocks(self) -> int:
-        return 0
-
-    @property
-    def reach(self) -> int:
-        return self.config.steps
 
     def forward(
         self,
