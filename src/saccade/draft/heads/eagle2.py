@@ -50,6 +50,11 @@ class Eagle2(Head):
         cache: SlotCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)
-        out: Tensor = self.block(self.fc(both), positions, allow, cache)
+        words = self.embedding_norm(embeddings)
+        out: Tensor = self.block(self.fused(features, words), positions, allow, cache)
+        return out
+
+    def fused(self, features: Tensor, words: Tensor) -> Tensor:
+        """``[B, N, d]`` what the block is given: of features, and of embeddings behind their norm."""
+        out: Tensor = self.fc(torch.cat([words, self.feature_norm(features)], -1))
         return out

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from saccade.draft.heads.block import Block, RMSNorm
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, decoupled
-from saccade.target.cache import SlotCache
+from saccade.draft.heads.eagle2 import Eagle2
+from saccade.draft.heads.head import decoupled
 
 
-class Msd(Head):
+class Msd(Eagle2):
     """Decoupled text and visual tokens (Lin et al. 2025, MSD, Section 3.2), otherwise EAGLE-2's head.
 
     Entries of text tokens are fed embedding and feature side by side. Entries of visual tokens are fed what the
@@ -22,29 +21,15 @@ class Msd(Head):
     """
 
     kind: ClassVar[str] = "msd"
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        width = config.hidden_size
-        self.embedding_norm = RMSNorm(width, config.norm_eps)
-        self.feature_norm = RMSNorm(width, config.norm_eps)
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.block = Block(config)
+    @property
+    def hides_visual(self) -> bool:
+        return False
 
     def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
         return decoupled(visual, *super().entries(visual))
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        allow: Tensor,
-        cache: SlotCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
-        words = self.embedding_norm(embeddings)
-        both = self.fc(torch.cat([words, self.feature_norm(features)], -1))
-        fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
-        out: Tensor = self.block(fused, positions, allow, cache)
-        return out
+    def fused(self, features: Tensor, words: Tensor) -> Tensor:
+        both = super().fused(features, words)
+        return torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
