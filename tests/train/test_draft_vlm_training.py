@@ -32,10 +32,10 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 import checkpoints
 from checkpoints import picture, ready, saved_picture, says, text, tokenizer
 from saccade import VLM, load
-from saccade.errors import ModelError, TrainingError
+from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import load_model
-from saccade.train import Listed, Recipe, Trainer, read_recipe
+from saccade.train import Listed, Recipe, Trainer, collate, read_recipe
 from saccade.train.draft_vlm import DraftVlmObjective
 from saccade.train.draft_vlm_learner import DraftVlmLearner
 from saccade.train.draft_vlm_model import new_draft_vlm
@@ -261,6 +261,28 @@ def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
     torch.testing.assert_close(tally.terms["kl"], torch.stack(kl).sum(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(tally.loss, tally.terms["tokens"] + 0.5 * tally.terms["kl"])
     assert tally.kept.tolist() == tally.tried.tolist() == [len(tokens)]
+
+
+def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, right = learner("llava", recipe(**{"loss.kl": 0.5})), collate.forward_inputs
+
+    def two(target: Any, prompts: Any) -> Any:
+        if len(prompts) > 2:
+            raise InputError("videos of several lengths, say")
+        return right(target, prompts)
+
+    whole = made.batch(range(5), 4)
+    monkeypatch.setattr(collate, "forward_inputs", two)
+    halved = made.batch(range(5), 4)
+    assert whole is not None
+    assert halved is not None
+    assert [len(part.samples) for part in halved] == [2, 1, 2]
+    assert [s for part in halved for s in part.samples] == list(whole[0].samples)
+    one, other = (made.judge(batch, recipe().stages[1]) for batch in (whole, halved))
+    torch.testing.assert_close(other.terms, one.terms)
+    assert other.tried.tolist() == one.tried.tolist()
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from saccade.errors import InputError
 from saccade.inputs.batch import join, type_ids
 from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
@@ -44,6 +45,41 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     if known:
         inputs["position_ids"] = pad_sequence(known, batch_first=True).permute(2, 0, 1)
     return inputs
+
+
+def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Forward passes for all prompts in order: halved where media do not fit together (videos of several lengths).
+
+    Prompts of a family that Saccade does not know go one at a time.
+
+    Yields:
+        Which prompts a pass is for, and its `forward_inputs`, made when it is asked for.
+
+    Raises:
+        InputError: the media of one prompt alone cannot be used.
+    """
+    waiting = [(0, len(prompts))]
+    while waiting:
+        start, end = waiting.pop()
+        inputs = _together(target, prompts[start:end])
+        if inputs is not None:
+            yield slice(start, end), inputs
+        else:
+            middle = start + (end - start) // 2
+            waiting += [(middle, end), (start, middle)]
+
+
+def _together(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
+    """None where several prompts cannot share a forward pass."""
+    alone = len(prompts) <= 1
+    if not alone and family_of(target.config) is None:
+        return None
+    try:
+        return forward_inputs(target, prompts)
+    except InputError:
+        if alone:
+            raise
+        return None
 
 
 def _media(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.engine import Engine
-from saccade.errors import InputError, TrainingError
+from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype
 from saccade.target.adapter import Target
-from saccade.train.collate import forward_inputs
+from saccade.train.collate import forward_passes
 from saccade.train.draft_vlm import DraftVlmObjective
 from saccade.train.draft_vlm_model import new_draft_vlm
 from saccade.train.features import answer_mask, read_features
@@ -141,17 +141,13 @@ class DraftVlmLearner:
     def _batches(self, samples: Sequence[Sample], blind: bool) -> list[DraftBatch]:
         prompts = [self._processor.text_only(s.prompt) if blind else s.prompt for s in samples]
         wholes = [Prompt((*p.ids, *s.answer), p.media) for p, s in zip(prompts, samples, strict=True)]
-        try:
-            inputs = forward_inputs(self._own, wholes)
-        except InputError:  # videos of several lengths, say
-            if len(samples) == 1:
-                raise
-            half = len(samples) // 2
-            return self._batches(samples[:half], blind) + self._batches(samples[half:], blind)
-        learnt = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
-        for row, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True)):
-            learnt[row, : len(whole)] = answer_mask(len(prompt), len(whole))
-        return [DraftBatch(samples, inputs, learnt.to(self._own.device))]
+        batches = []
+        for part, inputs in forward_passes(self._own, wholes):
+            learnt = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
+            for row, (prompt, whole) in enumerate(zip(prompts[part], wholes[part], strict=True)):
+                learnt[row, : len(whole)] = answer_mask(len(prompt), len(whole))
+            batches.append(DraftBatch(samples[part], inputs, learnt.to(self._own.device)))
+        return batches
 
     def _judged(self, batch: DraftBatch) -> Tally:
         states = self.module.model(**batch.inputs, use_cache=False).last_hidden_state

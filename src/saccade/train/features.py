@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.errors import InputError
 from saccade.inputs.batch import visual_mask
-from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.features import FeatureTap
-from saccade.train.collate import forward_inputs
+from saccade.train.collate import forward_passes
 from saccade.train.samples import Sample
 
 
@@ -48,25 +46,15 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
     Args:
         layers: which states are wanted besides the last, as in `saccade.target.features.FeatureTap`.
     """
-    if family_of(target.config) is None and len(samples) > 1:
-        return [read_features(target, [sample], layers)[0] for sample in samples]
-    wholes = [Prompt(sample.ids, sample.prompt.media) for sample in samples]
-    try:
-        inputs = forward_inputs(target, wholes)
-    except InputError:  # videos of several lengths, say
-        if len(samples) == 1:
-            raise
-        half = len(samples) // 2
-        return [
-            row for part in (samples[:half], samples[half:]) for row in read_features(target, part, layers)
-        ]
     wanted = sorted({0, *layers, len(target.layers)})
-    with torch.no_grad(), FeatureTap(target, wanted) as tap:
-        target.model(**inputs, use_cache=False, logits_to_keep=1)
-    return [
-        _row(target, sample, layers, {layer: h[row, : len(sample.ids)] for layer, h in tap.hidden.items()})
-        for row, sample in enumerate(samples)
-    ]
+    read = []
+    for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
+        with torch.no_grad(), FeatureTap(target, wanted) as tap:
+            target.model(**inputs, use_cache=False, logits_to_keep=1)
+        for row, sample in enumerate(samples[part]):
+            states = {layer: h[row, : len(sample.ids)] for layer, h in tap.hidden.items()}
+            read.append(_row(target, sample, layers, states))
+    return read
 
 
 def answer_mask(prompt: int, length: int) -> Tensor:
