@@ -240,6 +240,25 @@ def test_a_run_killed_in_either_stage_ends_as_an_unbroken_one(steps: int, tmp_pa
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_a_state_is_all_weights_but_the_towers_and_no_other_is_taken(name: str) -> None:
+    given, made = learner(name, recipe(seed=1)), learner(name, recipe(seed=2))
+    state, before = given.state(), {n: w.clone() for n, w in made.module.state_dict().items()}
+    assert {part_of(n) for n in state} == {"projector", "language"}
+    eyes = next(n for n in before if part_of(n) == "tower")
+    some = next(n for n in state if part_of(n) == "projector")
+    for wrong, message in (
+        ({n: w for n, w in state.items() if n != some}, f"lacks the weight {some}"),
+        ({**state, eyes: before[eyes]}, f"has the weight {eyes}"),
+        ({**state, "lm_head.bias": torch.zeros(1)}, r"has the weight lm_head\.bias"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            made.load_state(wrong)
+        assert moved(before, made.module.state_dict()) == set()
+    made.load_state(state)
+    assert moved(given.module.state_dict(), made.module.state_dict()) == set()
+
+
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("step", [4, 5])
 def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
     made = learner(name, recipe(ready("llama"), **{"loss.kl": 0.5}))

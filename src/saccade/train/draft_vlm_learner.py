@@ -115,6 +115,17 @@ class DraftVlmLearner:
         return {name: weights[name] for name in self._parts.learnt}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave; the tower stays as it is.
+
+        Raises:
+            TrainingError: a weight that is learnt is missing, or there is one that is not.
+        """
+        wanted = set(self._parts.learnt)
+        for name in sorted(wanted ^ state.keys()):
+            raise TrainingError(
+                f"The checkpoint {'lacks' if name in wanted else 'has'} the weight {name}; expected all weights of the "
+                "drafter but its vision tower's, so give a checkpoint of this run, or start anew in another folder."
+            )
         self.module.load_state_dict(state, strict=False)
 
     def keep(self) -> None:
