@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.pocket.sample import WORLD
 from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.answers import Answered
+from saccade.pocket.train.attention import choose_attention
 from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS, Batch, batch_of, length_of, sorted_batch
 from saccade.pocket.train.language import padded_vocabulary, true_answers
 from saccade.pocket.train.loop import train
@@ -51,6 +52,7 @@ def train_draft(
     model.model.vision_tower.load_state_dict(tower)
     model.model.vision_tower.requires_grad_(False)
     align_projector(model, tokenizer, recipe.seed)
+    choose_attention(model)
     schedule = recipe.draft_schedule
     weights = content_weights(tokenizer, padded_vocabulary(tokenizer), schedule.content).to(device)
 

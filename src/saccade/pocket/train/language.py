@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.pocket.sample import WORLD, Sample, draw
 from saccade.pocket.train.alignment import align_projector
+from saccade.pocket.train.attention import choose_attention
 from saccade.pocket.train.batches import Batch, batch_of, sorted_batch
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import train
@@ -50,6 +51,7 @@ def _train_stage(
     weights = content_weights(tokenizer, model.config.text_config.vocab_size, schedule.content)
     weights = weights.to(model.device)
     model.model.vision_tower.requires_grad_(False)
+    choose_attention(model)
 
     def weighted(batch: Batch) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16):

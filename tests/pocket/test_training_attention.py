@@ -1,0 +1,38 @@
+"""The attention that training on a CPU chooses computes what the class's own does."""
+
+import torch
+from torch import Tensor
+
+from saccade.pocket.train.attention import choose_attention
+from saccade.pocket.train.batches import IGNORED, Batch
+from saccade.pocket.train.models import build, loss_of
+from saccade.pocket.train.recipe import LanguageShape, TowerShape
+
+
+def test_chosen_attention_gives_the_same_loss_and_gradients() -> None:
+    torch.manual_seed(0)
+    model = build(LanguageShape(2, 64, 96), TowerShape(1, 32, 64, 2), 256)
+    ids = torch.randint(20, 200, (2, 16))
+    targets = ids.clone()
+    targets[0, 10:] = IGNORED  # a row padded on the right
+    batch = Batch(ids, targets)
+
+    def learnt() -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.model.language_model.layers.parameters()]
+
+    usual, gradients = learnt()
+    choose_attention(model)
+    assert model.model.language_model.config._attn_implementation != "sdpa"
+    chosen, others = learnt()
+    torch.testing.assert_close(chosen, usual)
+    torch.testing.assert_close(others, gradients)
+    ids[:, 12] += 1  # nobody looks ahead
+    with torch.no_grad():
+        moved = model.model.language_model(input_ids=ids).last_hidden_state
+        ids[:, 12] -= 1
+        still = model.model.language_model(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(moved[:, :12], still[:, :12])
+    assert not torch.equal(moved[:, 12:], still[:, 12:])
