@@ -39,7 +39,8 @@ def test_every_shape_is_named_with_its_place_where_it_is() -> None:
 def test_a_price_is_named_with_its_item_and_line_on_both_sides_of_the_receipt() -> None:
     for seed in SEEDS:
         facts = draw(seed, "receipt").facts
-        lines = list(zip(facts["goods"], facts["prices"], ORDINALS, strict=False))
+        ordinals = ORDINALS[: len(facts["goods"])]
+        lines = list(zip(facts["goods"], facts["prices"], ordinals, strict=True))
         patches = [(x, w) for x, _, w in _named("receipt", seed) if "word" in w]
         wanted = {(item, NUMBERS[price], ordinal) for item, price, ordinal in lines}
         for side in (range(4), range(6, 8)):
@@ -50,7 +51,8 @@ def test_a_price_is_named_with_its_item_and_line_on_both_sides_of_the_receipt() 
 def test_every_bar_is_named_with_its_value_and_its_number_from_the_left() -> None:
     for seed in SEEDS:
         facts = draw(seed, "chart").facts
-        bars = zip(facts["colours"], facts["values"], ORDINALS, strict=False)
+        ordinals = ORDINALS[: len(facts["colours"])]
+        bars = zip(facts["colours"], facts["values"], ordinals, strict=True)
         told = {(w["colour"], w["number"], w["ordinal"]) for _, _, w in _named("chart", seed)}
         assert told == {(colour, NUMBERS[value], ordinal) for colour, value, ordinal in bars}
 

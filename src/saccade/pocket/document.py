@@ -17,8 +17,11 @@ def _printed(
     told: list[dict[str, str]],
     facts: Facts,
 ) -> Picture:
-    numbered = [{**words, "ordinal": ordinal} for words, ordinal in zip(told[1:], ORDINALS, strict=False)]
-    image, labels = page(rng, title, lines, [told[0], *numbered])
+    first, *rest = told
+    numbered = [
+        {**words, "ordinal": ordinal} for words, ordinal in zip(rest, ORDINALS[: len(rest)], strict=True)
+    ]
+    image, labels = page(rng, title, lines, [first, *numbered])
     return Picture(image, facts, labels)
 
 

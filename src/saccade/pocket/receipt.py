@@ -55,7 +55,7 @@ def paint(rng: Random) -> Picture:
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(_PAPERS))
     printer = _Printer(image, rng.choice(_INKS))
     margin, y = 4, rng.randint(2, 8)
-    for item, price, ordinal in zip(goods, prices, ORDINALS, strict=False):
+    for item, price, ordinal in zip(goods, prices, ORDINALS[: len(goods)], strict=True):
         told = {"word": item, "number": NUMBERS[price], "ordinal": ordinal}
         printer.word(margin, y, item.upper(), **told)
         printer.number(y, price, **told)
