@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -45,3 +48,12 @@ def test_options_are_of_their_defaults_type() -> None:
         check_options("vispec", {"top": "many"})
     with pytest.raises(MethodError, match=r"^Option tree of method medusa must be a word, not 3\.$"):
         check_options("medusa", {"tree": 3})
+
+
+def test_methods_are_listed_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from saccade.cli import main; main(['methods', '--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(json.loads(done.stdout)) == list(METHODS)

@@ -1,37 +1,25 @@
-"""How methods are composed: functions whose keyword arguments are the options of methods."""
+"""How methods are composed: functions whose keyword arguments are the options of methods.
+
+What a method is made of is imported when it is made, so that methods can be listed without loading torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from saccade.draft.confident import ConfidentChain
-from saccade.draft.drafter import Drafter
-from saccade.draft.dynamic import DynamicTree
-from saccade.draft.ensemble import EnsembleDrafter
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.merged import MergedDrafter
-from saccade.draft.model import ModelDrafter
-from saccade.draft.policy import TreePolicy
-from saccade.draft.pruned import PrunedDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.sage import SageTree
-from saccade.draft.static import Chain, StaticTree, branches_of
-from saccade.draft.views import TextOnly, by_names
-from saccade.draft.weights import by_name
-from saccade.draft.width import WidthTree
-from saccade.engine import Engine
 from saccade.errors import MethodError
-from saccade.inputs.families import visual_ids
-from saccade.inputs.processor import InputProcessor
-from saccade.target.adapter import Target
-from saccade.verify.fly import FLy
-from saccade.verify.lvspec import LVSpec, RandomLoosening
+
+if TYPE_CHECKING:
+    from saccade.draft.drafter import Drafter
+    from saccade.draft.heads.head import Head
+    from saccade.draft.model import ModelDrafter
+    from saccade.draft.policy import TreePolicy
+    from saccade.draft.pruning import Pruning
+    from saccade.engine import Engine
+    from saccade.inputs.processor import InputProcessor
+    from saccade.target.adapter import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +44,8 @@ class Parts:
 
     def drafter(self, policy: TreePolicy) -> ModelDrafter:
         """The draft model under a tree policy."""
+        from saccade.draft.model import ModelDrafter
+
         assert self.draft_model is not None
         return ModelDrafter(self.draft_model, policy, self.vocab_size or self.target.vocab_size)
 
@@ -73,6 +63,8 @@ class Parts:
 
     def pruned(self, model: Target, policy: TreePolicy, pruning: Pruning) -> Engine:
         """A model that drafts with part of the visual tokens; the target itself for self-speculation."""
+        from saccade.draft.pruned import PrunedDrafter
+
         vocab_size = self.vocab_size or self.target.vocab_size
         return self.engine(PrunedDrafter(model, policy, vocab_size, pruning))
 
@@ -82,6 +74,8 @@ class Parts:
         Raises:
             MethodError: it is of another kind.
         """
+        from saccade.draft.heads.session import HeadDrafter
+
         assert self.head is not None
         if self.head.kind != kind:
             raise MethodError(
@@ -92,6 +86,8 @@ class Parts:
 
     def engine(self, drafter: Drafter | None, rule: Any = None) -> Engine:
         """The composition."""
+        from saccade.engine import Engine
+
         return Engine(self.target, drafter, rule)
 
 
@@ -100,18 +96,26 @@ def plain(parts: Parts) -> Engine:
 
 
 def chain(parts: Parts, *, gamma: int = 5) -> Engine:
-    return parts.engine(parts.drafter(Chain(gamma)))
+    return parts.engine(parts.drafter(policy_of("chain", gamma)))
 
 
 def static_tree(parts: Parts) -> Engine:
+    from saccade.draft.static import StaticTree
+
     return parts.engine(parts.drafter(StaticTree()))
 
 
 def dynamic_tree(parts: Parts, *, top: int = 10, max_depth: int = 6, total: int = 60) -> Engine:
+    from saccade.draft.dynamic import DynamicTree
+
     return parts.engine(parts.drafter(DynamicTree(top, max_depth, total)))
 
 
 def spd(parts: Parts, *, gamma: int = 5, tree: str = "chain") -> Engine:
+    from saccade.draft.ensemble import EnsembleDrafter
+    from saccade.draft.views import TextOnly
+    from saccade.inputs.families import visual_ids
+
     assert parts.draft_model is not None
     sees = visual_ids(parts.draft_model.config)  # else the prompt is the target's
     config = parts.draft_model.config if sees else parts.target.config
@@ -122,7 +126,9 @@ def spd(parts: Parts, *, gamma: int = 5, tree: str = "chain") -> Engine:
 
 
 def prompt_lookup(parts: Parts, *, gamma: int = 10, max_ngram: int = 3) -> Engine:
-    return parts.engine(PromptLookup(gamma, max_ngram, torch.device(parts.target.device)))
+    from saccade.draft.lookup import PromptLookup
+
+    return parts.engine(PromptLookup(gamma, max_ngram, parts.target.device))
 
 
 def lookup_merge(
@@ -134,8 +140,11 @@ def lookup_merge(
     max_ngram: int = 3,
     total: int = 64,
 ) -> Engine:
+    from saccade.draft.lookup import PromptLookup
+    from saccade.draft.merged import MergedDrafter
+
     drafter = parts.drafter(policy_of(tree, gamma))
-    copies = PromptLookup(copied, max_ngram, torch.device(drafter.model.device), parts.target.vocab_size)
+    copies = PromptLookup(copied, max_ngram, drafter.model.device, parts.target.vocab_size)
     return parts.engine(MergedDrafter(drafter, copies, total))
 
 
@@ -151,6 +160,11 @@ def tabed(
     window: int = 0,
     carry: bool = True,
 ) -> Engine:
+    from saccade.draft.ensemble import EnsembleDrafter
+    from saccade.draft.views import by_names
+    from saccade.draft.weights import by_name
+    from saccade.draft.width import WidthTree
+
     if width != 1 and tree != "chain":
         raise ValueError(f"width {width} is a tree of its own; leave out tree={tree}, or width.")
     assert parts.draft_model is not None
@@ -172,6 +186,9 @@ def lvspec(
     shift: bool = True,
     space: str = "hidden",
 ) -> Engine:
+    from saccade.draft.static import branches_of
+    from saccade.verify.lvspec import LVSpec
+
     if branches != 1 and tree != "chain":
         raise ValueError(f"{branches} branches are chains; leave out tree={tree}, or branches.")
     rule = LVSpec(share, nearest, shift, space, parts.special_ids)  # type: ignore[arg-type]  # checked there
@@ -180,11 +197,15 @@ def lvspec(
 
 
 def fly(parts: Parts, *, gamma: int = 10, entropy: float = 0.2, window: int = 4) -> Engine:
-    return parts.engine(parts.drafter(Chain(gamma)), FLy(entropy, window, parts.special_ids))
+    from saccade.verify.fly import FLy
+
+    return parts.engine(parts.drafter(policy_of("chain", gamma)), FLy(entropy, window, parts.special_ids))
 
 
 def random_loosening(parts: Parts, *, gamma: int = 10, share: float = 0.7) -> Engine:
-    return parts.engine(parts.drafter(Chain(gamma)), RandomLoosening(share, parts.special_ids))
+    from saccade.verify.lvspec import RandomLoosening
+
+    return parts.engine(parts.drafter(policy_of("chain", gamma)), RandomLoosening(share, parts.special_ids))
 
 
 def specvlm(
@@ -228,6 +249,8 @@ def sage(
     videos: float = 0.1,
     mass: float = 0.4,
 ) -> Engine:
+    from saccade.draft.sage import SageTree
+
     assert parts.draft_model is not None
     tree = SageTree(
         signal=signal,  # type: ignore[arg-type]  # checked there
@@ -251,10 +274,14 @@ def headed(
     gamma: int = 5,
 ) -> Engine:
     """Any kind of head; ``top``, ``depth`` and ``total`` are of the dynamic tree, ``gamma`` of the chain."""
+    from saccade.draft.dynamic import DynamicTree
+
     return parts.headed(kind, DynamicTree(top, depth, total) if tree == "dynamic" else policy_of(tree, gamma))
 
 
 def kangaroo(parts: Parts, *, gamma: int = 6, threshold: float = 0.6) -> Engine:
+    from saccade.draft.confident import ConfidentChain
+
     return parts.headed("kangaroo", ConfidentChain(gamma, threshold))
 
 
@@ -264,6 +291,10 @@ def policy_of(tree: str, gamma: int) -> TreePolicy:
     Raises:
         ValueError: unknown name, or a value out of range.
     """
+    from saccade.draft.dynamic import DynamicTree
+    from saccade.draft.sage import SageTree
+    from saccade.draft.static import Chain, StaticTree
+
     policies: dict[str, Callable[[], TreePolicy]] = {
         "chain": lambda: Chain(gamma),
         "static": StaticTree,
@@ -276,4 +307,6 @@ def policy_of(tree: str, gamma: int) -> TreePolicy:
 
 
 def _pruning(select: str, images: float, videos: float, mass: float) -> Pruning:
+    from saccade.draft.pruning import Pruning
+
     return Pruning(select, images, videos, mass)  # type: ignore[arg-type]  # checked there

@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from saccade import compositions
 from saccade.compositions import Parts
-from saccade.engine import Engine
 from saccade.errors import MethodError
+
+if TYPE_CHECKING:
+    from saccade.engine import Engine
 
 Needs = Literal["nothing", "draft model", "head"]
 
