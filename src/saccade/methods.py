@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from saccade import compositions
-from saccade.compositions import Parts
 from saccade.errors import MethodError
+from saccade.parts import Parts
 
 if TYPE_CHECKING:
     from saccade.engine import Engine

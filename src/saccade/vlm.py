@@ -13,7 +13,6 @@ import torch
 from saccade import drafters, methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
-from saccade.compositions import Parts
 from saccade.draft.heads.head import Head
 from saccade.drafters import Heads
 from saccade.engine import Request, Session
@@ -34,6 +33,7 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
+from saccade.parts import Parts
 from saccade.stream import Stream
 from saccade.target.adapter import Target
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from saccade import methods
-from saccade.compositions import Parts
 from saccade.draft.drafter import Drafter
 from saccade.draft.heads.head import Head
 from saccade.draft.merged import MergedDrafter
@@ -31,6 +30,7 @@ from saccade.inputs.families import kind_of, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.output import Output
+from saccade.parts import Parts
 from saccade.target.adapter import Target
 
 

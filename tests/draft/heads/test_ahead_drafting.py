@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from checkpoints import picture, vlm
 from families import FAMILIES, Inputs, pristine, reference_greedy
-from saccade.compositions import Parts
 from saccade.draft.heads import ahead as under_test
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
@@ -24,6 +23,7 @@ from saccade.draft.static import Chain
 from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
+from saccade.parts import Parts
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""
