@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +20,8 @@ from saccade.target.families import Family, ordinary_ids
 from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
 from saccade.target.masks import starts
-from saccade.target.selected import Merged, held_of, kept_of, only, shift_of
+from saccade.target.placing import continuation_mask, rope_positions
+from saccade.target.selected import Mask, Merged, held_of, kept_of, only
 from saccade.target.stopwatch import Stopwatch
 
 
@@ -134,7 +133,7 @@ class Target:
         kept = kept_of(start, len(prompt), dropped)
         choosing: AbstractContextManager[None] = nullcontext()
         if start or dropped:
-            mask = inputs["attention_mask"] = self._continuation_mask(prompt, start, kept, dropped)
+            mask = inputs["attention_mask"] = continuation_mask(self, prompt, start, kept, dropped)
             if dropped:
                 choosing = only(self.decoder, [i - start for i in kept], mask, known)
         else:
@@ -212,7 +211,7 @@ class Target:
         depth: Tensor,
         deltas: Tensor,
         shift: Tensor | None,
-    ) -> tuple[Tensor | dict[str, Tensor], Tensor]:
+    ) -> tuple[Mask, Tensor]:
         """Mask and positions of ``count`` new tokens, for which the cache makes room."""
         slots = cache.writing_nodes(count)
         mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype, shift)
@@ -222,9 +221,7 @@ class Target:
         positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
         return mask, positions if self._rope_index is None else positions.expand(3, -1, -1)
 
-    def _run(
-        self, cache: SlotCache, tokens: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor
-    ) -> Tensor:
+    def _run(self, cache: SlotCache, tokens: Tensor, mask: Mask, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(
             input_ids=tokens,
             attention_mask=mask,
@@ -278,40 +275,10 @@ class Target:
             )
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
-        """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE.
-
-        Computed here and passed explicitly, because the model would otherwise keep the delta of an earlier
-        request as state on its module.
-        """
+        """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE."""
         if self._rope_index is None:
             return None, 0
-        count = ids.shape[1]
-        if not prompt.media:
-            return torch.arange(count, device=ids.device).expand(3, 1, -1), 0
-        inputs: dict[str, Any] = {**join(self.config, prompt.media), **type_ids(self.config, prompt.ids)}
-        inputs["attention_mask"] = torch.ones_like(ids)
-        wanted = inspect.signature(self._rope_index).parameters
-        known = {k: v.to(ids.device) for k, v in inputs.items() if k in wanted}
-        positions, delta = self._rope_index(ids, **known)
-        return positions, int(delta.flatten()[0])
-
-    def _continuation_mask(
-        self, prompt: Prompt, start: int, kept: Sequence[int], dropped: Sequence[int]
-    ) -> Tensor | dict[str, Tensor]:
-        """Causal mask of the kept positions from ``start`` on over what the cache holds before them and themselves,
-        image blocks both ways where the family has them so."""
-        new, held = len(kept), held_of(start, dropped)
-        allow = torch.ones(new, new, dtype=torch.bool, device=self.device).tril()
-        if self.family.bidirectional_images:
-            for first, last in media_spans(self.config, prompt):
-                if first >= start:
-                    block = slice(bisect_left(kept, first), bisect_left(kept, last))
-                    allow[block, block] = True
-        depth = torch.tensor(kept, device=self.device)[None] - start
-        shift = None
-        if dropped:
-            shift = torch.tensor([shift_of(start, dropped)], device=self.device, dtype=torch.long)
-        return self.family.masks.build(allow[None], [held], depth, held + new, self.dtype, shift)
+        return rope_positions(self._rope_index, self.config, ids, prompt)
 
 
 def _decoder(model: Any) -> Any:
