@@ -178,9 +178,8 @@ class _Loop:
         depth = self._drafter.max_depth if self._drafter else 0
         children = self._drafter.max_children if self._drafter else 0
         self._draws = bool(self._drafter and self._drafter.draws and self._rule.samples)
-        self._n_uniforms = self._rule.uniforms(depth, children) + (
-            nodes * max(children, 1) if self._draws else 0
-        )
+        self._judging = self._rule.uniforms(depth, children)
+        self._drafting = nodes * max(children, 1) if self._draws else 0
         self._uniforms: Uniforms | None = None
         room = max(len(r.prompt) + p.max_new_tokens for r, p in zip(requests, decoding.rows, strict=True))
         session.context.cache.grow(room + nodes)
@@ -241,14 +240,14 @@ class _Loop:
         return self._session.drafting.propose(new, proposer).to(self._target.device)
 
     def _draw_numbers(self) -> None:
-        if self._n_uniforms:
-            self._uniforms = Uniforms(self._generators, self._n_uniforms, self._target.device)
+        if all(self._judging):
+            self._uniforms = Uniforms(self._generators, self._judging, self._drafting, self._target.device)
 
     def _settle(self, tree: DraftTree, logits: Tensor, from_prefill: bool = False) -> Step:
         """Judge, bring the verdict to the host in one transfer, cut every row where it ends, and commit."""
         with self._clock.stage("verify" if not from_prefill else "prefill"):
             scores = self._processing(tree, logits, [row.ids for row in self._rows])
-            verdict = self._judge.judge(tree, scores, self._uniforms)
+            verdict = self._judge.judge(tree, scores, self._uniforms and self._uniforms.judging)
             packed = _pack(tree, verdict, logits)
         if self._session.drafting is not None and not from_prefill:
             with self._clock.stage("draft"):

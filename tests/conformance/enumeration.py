@@ -124,7 +124,9 @@ class Trial:
         What the pass leaves open is drawn from the target itself.
         """
         tree = self._grow(rows)
-        verdict = self.rule.judge(tree, self._scores(tree), self.uniforms)
+        levels, width = self.rule.uniforms(tree.max_depth, tree.max_children)
+        numbers = self.uniforms.take(levels * width).view(rows, levels, width)
+        verdict = self.rule.judge(tree, self._scores(tree), numbers)
         accepted = tree.tokens.gather(1, verdict.path)[:, 1:]
         blank = torch.zeros(rows, length + 1, dtype=torch.long)
         blank[:, : accepted.shape[1]] = accepted

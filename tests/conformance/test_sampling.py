@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import harness
 import pytest
 import torch
 from enumeration import ManyUniforms, Process, Table, Trial, exact, histogram, p_value
@@ -12,7 +11,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
-from families import FAMILIES
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
@@ -246,23 +244,3 @@ def test_the_histogram_tells_settings_apart(drafting: str, played: str, believed
     """768 rows are enough for the test above to mean something."""
     probabilities = exact(small_model(1), PROMPT, NEW, processed(**OPTIONS[believed]))
     assert p_value(histogram(sampled(drafting, **OPTIONS[played]), SMALL), probabilities) < UNLIKELY
-
-
-# --------------------------------------------------------------------------- rows and seeds
-
-
-@pytest.mark.parametrize("policy", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "gemma3"])
-def test_a_row_s_draws_do_not_depend_on_its_neighbours(name: str, policy: str) -> None:
-    case = FAMILIES[name]
-    method = harness.engine(name, policy)
-    rows = harness.prompts(case, case.inputs(case.kinds[0], rows=3))
-    requests = [Request(prompt, seed=60 + row) for row, prompt in enumerate(rows)]
-    options = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
-    together = harness.tokens(method.generate(requests, **options))
-    alone = [harness.tokens(method.generate([request], **options))[0] for request in requests]
-    assert together == alone
-    again = harness.tokens(method.generate(requests, **options))
-    assert again == together
-    other = harness.tokens(method.generate([Request(rows[0], seed=7)], **options))[0]
-    assert other != together[0]

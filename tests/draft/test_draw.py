@@ -17,7 +17,8 @@ ROWS = 20_000
 
 
 def uniforms(count: int, rows: int = ROWS) -> Uniforms:
-    return Uniforms([torch.Generator().manual_seed(7 + i) for i in range(rows)], count, torch.device("cpu"))
+    generators = [torch.Generator().manual_seed(7 + i) for i in range(rows)]
+    return Uniforms(generators, (1, 1), count, torch.device("cpu"))
 
 
 def test_ordered_children_have_the_distribution_of_draws_without_replacement() -> None:
@@ -73,14 +74,19 @@ def test_a_draw_never_gives_a_token_of_weight_zero() -> None:
 
 
 def test_a_row_draws_the_same_numbers_whatever_rows_are_beside_it() -> None:
-    def numbers(seeds: list[int]) -> torch.Tensor:
-        generators = [torch.Generator().manual_seed(s) for s in seeds]
-        first = Uniforms(generators, 4, torch.device("cpu")).take(4)
-        return torch.cat([first, Uniforms(generators, 4, torch.device("cpu")).take(4)], 1)
+    def numbers(seeds: list[int], taken: int) -> torch.Tensor:
+        """``[B, 2, 6]`` of two steps: what the rule is given, and the first of what the proposer takes."""
+        generators, steps = [torch.Generator().manual_seed(s) for s in seeds], []
+        for _ in range(2):
+            step = Uniforms(generators, (2, 2), 4, torch.device("cpu"))
+            drafted = step.take(taken)[:, :2]
+            steps.append(torch.cat([step.judging.flatten(1), drafted], 1))
+        return torch.stack(steps, 1)
 
-    alone, beside = numbers([3]), numbers([1, 3, 2])
+    alone, beside = numbers([3], taken=2), numbers([1, 3, 2], taken=4)
     assert torch.equal(alone[0], beside[1])
     assert not torch.equal(beside[0], beside[1])
+    assert len(alone.unique()) == alone.numel()  # no number decides on two things
     assert alone.max() < 1
 
 

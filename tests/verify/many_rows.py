@@ -74,8 +74,9 @@ class Warped:
     def __init__(self, processing: Processing, rule: Any) -> None:
         self._processing, self._rule = processing, rule
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
-        return 0
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        numbers: tuple[int, int] = self._rule.uniforms(max_depth, max_children)
+        return numbers
 
     def judge(self, tree: DraftTree, scores: Tensor, uniforms: Any) -> Verdict:
         return self._rule.judge(tree, self._processing(tree, scores, [[0]] * len(scores)), uniforms)

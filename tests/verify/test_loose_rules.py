@@ -42,7 +42,9 @@ def chain_of(guesses: list[list[int]]) -> DraftTree:
     return chains([0] * len(guesses), guesses, torch.device("cpu"))
 
 
-def judged(rule: Rule, tree: DraftTree, scores: torch.Tensor, uniforms: Uniforms | None = None) -> Verdict:
+def judged(
+    rule: Rule, tree: DraftTree, scores: torch.Tensor, uniforms: torch.Tensor | None = None
+) -> Verdict:
     nothing: Any = None
     return rule.open(nothing).judge(tree, scores, uniforms)
 
@@ -89,8 +91,8 @@ def test_random_loosening_forgives_the_right_number(
     tree = chain_of(guesses)
     scores = scored(tree, seed)
     generators = [torch.Generator().manual_seed(seed + b) for b in range(len(guesses))]
-    uniforms = Uniforms(generators, max(tree.size - 1, 1), torch.device("cpu"))
-    verdict = judged(RandomLoosening(share), tree, scores, uniforms)
+    numbers = Uniforms(generators, RandomLoosening(share).uniforms(6, 1), 0, torch.device("cpu"))
+    verdict = judged(RandomLoosening(share), tree, scores, numbers.judging)
     strict = judged(Greedy(), tree, scores)
     if share == 0.0:
         assert torch.equal(verdict.count, strict.count)

@@ -25,7 +25,7 @@ class BonusWithoutTemperature(Sampling):
         verdict = super().judge(tree, scores, uniforms)
         last = verdict.path.gather(1, verdict.count[:, None])
         raw = (scores * 0.6).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
-        bonus = sampling.draw(raw.softmax(-1), uniforms.take(1)[:, 0])
+        bonus = sampling.draw(raw.softmax(-1), torch.rand(len(raw)))
         is_bonus = verdict.count == tree.max_depth
         return Verdict(verdict.path, verdict.count, torch.where(is_bonus, bonus, verdict.token))
 

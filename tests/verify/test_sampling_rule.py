@@ -5,6 +5,7 @@ Whole policies and the whole engine are held to exact enumeration in tests/confo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from enumeration import ManyUniforms, Table, Trial, p_value
 from many_rows import LENGTH, LIKELY, ROWS, VOCAB, WARPERS, GivenTrees, p_of, random_tree, target, warped_p
 from random_trees import NaiveTree, draft_tree, rank_paths
-from torch import Tensor
 
 from saccade.draft.lookup import chains
 from saccade.draft.sampling import DrawProposer, TopProposer
@@ -86,12 +86,7 @@ def test_warpers_hold_for_accepted_corrected_and_bonus_tokens(name: str, policy:
 def test_a_drawn_child_that_p_likes_better_than_q_is_always_accepted() -> None:
     tree = draft_tree([NaiveTree((0, 0), (0, 1), (True, True))], q=torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]))
     scores = torch.tensor([[[0.4, 0.6], [1.0, 1.0]]]).log()
-
-    class Numbers:
-        def take(self, count: int) -> Tensor:
-            return torch.full((1, count), 1 - 2**-24)
-
-    assert Sampling().judge(tree, scores, Numbers()).count.tolist() == [1]  # type: ignore[arg-type]
+    assert Sampling().judge(tree, scores, torch.full((1, 2, 1), 1 - 2**-24)).count.tolist() == [1]
 
 
 def test_a_rejected_token_is_never_emitted_as_its_own_correction() -> None:
@@ -99,48 +94,39 @@ def test_a_rejected_token_is_never_emitted_as_its_own_correction() -> None:
     q = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
     tree = draft_tree([NaiveTree((0, 0), (0, 1), (True, True))], q=q)
     scores = torch.tensor([[[0.5, 0.1, 0.4], [1.0, 1.0, 1.0]]]).log()
-
-    class Numbers:
-        def take(self, count: int) -> Tensor:
-            return torch.full((1, count), 0.99)
-
-    verdict = Sampling().judge(tree, scores, Numbers())  # type: ignore[arg-type]
+    verdict = Sampling().judge(tree, scores, torch.full((1, 2, 1), 0.99))
     assert verdict.count.tolist() == [0]
     assert verdict.token.tolist() == [2]
 
 
-def test_the_rule_takes_no_more_numbers_than_it_announces() -> None:
-    class Counting(ManyUniforms):
-        taken = 0
-
-        def take(self, count: int) -> Tensor:
-            self.taken += count
-            return super().take(count)
-
+def test_the_rule_needs_no_more_numbers_than_it_announces_and_finds_them_by_level_and_rank() -> None:
+    """So nothing changes when a drafter's bounds, or a neighbour's tree, are larger than the tree."""
     tree = draft_tree([random_tree(0, count=7, valid=7)])
-    numbers = Counting(1)
-    Sampling().judge(tree, torch.zeros(1, 7, VOCAB), numbers)  # type: ignore[arg-type]
-    assert numbers.taken == Sampling().uniforms(tree.max_depth, tree.max_children)
+    levels, width = Sampling().uniforms(tree.max_depth, tree.max_children)
+    seen = set()
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.randn(1, 7, VOCAB, generator=generator)
+        numbers = torch.rand(1, levels + 2, width + 3, generator=generator)
+        exact = Sampling().judge(tree, scores, numbers[:, :levels, :width])
+        larger = replace(tree, max_depth=levels + 1, max_children=width + 3)
+        for verdict in (Sampling().judge(tree, scores, numbers), Sampling().judge(larger, scores, numbers)):
+            assert torch.equal(verdict.count, exact.count)
+            assert torch.equal(verdict.token, exact.token)
+        seen.add(int(exact.count))
+    assert len(seen) > 2
 
 
 def test_a_row_s_verdict_does_not_depend_on_how_deep_its_neighbours_trees_are() -> None:
     """Chains of prompt lookup are padded to the longest of the batch."""
     scores = torch.randn(1, 3, VOCAB)
     for seed in range(20):
+        numbers = torch.rand(1, 3, 1, generator=torch.Generator().manual_seed(seed))
         verdicts = []
         for guesses in ([[1]], [[1], [2, 3]]):
-
-            class Numbers:
-                values = torch.rand(1, 9, generator=torch.Generator().manual_seed(seed))
-                batch, used = len(guesses), 0
-
-                def take(self, count: int) -> Tensor:
-                    self.used += count
-                    return self.values[:, self.used - count : self.used].expand(self.batch, -1)
-
             tree = chains([0] * len(guesses), guesses, torch.device("cpu"))
             batch = scores[:, : tree.size].expand(len(guesses), -1, -1)
-            verdict = Sampling().judge(tree, batch, Numbers())  # type: ignore[arg-type]
+            verdict = Sampling().judge(tree, batch, numbers.expand(len(guesses), -1, -1))
             verdicts.append((int(verdict.count[0]), int(verdict.token[0])))
         assert verdicts[0] == verdicts[1]
 
@@ -150,5 +136,5 @@ def test_low_precision_logits_are_summed_in_fp32() -> None:
     tree = draft_tree([NaiveTree((0,), (0,), (True,))])
     tree.tokens = torch.zeros(ROWS, 1, dtype=torch.long)
     scores = torch.zeros(ROWS, 1, 1000, dtype=torch.bfloat16)
-    tokens = Sampling().judge(tree, scores, ManyUniforms(ROWS)).token  # type: ignore[arg-type]
+    tokens = Sampling().judge(tree, scores, torch.rand(ROWS, 1, 1)).token
     assert p_value(torch.bincount(tokens, minlength=1000), torch.full((1000,), 1e-3)) > LIKELY

@@ -34,7 +34,8 @@ class DrawProposer:
 
     Args:
         warp: the request's prefix-free warpers (temperature, top-k, top-p, ...).
-        uniforms: this step's random numbers of every row.
+        uniforms: this step's random numbers of every row. A policy that draws has to ask for the children of its nodes
+            in the same order in every batch; it may stop early.
     """
 
     def __init__(self, warp: Warp, uniforms: Uniforms) -> None:

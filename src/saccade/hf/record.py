@@ -14,7 +14,6 @@ from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Prefill
 from saccade.target.context import Context
-from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Judge, Rule, Verdict
 
 
@@ -96,7 +95,7 @@ class _Rule:
     def read(self, row: int, prompt: Prompt) -> None:
         self._judge.read(row, prompt)
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         verdict = self._judge.judge(tree, scores, uniforms)
         at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])
         self.scores = scores.gather(1, at).float()

@@ -13,7 +13,6 @@ from saccade.errors import MethodError
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.verify.loosening import drafted, special, target_tokens, walk
-from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict
 
 
@@ -43,12 +42,12 @@ class FLy:
         if self.window < 0:
             raise ValueError(f"window must be at least 0, not {self.window}.")
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         if max_children > 1:
             raise MethodError(
                 "FLy looks at the guesses that follow, so it needs a chain; choose a chain method."
             )
-        return 0
+        return 0, 0
 
     def open(self, context: Context) -> FLy:
         return self
@@ -56,7 +55,7 @@ class FLy:
     def read(self, row: int, prompt: Prompt) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         guesses = drafted(tree)
         match = guesses & (tree.tokens == wanted)

@@ -8,7 +8,6 @@ from torch import Tensor
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict, path_to
 
 
@@ -18,8 +17,8 @@ class Greedy:
     lossless = True
     samples = False
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
-        return 0
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        return 0, 0
 
     def open(self, context: Context) -> Greedy:
         return self
@@ -27,7 +26,7 @@ class Greedy:
     def read(self, row: int, prompt: Prompt) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         choice = scores.max(-1).indices  # [B, N]; argmax would do, but is slow in bfloat16 on CPUs
         if tree.size == 1:
             zeros = torch.zeros_like(choice)

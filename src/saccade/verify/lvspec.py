@@ -23,7 +23,6 @@ from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.verify.loosening import drafted, in_line, special, target_tokens, walk
-from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict
 
 
@@ -58,8 +57,8 @@ class LVSpec:
         if self.space not in ("hidden", "embedding"):
             raise ValueError(f"space must be hidden or embedding, not {self.space!r}.")
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
-        return 0
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        return 0, 0
 
     def open(self, context: Context) -> LVSpecJudge:
         return LVSpecJudge(self, context)
@@ -88,7 +87,7 @@ class LVSpecJudge:
         self._seen[row] = [*earlier, (start, F.normalize(new.float(), dim=-1))]
         self._visual = None
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         if tree.size == 1:
             zeros = torch.zeros_like(choice)
@@ -162,8 +161,8 @@ class RandomLoosening:
         if not 0 <= self.share <= 1:
             raise ValueError(f"share must be from 0 to 1, not {self.share}.")
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
-        return max_depth
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        return max_depth, 1
 
     def open(self, context: Context) -> RandomLoosening:
         return self
@@ -171,13 +170,13 @@ class RandomLoosening:
     def read(self, row: int, prompt: Prompt) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         assert uniforms is not None
         choice, wanted = target_tokens(tree, scores)
         guesses = drafted(tree)
         match = guesses & (tree.tokens == wanted)
         order = torch.ones_like(match, dtype=torch.float32)
-        order[:, 1:] = uniforms.take(tree.size - 1)  # a chain has as many guesses as levels
+        order[:, 1:] = uniforms[:, : tree.size - 1, 0]  # a chain has as many guesses as levels
         rank = order.masked_fill(~guesses, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
         count = (self.share * guesses.sum(1, keepdim=True) + 1e-6).floor()
         ids = torch.tensor(self.special_ids, dtype=torch.long, device=choice.device)

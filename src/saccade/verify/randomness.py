@@ -1,4 +1,4 @@
-"""Random numbers per row: a row's draws never depend on its neighbours."""
+"""Random numbers per row, at fixed places: a row's draws never depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -9,26 +9,44 @@ from torch import Tensor
 
 
 class Uniforms:
-    """One step's uniform numbers, drawn for each row by its own generator.
+    """One step's uniform numbers in [0, 1), drawn for each row by its own generator.
+
+    The rule's numbers come first and are looked up by level and rank; the proposer's follow and are taken in turn. So
+    none moves where more are taken because a neighbour's tree is deeper or wider.
 
     Args:
         generators: one CPU generator per row.
-        count: numbers per row; every row draws this many whether it uses them or not.
+        judging: L and C, as `saccade.verify.rule.Rule.uniforms` says.
+        drafting: numbers per row for the proposer; every row draws all whether they are used or not.
+
+    Attributes:
+        judging: ``[B, L, C]`` for the rule.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], count: int, device: torch.device) -> None:
-        drawn = torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in generators])
-        self._values = drawn.to(torch.float32).clamp_(max=1 - 2**-24).to(device)
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator],
+        judging: tuple[int, int],
+        drafting: int,
+        device: torch.device,
+    ) -> None:
+        levels, width = judging
+        own = levels * width
+        drawn = torch.stack(
+            [torch.rand(own + drafting, generator=g, dtype=torch.float64) for g in generators]
+        )
+        values = drawn.to(torch.float32).clamp_(max=1 - 2**-24).to(device)
+        self.judging = values[:, :own].view(-1, levels, width)
+        self._drafting = values[:, own:]
         self._used = 0
 
     def take(self, count: int) -> Tensor:
-        """The next ``[B, count]`` numbers in [0, 1)."""
+        """The next ``[B, count]`` numbers for the proposer."""
         start, self._used = self._used, self._used + count
-        if self._used > self._values.shape[1]:
-            raise IndexError(
-                f"Only {self._values.shape[1]} uniform numbers per row were drawn for this step."
-            )
-        return self._values[:, start : self._used]
+        drawn = self._drafting.shape[1]
+        if self._used > drawn:
+            raise IndexError(f"Only {drawn} uniform numbers per row were drawn for this step's guesses.")
+        return self._drafting[:, start : self._used]
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.randomness import Uniforms
 
 STRICT, LOOSE, SHIFTED = range(3)
 """A guess passed as the target's own token; by a loose rule, for what it says; or because the target's token
@@ -43,12 +42,13 @@ class Judge(Protocol):
         """Called after the target has read a row's prompt (its context holds the hidden states asked for)."""
         ...
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         """Judge every row.
 
         Args:
             scores: ``[B, N, V]`` the target's processed logits after every node.
-            uniforms: this step's random numbers, None for a rule that does not sample.
+            uniforms: ``[B, L, C]`` this step's random numbers in [0, 1), as many as `Rule.uniforms` asks for; None if
+                it asks for none. Which of them decides on a node must follow from that row's tree alone.
         """
         ...
 
@@ -66,8 +66,8 @@ class Rule(Protocol):
         """Whether the rule draws random numbers (and the drafter may draw its children)."""
         ...
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
-        """Random numbers per row and step that `Judge.judge` takes."""
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        """How many random numbers `Judge.judge` is given per row and step, for the drafter's bounds: L levels of C."""
         ...
 
     def open(self, context: Context) -> Judge:

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.randomness import Uniforms, draw
+from saccade.verify.randomness import draw
 from saccade.verify.rule import Verdict, path_to
 
 
@@ -26,8 +26,8 @@ class Sampling:
     lossless = True
     samples = True
 
-    def uniforms(self, max_depth: int, max_children: int) -> int:
-        return max_depth * max_children + 1
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        return max_depth + 1, max(max_children, 1)
 
     def open(self, context: Context) -> Sampling:
         return self
@@ -35,10 +35,9 @@ class Sampling:
     def read(self, row: int, prompt: Prompt) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Uniforms | None) -> Verdict:
+    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
         assert uniforms is not None
-        # The last token's number comes first: how many others are taken depends on the neighbours' trees.
-        last = uniforms.take(1)[:, 0]
+        # Level 0 holds the last token's number, level d that of the children at depth d, each at its rank.
         probabilities = scores.float().softmax(-1)  # p: [B, N, V]; bf16 cannot add up a vocabulary
         batch = tree.tokens.shape[0]
         rows = torch.arange(batch, device=scores.device)
@@ -48,7 +47,7 @@ class Sampling:
         node = torch.zeros(batch, dtype=torch.long, device=scores.device)
         p = probabilities[rows, node]  # [B, V]
         moving = torch.ones(batch, dtype=torch.bool, device=scores.device)
-        for _ in range(tree.max_depth):
+        for level in range(1, tree.max_depth + 1):
             children = is_node & (parents == node[:, None]) & moving[:, None]
             order = children.cumsum(1)
             q = None if tree.q is None else _widen(tree.q[rows, node], p.shape[1])
@@ -59,13 +58,12 @@ class Sampling:
                 child = match.int().argmax(1)
                 open_ = match.any(1) & ~moving
                 token = tree.tokens[rows, child]
-                u = uniforms.take(1)[:, 0]
-                accept, p, q = _try(token, u, p, q, open_)
+                accept, p, q = _try(token, uniforms[:, level, rank - 1], p, q, open_)
                 moving |= accept
                 below = torch.where(accept, child, below)
             node = below
             p = torch.where(moving[:, None], probabilities[rows, node], p)
-        token = draw(p, last)
+        token = draw(p, uniforms[:, 0, 0])
         count = tree.depth.expand(batch, -1).gather(1, node[:, None])[:, 0]
         return Verdict(path_to(tree, node), count, token)
 

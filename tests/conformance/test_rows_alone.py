@@ -1,0 +1,167 @@
+"""A row of a batch samples exactly the tokens that it samples alone, whatever its neighbours' trees look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import harness
+import pytest
+import torch
+from test_ensemble import course
+from torch import Tensor
+
+from families import FAMILIES
+from numerals import Numerals
+from saccade.draft.confident import ConfidentChain
+from saccade.draft.drafter import Drafter
+from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
+from saccade.draft.model import ModelDrafter
+from saccade.draft.sage import SageTree
+from saccade.draft.tree import DraftTree
+from saccade.draft.views import Multimodal, TextOnly
+from saccade.draft.width import WidthTree
+from saccade.engine import Engine, Request
+from saccade.output import Output
+from saccade.verify.lvspec import RandomLoosening
+from saccade.verify.randomness import Uniforms
+from saccade.verify.rule import Verdict
+from saccade.verify.sampling import Sampling
+
+TREES: dict[str, Any] = {
+    **harness.POLICIES,
+    "width": WidthTree(2, 4),
+    "sage": SageTree(),
+    "confident": ConfidentChain(5, 0.5),
+}
+SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
+GREEDY = {"max_new_tokens": 32}
+
+
+def headed(name: str, kind: str, policy: Any, **options: Any) -> Drafter:
+    target = harness.target(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        head = build_head(HeadConfig.from_target(target, kind, **options))
+        head.begin_from(target)
+    return HeadDrafter(head, target, policy)
+
+
+def ensemble(name: str, policy: Any) -> Drafter:
+    draft = harness.draft(name)
+    return EnsembleDrafter(draft, policy, [Multimodal(), TextOnly(draft.config, Numerals())])
+
+
+DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
+    "plain": lambda name, tree: None,
+    "model": lambda name, tree: ModelDrafter(harness.draft(name), TREES[tree]),
+    "ensemble": lambda name, tree: ensemble(name, TREES[tree]),
+    "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
+    "eagle2": lambda name, tree: headed(name, "eagle2", TREES[tree]),
+    "medusa": lambda name, tree: headed(name, "medusa", TREES[tree]),
+    "lookup": lambda name, tree: PromptLookup(),
+    "merged": lambda name, tree: MergedDrafter(
+        ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)
+    ),
+}
+
+
+@cache
+def engine(name: str, drafter: str, tree: str, rule: Any = None) -> Engine:
+    return Engine(harness.target(name), DRAFTERS[drafter](name, tree), rule)
+
+
+def requests(name: str) -> list[Request]:
+    """Three rows of different lengths, each with a seed of its own."""
+    case = FAMILIES[name]
+    rows = harness.prompts(case, case.inputs(case.kinds[0], rows=3))
+    return [Request(prompt, seed=60 + row) for row, prompt in enumerate(rows)]
+
+
+def beside_and_alone(method: Engine, name: str, options: dict[str, Any]) -> tuple[list[Output], list[Output]]:
+    asked = requests(name)
+    together = method.generate(asked, **options)
+    alone = [method.generate([request], **options)[0] for request in asked]
+    if method.drafter is not None:
+        assert (
+            0 < sum(o.stats.accepted_tokens for o in together) < sum(o.stats.drafted_tokens for o in together)
+        )
+    return together, alone
+
+
+CASES = [
+    *(("model", tree, name) for tree in TREES for name in ("llama", "qwen2_5_vl")),
+    *(("model", tree, "gemma3") for tree in harness.POLICIES),
+    *(("ensemble", tree, "llava") for tree in (*harness.POLICIES, "width")),
+    *(("kangaroo", "confident", name) for name in ("llama", "qwen2_5_vl")),
+    *(("merged", tree, "llama") for tree in ("chain", "dynamic", "confident")),
+    *((head, tree, "llava") for head in ("eagle2", "medusa") for tree in ("static", "dynamic")),
+    ("lookup", "", "llama"),
+    ("plain", "", "llama"),
+]
+
+
+@pytest.mark.parametrize(("drafter", "tree", "name"), CASES)
+def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, tree: str, name: str) -> None:
+    together, alone = beside_and_alone(engine(name, drafter, tree), name, SAMPLED)
+    assert list(map(course, together)) == list(map(course, alone))
+
+
+@pytest.mark.parametrize("tree", ["chain", "confident"])
+def test_what_is_forgiven_at_random_does_not_depend_on_neighbours(tree: str) -> None:
+    together, alone = beside_and_alone(engine("llama", "model", tree, RandomLoosening(0.5)), "llama", GREEDY)
+    assert list(map(course, together)) == list(map(course, alone))
+    assert any(mark == "loose" for output in together for mark in output.marks)
+
+
+def test_a_seed_gives_the_same_tokens_again_and_another_gives_others() -> None:
+    method, asked = engine("llama", "model", "chain"), requests("llama")
+    first, again = (harness.tokens(method.generate(asked, **SAMPLED)) for _ in range(2))
+    assert first == again
+    (other,) = harness.tokens(method.generate([Request(asked[0].prompt, seed=7)], **SAMPLED))
+    assert other != first[0]
+
+
+def _numbers_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule's numbers begin where the proposer's end."""
+    right = Uniforms.take
+
+    def take(self: Uniforms, count: int) -> Tensor:
+        self.judging = self.judging.flatten(1).roll(count, 1).view_as(self.judging)
+        return right(self, count)
+
+    monkeypatch.setattr(Uniforms, "take", take)
+
+
+def _numbers_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many numbers per level as the batch's widest tree has children."""
+    right = Sampling.judge
+
+    def judge(self: Sampling, tree: DraftTree, scores: Tensor, uniforms: Tensor) -> Verdict:
+        levels, width = self.uniforms(tree.max_depth, tree.max_children)
+        packed = uniforms.flatten(1)[:, : levels * width].unflatten(1, (levels, width))
+        return right(self, tree, scores, packed)
+
+    monkeypatch.setattr(Sampling, "judge", judge)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "drafter", "tree"),
+    [
+        (_numbers_in_turn, "model", "confident"),
+        (_numbers_in_turn, "kangaroo", "confident"),
+        (_numbers_packed, "merged", "chain"),
+    ],
+)
+def test_numbers_that_move_with_the_neighbours_trees_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, mistake: Any, drafter: str, tree: str
+) -> None:
+    mistake(monkeypatch)
+    together, alone = beside_and_alone(engine("llama", drafter, tree), "llama", SAMPLED)
+    assert harness.tokens(together) != harness.tokens(alone)
