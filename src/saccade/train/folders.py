@@ -60,7 +60,7 @@ def writing(place: Path) -> Iterator[None]:
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(problem):
             raise TrainingError(
                 f"The disk is full: {place} could not be written, and what was there before is kept; make room and go "
-                "on with --resume auto."
+                "on from the last checkpoint (with `saccade train`: --resume auto)."
             ) from problem
         reason = getattr(problem, "strerror", None) or problem
         raise TrainingError(f"Cannot write {place}: {reason}.") from problem

@@ -13,10 +13,10 @@ from saccade.pocket.evaluate import measure, table
 from saccade.pocket.sample import WORLD
 from saccade.pocket.train.batches import FIRST_TRAINING_SEED
 from saccade.pocket.train.chat import BEGIN, END, PAD
-from saccade.pocket.train.files import replace_folder
 from saccade.pocket.train.models import CONTEXT, PocketModel
 from saccade.pocket.train.processor import write_processor
 from saccade.pocket.train.recipe import Recipe
+from saccade.train import folders
 
 
 @dataclass(frozen=True)
@@ -97,4 +97,4 @@ def export(
         write_folder(model, tokenizer, part)
         (part / "README.md").write_text(card(part, recipe, provenance))
 
-    replace_folder(folder, write)
+    folders.write_folder(folder, write)

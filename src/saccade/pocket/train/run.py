@@ -8,11 +8,11 @@ from tokenizers import Tokenizer
 from saccade.pocket.train.answers import target_answers
 from saccade.pocket.train.draft import train_draft, train_follower
 from saccade.pocket.train.export import Provenance, export, write_folder
-from saccade.pocket.train.files import replace_folder
 from saccade.pocket.train.language import train_deep, train_shallow
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tokens import train_tokenizer
 from saccade.pocket.train.tower import train_tower
+from saccade.train import folders
 
 STAGES = ("tokenizer", "tower", "shallow", "deep", "draft", "answers", "follow", "export")
 _SPEAKER = "answering"  # the folder of the target that has no card yet
@@ -54,7 +54,7 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
     draft, draft_minutes = train_draft(recipe, tokenizer, tower, folder, device)
     if last < STAGES.index("answers"):
         return
-    replace_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
+    folders.write_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
     answered = target_answers(recipe, folder / _SPEAKER, folder)
     if last < STAGES.index("follow"):
         return
