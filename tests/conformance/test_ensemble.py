@@ -21,13 +21,14 @@ from saccade.draft.captions import Caption
 from saccade.draft.controls import Fixed, Random
 from saccade.draft.ensemble import EnsembleDrafter, _Mixture
 from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.pooled import pooled
 from saccade.draft.pruned import PrunedDrafter
 from saccade.draft.pruning import Pruning
 from saccade.draft.sampling import DrawProposer, TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
 from saccade.draft.view import PlainView, View
-from saccade.draft.views import Multimodal, Pooled, Pruned, TextOnly
+from saccade.draft.views import Multimodal, Pruned, TextOnly
 from saccade.draft.weights import Grid, InverseError, Weighting
 from saccade.draft.width import WidthTree
 from saccade.engine import Engine, Request
@@ -48,7 +49,7 @@ def views(name: str, letters: str) -> list[View]:
         "M": Multimodal,
         "T": lambda: TextOnly(config, WORDS),
         "C": lambda: Caption(config, WORDS, lambda seen: f"picture {seen.medium.digest[:6]}"),
-        "P": lambda: Pooled(draft(name)),
+        "P": lambda: pooled(draft(name)),
         "R": Pruned,
     }
     return [makers[letter]() for letter in letters]
@@ -75,11 +76,15 @@ VIEWS = {
     "llava": "MTCP",
     "llava_next": "MTP",
     "llava_onevision": "MTPR",
-    "llava_pixtral": "MT",
-    "qwen2_5_vl": "MTC",
-    "qwen3_vl": "MTR",
+    "llava_pixtral": "MTCP",
+    "qwen2_vl": "MTCP",
+    "qwen2_5_vl": "MTCP",
+    "qwen3_vl": "MTPR",
+    "qwen3_vl_moe": "MTCP",
+    "idefics3": "MP",
     "smolvlm": "MTCP",
     "gemma3": "MTP",
+    "mistral3": "MTCP",
     "internvl": "TP",
     "mistral": "MT",
 }

@@ -16,6 +16,7 @@ from saccade.draft.view import PlainView
 from saccade.errors import MethodError
 from saccade.inputs.blind import spans_with_wrappers
 from saccade.inputs.families import family_of
+from saccade.inputs.patches import join_patches
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
@@ -221,18 +222,11 @@ def _pixels(config: Any, medium: Medium) -> Tensor:
 
 
 def _from_patches(config: Any, medium: Medium) -> Tensor:
-    """Put Qwen-VL's patches, which come block by block, back on their grid."""
+    """The middle of Qwen-VL's patches put together."""
     name = "image" if medium.kind == "image" else "video"
     values = medium.tensors["pixel_values" if name == "image" else "pixel_values_videos"]
     times, rows, columns = (int(n) for n in medium.tensors[f"{name}_grid_thw"][0])
     vision = config.vision_config
-    side, merge, frames = (
-        int(vision.patch_size),
-        int(vision.spatial_merge_size),
-        int(vision.temporal_patch_size),
-    )
-    grid = values.view(
-        times, rows // merge, columns // merge, merge, merge, -1, frames, side, side
-    )  # t, block row, block column, row, column, channel, frame, y, x
-    middle = grid[times // 2, :, :, :, :, :, 0]
-    return middle.permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, rows * side, columns * side)
+    middle = values.unflatten(0, (times, rows * columns))[times // 2]
+    grid = torch.tensor([1, rows, columns])
+    return join_patches(middle, grid, int(vision.patch_size), int(vision.spatial_merge_size))[0]

@@ -64,10 +64,33 @@ def grid_patches(
     height, width = _qwen_size(frames.shape, settings, budget_over_time)
     frames = _until_multiple(frames, step)
     pixels = _normalised(_resized(frames, height, width, settings), settings)
+    return cut_patches(pixels, patch, merge, step)
+
+
+def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tensor, Tensor]:
+    """Cut frames into the space-time patches of Qwen-VL.
+
+    Args:
+        frames: ``[T, C, H, W]``; T a multiple of ``step``, H and W of ``patch * merge``.
+        patch: pixels along a patch's side.
+        merge: patches along the side of a block whose features the model merges.
+        step: frames in a patch.
+
+    Returns:
+        ``[t * h * w, C * step * patch**2]``, block by block, and the grid ``[[t, h, w]]``.
+    """
+    channels, height, width = frames.shape[1:]
     t, h, w = len(frames) // step, height // patch, width // patch
-    pixels = pixels.reshape(t, step, 3, h // merge, merge, patch, w // merge, merge, patch)
-    pixels = pixels.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return pixels.reshape(t * h * w, 3 * step * patch * patch), torch.tensor([[t, h, w]])
+    blocks = frames.reshape(t, step, channels, h // merge, merge, patch, w // merge, merge, patch)
+    blocks = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return blocks.reshape(t * h * w, channels * step * patch * patch), torch.tensor([[t, h, w]])
+
+
+def join_patches(patches: Tensor, grid: Tensor, patch: int, merge: int, channels: int = 3) -> Tensor:
+    """Put the patches of `cut_patches` together again: ``[T, C, H, W]``."""
+    t, h, w = (int(n) for n in grid.flatten())
+    blocks = patches.reshape(t, h // merge, w // merge, merge, merge, channels, -1, patch, patch)
+    return blocks.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, channels, h * patch, w * patch)
 
 
 def _qwen_size(

@@ -1,0 +1,144 @@
+"""View P of families that take pictures of any size: every picture at half its resolution."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from halved_by_hand import halved_prompt
+from PIL import Image
+
+from checkpoints import picture
+from families import FAMILIES, VISUAL_FAMILIES
+from saccade.draft.pooled import HalvedPictures
+from saccade.errors import InputError
+from saccade.inputs.batch import split
+from saccade.inputs.families import family_of
+from saccade.inputs.halving import RESIZABLE, halved
+from saccade.inputs.prompt import Medium, Prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
+from kits import kit
+
+
+@cache
+def config(name: str) -> Any:
+    return FAMILIES[name].model().config
+
+
+def is_resizable(name: str) -> bool:
+    family = family_of(config(name))
+    return family is not None and family.layout in RESIZABLE
+
+
+RESIZED = [name for name in VISUAL_FAMILIES if is_resizable(name)]
+MEDIA = [(name, kind) for name in RESIZED for kind in FAMILIES[name].kinds if kind != "text"]
+
+
+def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
+    return split(config(name), FAMILIES[name].inputs(kind, rows))
+
+
+def read(name: str, prompt: Prompt) -> Prompt:
+    return HalvedPictures(config(name)).read(prompt)
+
+
+@pytest.mark.parametrize(("name", "kind"), MEDIA)
+def test_half_the_rows_and_columns_are_left_rounded_up(name: str, kind: str) -> None:
+    for prompt in prompts(name, kind):
+        seen = read(name, prompt)
+        ids, media = halved_prompt(name, prompt)
+        assert list(seen.ids) == ids
+        for ours, theirs in zip(seen.media, media, strict=True):
+            assert ours.tensors.keys() == theirs.keys()
+            for key, value in theirs.items():
+                assert torch.allclose(ours.tensors[key], value, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in RESIZED if n != "mistral3"])
+def test_even_sides_leave_a_quarter_of_the_visual_tokens(name: str) -> None:
+    (prompt,) = [p for p in prompts(name) if p.media[0].n_tokens == 4]  # the third picture, 2 x 2 tokens
+    seen = read(name, prompt)
+    assert seen.media[0].n_tokens == 1
+    assert read(name, seen) == seen  # a single visual token cannot be halved
+
+
+def test_a_picture_is_kept_whole_where_the_model_fails_on_a_single_visual_token() -> None:
+    *_, prompt = prompts("mistral3")
+    assert read("mistral3", prompt) == prompt
+
+
+UNITS = {"pixtral": 8, "mistral3": 16, "qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}
+"""Pixels along the side of a visual token."""
+SIZES = {name: [(4, 4), (6, 4), (4, 6), (5, 4), (8, 2)] for name in UNITS} | {
+    "mistral3": [(4, 4), (4, 2), (2, 4), (3, 4)]
+}
+"""Columns and rows of visual tokens, such that the processor leaves picture and halved picture at their sizes."""
+
+
+def smaller(image: Image.Image, columns: int, rows: int, unit: int) -> Image.Image:
+    return image.resize(((columns + 1) // 2 * unit, (rows + 1) // 2 * unit), Image.Resampling.BICUBIC)
+
+
+def assert_same(seen: Prompt, expected: Prompt) -> None:
+    assert seen.ids == expected.ids
+    for ours, theirs in zip(seen.media, expected.media, strict=True):
+        assert ours.n_tokens == theirs.n_tokens
+        for key, value in theirs.tensors.items():
+            assert torch.allclose(ours.tensors[key].float(), value.float(), atol=0.03)  # theirs are of 8 bits
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in UNITS for size in SIZES[name]])
+def test_it_is_the_processor_s_prompt_for_a_smaller_picture(name: str, size: tuple[int, int]) -> None:
+    processor, unit = kit(name).ours, UNITS[name]
+    large = picture(3, (size[0] * unit, size[1] * unit))
+    given, expected = (
+        processor.prompt("What is it?", images=[p]) for p in (large, smaller(large, *size, unit))
+    )
+    assert given.media[0].n_tokens == size[0] * size[1]
+    assert_same(HalvedPictures(processor.config).read(given), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("qwen2_vl", (8, 4)), ("qwen2_5_vl", (8, 4)), ("qwen3_vl", (4, 2))]
+)
+def test_a_halved_video_keeps_its_frames_and_their_times(name: str, size: tuple[int, int]) -> None:
+    processor, unit = kit(name).ours, UNITS[name]
+    frames = [picture(shade, (size[0] * unit, size[1] * unit)) for shade in range(4)]
+    given, expected = (
+        processor.prompt("What happens?", videos=[f])
+        for f in (frames, [smaller(frame, *size, unit) for frame in frames])
+    )
+    assert given.media[0].n_tokens == 2 * size[0] * size[1]  # two frames in a patch
+    assert_same(HalvedPictures(processor.config).read(given), expected)
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_longer_conversation_begins_with_the_same_reading(name: str) -> None:
+    """Or nothing of the row's cache could be kept for the next turn."""
+    case = FAMILIES[name]
+    (first,) = split(config(name), case.row_inputs("image", 1))
+    (longer,) = split(config(name), case.continued("image", 1, [20, 30]))
+    once, again = read(name, first), read(name, longer)
+    assert again.ids[: len(once)] == once.ids
+    assert again.media[0].digest == once.media[0].digest != again.media[1].digest
+
+
+def test_pictures_of_one_size_cannot_be_halved() -> None:
+    (prompt,) = prompts("llava", rows=1)
+    with pytest.raises(InputError, match="have a fixed size"):
+        halved(config("llava"), prompt.media[0])
+
+
+def test_half_precision_pictures_stay_so() -> None:
+    (prompt,) = prompts("mistral3", rows=1)
+    (medium,) = prompt.media
+    rough = {**medium.tensors, "pixel_values": medium.tensors["pixel_values"].bfloat16()}
+    small = halved(config("mistral3"), Medium("image", rough, medium.n_tokens, "")).tensors
+    assert small["pixel_values"].dtype == torch.bfloat16
+    exact = halved(config("mistral3"), medium).tensors["pixel_values"]
+    assert torch.allclose(small["pixel_values"].float(), exact, atol=0.05)

@@ -1,0 +1,313 @@
+"""View P: fewer visual tokens, the drafter's own logits on the prompt that was pooled by hand, the target's tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from halved_by_hand import halved_prompt
+from torch import Tensor
+
+import families
+from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
+from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.pooled import SQUARES, HalvedPictures, PooledFeatures, pool, pooled
+from saccade.draft.sampling import TopProposer
+from saccade.draft.static import Chain
+from saccade.draft.view import View
+from saccade.engine import Engine, Request
+from saccade.errors import MethodError
+from saccade.inputs.batch import join, media_spans, split, visual_mask
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.target.adapter import Target
+from saccade.target.features import Hidden
+
+ANYRES = ("llava_next", "llava_onevision")
+RESIZED = [
+    name for name in VISUAL_FAMILIES if isinstance(pooled(Target(FAMILIES[name].model())), HalvedPictures)
+]
+AVERAGED = [name for name in VISUAL_FAMILIES if name not in RESIZED]
+
+
+@cache
+def model(name: str) -> Target:
+    return Target(FAMILIES[name].model())
+
+
+@cache
+def draft(name: str) -> Target:
+    return Target(FAMILIES[name].draft_model())
+
+
+def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
+    return split(model(name).config, FAMILIES[name].inputs(kind, rows))
+
+
+def session(name: str, rows: int = 1) -> ModelDraftSession:
+    opened = ModelDraftSession(ModelDrafter(model(name), Chain(2)), rows)
+    opened.grow(256)
+    return opened
+
+
+def load(view: View, opened: ModelDraftSession, prompt: Prompt, row: int = 0) -> None:
+    view.load(opened, row, prompt, opened.context)
+
+
+def visuals(name: str, prompt: Prompt) -> int:
+    return int(visual_mask(model(name).config, prompt.ids).sum())
+
+
+def media_kinds(names: list[str]) -> list[tuple[str, str]]:
+    return [(name, kind) for name in names for kind in FAMILIES[name].kinds if kind != "text"]
+
+
+# --------------------------------------------------------------------------- all families
+
+
+def test_every_visual_family_has_the_view() -> None:
+    assert RESIZED == [
+        "llava_pixtral",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "mistral3",
+    ]
+    for name in AVERAGED:
+        assert isinstance(pooled(model(name)), PooledFeatures)
+
+
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+def test_a_drafter_without_eyes_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(MethodError, match=f"of the family {name}.* leave view P out"):
+        pooled(model(name))
+
+
+@pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
+def test_several_media_and_videos_are_pooled_too(name: str, kind: str) -> None:
+    """The model itself refuses another number of features than placeholders."""
+    view, opened = pooled(model(name)), session(name)
+    for prompt in prompts(name, kind):
+        seen = view.read(prompt)
+        if not (seen == prompt and name == "mistral3"):  # which keeps a picture of 2 x 2 tokens
+            assert 0 < visuals(name, seen) < visuals(name, prompt)
+        assert [m.kind for m in seen.media] == [m.kind for m in prompt.media]
+        assert len(media_spans(model(name).config, seen)) == len(seen.media)
+        load(view, opened, seen)
+        assert opened.context.lengths == [len(seen)]
+
+
+@pytest.mark.parametrize("name", VISUAL_FAMILIES)
+def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
+    (prompt,) = prompts(name, rows=1)
+    view = pooled(model(name))
+    before = session(name).context.load(0, prompt).logits
+    patch = model(name).config.vision_config.patch_size
+    load(view, session(name), view.read(prompt))
+    assert model(name).config.vision_config.patch_size == patch
+    assert torch.equal(session(name).context.load(0, prompt).logits, before)
+    broken = Prompt((*view.read(prompt).ids, IMAGE), view.read(prompt).media)
+    with pytest.raises(Exception, match=r"placeholder"):
+        load(view, session(name), broken)
+    assert torch.equal(session(name).context.load(0, prompt).logits, before)
+
+
+@pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
+@torch.no_grad()
+def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: str, kind: str) -> None:
+    view, opened = pooled(model(name)), session(name, rows=3)
+    asked = prompts(name, kind)
+    for row, prompt in enumerate(asked):
+        load(view, opened, view.read(prompt), row)
+    ran: list[tuple[Tensor, Tensor]] = []
+    forward: Any = opened.context.forward
+
+    def noted(tokens: Tensor, *more: Any) -> Tensor:
+        logits = forward(tokens, *more)
+        ran.append((tokens.clone(), logits.clone()))
+        return logits
+
+    opened.context.forward = noted  # type: ignore[method-assign]
+    opened.propose([[20], [30], [40]], TopProposer())
+    assert len(ran) == 2  # the emitted tokens, then the first guesses
+    for row, prompt in enumerate(asked):
+        said: list[int] = []
+        for tokens, logits in ran:
+            said += tokens[row].tolist()
+            assert torch.allclose(logits[row, -1], _by_hand(name, prompt, said), atol=2e-4), (row, said)
+
+
+def _by_hand(name: str, prompt: Prompt, said: list[int]) -> Tensor:
+    """Logits ``[V]`` of the stock model behind the pooled prompt and some tokens of an answer."""
+    stock = FAMILIES[name].model()
+    if name in RESIZED:
+        ids, media = halved_prompt(name, prompt)
+    else:
+        ids = list(pooled(model(name)).read(prompt).ids)  # held against others below
+        media = [dict(m.tensors) for m in prompt.media]
+        _average_by_hand(name, stock)
+    joined = join(stock.config, [Medium("image", tensors, 0, "") for tensors in media])
+    inputs = {"input_ids": torch.tensor([[*ids, *said]]), **joined}
+    types = (inputs["input_ids"] == IMAGE).long() + 2 * (inputs["input_ids"] == VIDEO).long()
+    if FAMILIES[name].types:
+        inputs[str(FAMILIES[name].types)] = types
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    reset_rope_deltas(stock)
+    return stock(**inputs).logits[0, -1]
+
+
+def _average_by_hand(name: str, stock: Any) -> None:
+    base = stock.base_model
+    if name == "gemma3":
+        base.multi_modal_projector.avg_pool.register_forward_hook(
+            lambda m, i, out: torch.stack([averages(g.permute(1, 2, 0)) for g in out]).permute(0, 3, 1, 2)
+        )
+        return
+    if name in ANYRES:
+        stock.config.vision_config.patch_size *= 2
+    smol = name in ("idefics3", "smolvlm")
+    module = base.connector.modality_projection if smol else base.multi_modal_projector
+    module.register_forward_pre_hook(
+        lambda m, args: (torch.stack([averages(g).flatten(0, 1) for g in _on_grid(args[0])]),)
+    )
+
+
+# --------------------------------------------------------------------------- the target's tokens
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
+def test_tokens_are_those_of_plain_decoding(name: str, kind: str, rows: int) -> None:
+    engine = Engine(model(name), EnsembleDrafter(draft(name), Chain(4), [pooled(draft(name))]))
+    asked = [Request(prompt) for prompt in prompts(name, kind, rows)]
+    outputs = engine.generate(asked, max_new_tokens=24)
+    assert [o.tokens for o in outputs] == FAMILIES[name].reference(kind, rows, n=24)
+    assert all(o.stats.drafted_tokens > 0 for o in outputs)
+
+
+# --------------------------------------------------------------------------- features averaged before the projector
+
+
+@pytest.mark.parametrize("name", [n for n in AVERAGED if n not in ANYRES])
+def test_the_pooled_view_has_a_quarter_of_the_visual_tokens(name: str) -> None:
+    view = pooled(model(name))
+    for prompt in prompts(name):
+        seen = view.read(prompt)
+        assert visuals(name, seen) == visuals(name, prompt) / 4
+        assert [i for i in seen.ids if i != IMAGE] == [i for i in prompt.ids if i != IMAGE]
+        assert sum(medium.n_tokens for medium in seen.media) == visuals(name, seen)
+
+
+@pytest.mark.parametrize("name", ANYRES)
+def test_a_pooled_image_in_tiles_is_unpadded_on_its_own_grid(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model with patches twice as large would have it."""
+    given = prompts(name)
+    monkeypatch.setattr(families, "ANYRES_SIDE", families.ANYRES_SIDE // 2)
+    expected = FAMILIES[name].inputs("image", 3)
+    for row, prompt in enumerate(given):
+        kept = expected["attention_mask"][row].bool()
+        assert list(pooled(model(name)).read(prompt).ids) == expected["input_ids"][row][kept].tolist()
+
+
+def averages(features: Tensor) -> Tensor:
+    """``[side, side, C]`` to ``[side / 2, side / 2, C]``, cell by cell."""
+    side = (features.shape[0] + 1) // 2
+    cells = [features[2 * i : 2 * i + 2, 2 * j : 2 * j + 2] for i in range(side) for j in range(side)]
+    return torch.stack([cell.flatten(0, 1).mean(0) for cell in cells]).unflatten(0, (side, side))
+
+
+def _on_grid(features: Tensor) -> Tensor:
+    return features.unflatten(1, (int(features.shape[1] ** 0.5), -1))
+
+
+def captured(name: str, prompt: Prompt) -> Tensor:
+    """What comes to the projector without pooling, ``[n, side, side, C]``."""
+    base, found = model(name).model.base_model, []
+    if name == "gemma3":
+        module = base.multi_modal_projector.avg_pool
+        hook = module.register_forward_hook(lambda m, i, out: found.append(out.permute(0, 2, 3, 1)))
+    else:
+        smol = name in ("idefics3", "smolvlm")
+        module = base.connector.modality_projection if smol else base.multi_modal_projector
+        hook = module.register_forward_pre_hook(lambda m, args: found.append(_on_grid(args[0])))
+    session(name).context.load(0, prompt)
+    hook.remove()
+    return found[0]
+
+
+def projected(name: str, features: Tensor) -> Tensor:
+    base = model(name).model.base_model
+    if name == "gemma3":
+        projector = base.multi_modal_projector
+        return projector.mm_soft_emb_norm(features) @ projector.mm_input_projection_weight
+    if name in ("idefics3", "smolvlm"):
+        return base.connector.modality_projection(features)
+    return base.multi_modal_projector(features)
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+@torch.no_grad()
+def test_pooled_features_are_the_averages_made_by_hand(name: str) -> None:
+    (prompt,) = prompts(name, rows=1)
+    by_hand = torch.stack([averages(grid) for grid in captured(name, prompt)])  # [n, side', side', C]
+    expected = projected(name, by_hand.flatten(1, 2))
+    view, opened = pooled(model(name)), session(name)
+    seen = view.read(prompt)
+    opened.context.hidden = hidden = Hidden((0,))  # what enters the first layer
+    load(view, opened, seen)
+    entered = hidden.states[0][0][visual_mask(model(name).config, seen.ids)]
+    if name in ANYRES:  # the tiles follow, unpadded and with newlines
+        assert torch.allclose(entered[: expected.shape[1]], expected[0], atol=1e-5)
+        rest = torch.cdist(entered[expected.shape[1] :], expected[1:].flatten(0, 1)).amin(1)
+        assert (rest < 1e-4).float().mean() > 0.5
+    else:
+        assert torch.allclose(entered, expected.flatten(0, 1), atol=1e-5)
+
+
+def test_an_odd_side_ends_in_averages_of_what_is_there() -> None:
+    features = torch.randn(2, 25, 3)
+    expected = torch.stack([averages(f.unflatten(0, (5, 5))).flatten(0, 1) for f in features])
+    assert torch.allclose(pool(features), expected, atol=1e-6)
+    assert pool(features).shape == (2, 9, 3)
+
+
+def test_a_class_token_stays_before_the_averages() -> None:
+    features = torch.randn(2, 17, 3)
+    assert torch.equal(pool(features), torch.cat([features[:, :1], pool(features[:, 1:])], 1))
+
+
+@torch.no_grad()
+def test_a_model_that_keeps_its_class_token_is_pooled_behind_it() -> None:
+    stock = FAMILIES["llava"].model()
+    stock.config.vision_feature_select_strategy = "full"
+    keeping = Target(stock)
+    pixels = prompts("llava", rows=1)[0].media[0].tensors
+    (prompt,) = split(stock.config, {"input_ids": torch.tensor([[1, *[IMAGE] * 17, 20]]), **pixels})
+    view = pooled(keeping)
+    seen = view.read(prompt)
+    assert seen.ids == (1, *[IMAGE] * 5, 20)
+    opened = ModelDraftSession(ModelDrafter(keeping, Chain(2)), 1)
+    opened.grow(64)
+    opened.context.hidden = hidden = Hidden((0,))
+    load(view, opened, seen)
+    tower: list[Tensor] = []
+    projector = stock.base_model.multi_modal_projector
+    projector.register_forward_pre_hook(lambda m, args: tower.append(args[0]))
+    stock(input_ids=torch.tensor([prompt.ids]), **pixels)
+    (features,) = tower
+    by_hand = torch.cat([features[0, :1], averages(features[0, 1:].unflatten(0, (4, 4))).flatten(0, 1)])
+    assert torch.allclose(hidden.states[0][0][1:6], projector(by_hand), atol=1e-5)
+
+
+def test_features_on_no_square_are_refused() -> None:
+    with pytest.raises(MethodError, match="not on a square grid"):
+        pool(torch.zeros(1, 18, 4))
+
+
+def test_the_table_names_the_families_that_are_averaged() -> None:
+    assert sorted(SQUARES) == sorted(AVERAGED)
