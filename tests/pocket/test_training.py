@@ -18,6 +18,7 @@ from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.batches import IGNORED, Batch, batch_of, sorted_batch
 from saccade.pocket.train.chat import ASSISTANT, END, IMAGE, VIDEO, prompt_ids
 from saccade.pocket.train.growth import grow
+from saccade.pocket.train.loop import _optimisers
 from saccade.pocket.train.models import PocketModel, build, embed
 from saccade.pocket.train.processor import wrap, write_processor
 from saccade.pocket.train.recipe import LanguageShape, Schedule, TowerShape, quick_recipe
@@ -130,6 +131,21 @@ def test_the_rate_warms_up_stays_and_falls() -> None:
     assert schedule.rate_at(9) == schedule.rate_at(50) == 1.0
     assert schedule.rate_at(75) == pytest.approx(0.55)
     assert schedule.rate_at(100) == pytest.approx(0.1)
+
+
+def test_optimisers_are_those_whose_states_checkpoints_hold() -> None:
+    named = list(_tiny().named_parameters())
+    turned = [p for name, p in named if p.ndim == 2 and "layers." in name]
+    others = [p for name, p in named if p.ndim != 2 or "layers." not in name]
+    expected: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(turned, lr=0.01, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.01, betas=(0.9, 0.95), weight_decay=0.02, fused=True),
+    ]
+    made = _optimisers(named, 0.01)
+    assert [o.state_dict() for o in made] == [o.state_dict() for o in expected]
+    for one, other in zip(made, expected, strict=True):
+        pairs = zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
+        assert all(p is q for p, q in pairs)
 
 
 def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> None:

@@ -20,6 +20,31 @@ def rate_at(stage: Stage, step: int) -> float:
     return stage.rate * (stage.final + (1 - stage.final) * (1 + math.cos(math.pi * done)) / 2)
 
 
+def muon_and_adamw(
+    matrices: Sequence[nn.Parameter],
+    weights: Sequence[nn.Parameter],
+    rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    *,
+    fused: bool | None = None,
+) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, as fast as AdamW at the same rate, and AdamW for all other weights; without any it alone.
+
+    Args:
+        fused: AdamW in one kernel, which rounds otherwise than the several of the default.
+    """
+    turned = {id(matrix) for matrix in matrices}
+    others = [weight for weight in weights if id(weight) not in turned]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(
+            torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    made.append(torch.optim.AdamW(others, lr=rate, betas=betas, weight_decay=weight_decay, fused=fused))
+    return made
+
+
 class Optimiser:
     """AdamW for all weights, or Muon for matrices and AdamW for the rest, under one learning rate.
 
@@ -31,20 +56,12 @@ class Optimiser:
         self._all = [p for p in head.parameters() if p.requires_grad]
         self.weights = self._all
         self._clip = recipe.clip
-        others, self._parts = self.weights, list[torch.optim.Optimizer]()
+        matrices: list[nn.Parameter] = []
         if recipe.optimiser == "muon":
             # Only what is multiplied with: not rows of a table, of which most steps use some.
             tables = _tables(head)
-            matrices = [p for p in self.weights if p.dim() == 2 and id(p) not in tables]
-            others = [p for p in self.weights if p.dim() != 2 or id(p) in tables]
-            self._parts.append(
-                torch.optim.Muon(
-                    matrices, lr=1.0, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
-            )
-        self._parts.append(
-            torch.optim.AdamW(others, lr=1.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
-        )
+            matrices = [p for p in self._all if p.dim() == 2 and id(p) not in tables]
+        self._parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas)
 
     def learn(self, weights: Sequence[nn.Parameter]) -> None:
         """Let no other weights learn from here on: those get no gradient, do not decay, and have no moments yet."""

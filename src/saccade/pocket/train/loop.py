@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from saccade.pocket.train.files import save
 from saccade.pocket.train.prefetch import made_ahead, workers_for
 from saccade.pocket.train.recipe import Schedule
+from saccade.train.optimiser import muon_and_adamw
 
 _Made = TypeVar("_Made")
 _PAUSE, _CHECKED = 30.0, 100.0  # seconds between lines of progress, and between checks
@@ -18,15 +19,9 @@ _PAUSE, _CHECKED = 30.0, 100.0  # seconds between lines of progress, and between
 
 def _optimisers(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside layers, AdamW for embeddings, heads, norms and biases."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in named:
-        inside = parameter.ndim == 2 and "layers." in name
-        (matrices if inside else others).append(parameter)
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.02, fused=True),
-    ]
+    weights = dict(named)
+    inside = [weight for name, weight in weights.items() if weight.ndim == 2 and "layers." in name]
+    return muon_and_adamw(inside, list(weights.values()), rate, 0.02, (0.9, 0.95), fused=True)
 
 
 def train(
