@@ -1,4 +1,9 @@
-"""DREAM drafts what it computes path by path, shows itself part of the visual tokens, and never changes an answer."""
+"""DREAM drafts what it computes path by path, shows itself part of the visual tokens, and never changes an answer.
+
+The questions of test_head_against_slow_paths, test_head_lossless and test_head_turns, asked of a head with a session
+and a slow path of its own: its entries attend to a second cache, the features of all tokens before theirs. Its planted
+mistakes are in that session.
+"""
 
 from __future__ import annotations
 
