@@ -1,7 +1,7 @@
 """What a head computes in a tree, with cache and batch, is what every path gives as a sequence of its own.
 
-For heads with one cache, whose entries are fed the target's state at one token (`HeadDraftSession`, and ViSpec's). Other
-heads have slow paths, planted mistakes and files of their own: test_dream_drafting, test_ahead_drafting and
+For heads with one cache, whose entries are fed the target's state at one token (`HeadDraftSession`, and ViSpec's).
+Other heads have slow paths, planted mistakes and files of their own: test_dream_drafting, test_ahead_drafting and
 test_kangaroo_drafting.
 """
 
