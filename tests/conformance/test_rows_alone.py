@@ -23,6 +23,8 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
+from saccade.draft.pruned import PrunedDrafter
+from saccade.draft.pruning import Pruning
 from saccade.draft.sage import SageTree
 from saccade.draft.tree import DraftTree
 from saccade.draft.views import Multimodal, TextOnly
@@ -40,6 +42,7 @@ TREES: dict[str, Any] = {
     "sage": SageTree(),
     "confident": ConfidentChain(5, 0.5),
 }
+HEADS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
 SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
 GREEDY = {"max_new_tokens": 32}
 
@@ -63,8 +66,8 @@ DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
     "model": lambda name, tree: ModelDrafter(harness.draft(name), TREES[tree]),
     "ensemble": lambda name, tree: ensemble(name, TREES[tree]),
     "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
-    "eagle2": lambda name, tree: headed(name, "eagle2", TREES[tree]),
-    "medusa": lambda name, tree: headed(name, "medusa", TREES[tree]),
+    "pruned": lambda name, tree: PrunedDrafter(harness.draft(name), TREES[tree], pruning=Pruning(images=0.5)),
+    **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
     "lookup": lambda name, tree: PromptLookup(),
     "merged": lambda name, tree: MergedDrafter(
         ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)
@@ -98,10 +101,14 @@ def beside_and_alone(method: Engine, name: str, options: dict[str, Any]) -> tupl
 CASES = [
     *(("model", tree, name) for tree in TREES for name in ("llama", "qwen2_5_vl")),
     *(("model", tree, "gemma3") for tree in harness.POLICIES),
-    *(("ensemble", tree, "llava") for tree in (*harness.POLICIES, "width")),
+    *(("ensemble", tree, "llava") for tree in TREES),
     *(("kangaroo", "confident", name) for name in ("llama", "qwen2_5_vl")),
     *(("merged", tree, "llama") for tree in ("chain", "dynamic", "confident")),
-    *((head, tree, "llava") for head in ("eagle2", "medusa") for tree in ("static", "dynamic")),
+    *((head, "static", "llava") for head in HEADS),
+    *(
+        (head, "sage", "llava") for head in HEADS if head not in ("medusa", "hydra")
+    ),  # these reach five levels
+    *(("pruned", tree, "llava") for tree in ("static", "sage")),
     ("lookup", "", "llama"),
     ("plain", "", "llama"),
 ]

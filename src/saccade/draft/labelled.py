@@ -31,8 +31,8 @@ def verified(levels: Sequence[Level], tree: DraftTree, scores: Tensor, verdict: 
     """The positions that verification has reached and that the draft model was run on.
 
     These are the ones after the root and after every accepted node, of which the last is where the first guess was
-    rejected; a node that had no children in the tree was not run, and its position is left out. Nodes of the draft
-    forwards are told by their tokens on the way from the root.
+    rejected; a node that the row's own tree did not ask to be run has its position left out, also where it ran beside
+    those of other rows. Nodes of the draft forwards are told by their tokens on the way from the root.
 
     Args:
         levels: of the draft forwards, the root's first.
@@ -75,6 +75,8 @@ def _in_a_tree(levels: Sequence[Level], path: Tensor, count: Tensor) -> tuple[Te
         above = level.frontier.allow[..., : on_path.shape[1]]
         here = (on_path[:, None] | ~above).all(-1) & (depth <= count)
         here &= level.frontier.tokens == path[:, depth, None]
+        if level.frontier.real is not None:
+            here &= level.frontier.real
         at = here.int().argmax(1)
         q.append(level.q[rows, :, at])
         known.append(here.any(1))
@@ -84,11 +86,17 @@ def _in_a_tree(levels: Sequence[Level], path: Tensor, count: Tensor) -> tuple[Te
 
 def _in_a_chain(levels: Sequence[Level], path: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """The same where every forward ran one node, which stands below that of the forward before."""
-    ran = [level.frontier.tokens for level in levels if level.frontier is not None]
+    ran = [level.frontier for level in levels if level.frontier is not None]
     start = torch.ones_like(count, dtype=torch.bool)
     q = torch.cat([level.q for level in levels], 2)
     if not ran:
         return q, start
     depth = torch.arange(1, len(levels), device=count.device)
-    right = (torch.cat(ran, 1) == path[:, 1 : len(levels)]) & (depth <= count)
+    right = torch.cat([frontier.tokens for frontier in ran], 1) == path[:, 1 : len(levels)]
+    right &= depth <= count
+    real = [
+        frontier.real for frontier in ran if frontier.real is not None
+    ]  # a policy says it of all or of none
+    if real:
+        right &= torch.cat(real, 1)
     return q, torch.cat([start, right.cumprod(1).bool()], 1)

@@ -21,11 +21,13 @@ class Frontier:
         tokens: ``[B, W]`` ids.
         allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these.
         depth: of the frontier below the root (host integer).
+        real: ``[B, W]`` bool; False for nodes that run only because another row's tree is larger. None: all are real.
     """
 
     tokens: Tensor
     allow: Tensor
     depth: int
+    real: Tensor | None = None
 
 
 class Growth(Protocol):
