@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.distill.conversations import Messages, files_of
-from saccade.distill.duplicates import located
+from saccade.distill.conversations import Messages
+from saccade.distill.media import opened
 from saccade.distill.options import Options
 from saccade.distill.planning import Item, Prompts, asked_messages
 from saccade.errors import InputError
@@ -68,7 +68,7 @@ class Asker:
 
     def _generate(self, asked: Sequence[tuple[Item, Messages]], sampled: bool) -> list[Output]:
         outputs: list[Output] = self.vlm.generate(
-            [self._opened(messages) for _, messages in asked],
+            [opened(messages, self.prompts.root) for _, messages in asked],
             seed=[self.options.seed_of(item.id) for item, _ in asked],
             **self.options.decoding(sampled),
         )
@@ -79,24 +79,13 @@ class Asker:
         sound = []
         for item, messages in asked:
             try:
-                prompt = self.vlm.processor.prompt(self._opened(messages))
+                prompt = self.vlm.processor.prompt(opened(messages, self.prompts.root))
                 self.vlm.target.check_length(len(prompt) + self.options.max_new_tokens)
             except InputError as problem:
                 self.refuse(item, str(problem).rstrip("."))
             else:
                 sound.append((item, messages))
         return sound
-
-    def _opened(self, messages: Messages) -> Messages:
-        """The messages with media that can be opened."""
-        return [{**m, "content": [self._part(part) for part in m["content"]]} for m in messages]
-
-    def _part(self, part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "text":
-            return part
-        places = [located(source, self.prompts.root) for source in files_of(part)]
-        several = isinstance(part[part["type"]], list)
-        return {**part, part["type"]: places if several else places[0]}
 
     def _line(self, item: Item, messages: Messages, output: Output) -> dict[str, Any]:
         ids, finish = list(output.tokens), str(output.finish_reason)

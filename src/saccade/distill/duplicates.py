@@ -8,31 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from saccade.distill.conversations import files_of, parts_with_media
-from saccade.errors import InputError
-
-
-def located(source: str, root: Path) -> str:
-    """A source as it can be opened: paths are relative to the media folder, data: URIs stay."""
-    if source.startswith("data:"):
-        return source
-    path = unquote(urlsplit(source).path) if source.startswith("file://") else source
-    return str(root / path)
-
-
-def check_media(messages: Sequence[dict[str, Any]], root: Path) -> None:
-    """Raise `InputError` when a media file is missing or empty; the message leaves out which line names it."""
-    for part in parts_with_media(messages):
-        for source in files_of(part):
-            if source.startswith("data:"):
-                continue
-            path = Path(located(source, root))
-            if not path.is_file():
-                raise InputError(f"the {part['type']} {source} does not exist in {root}")
-            if not path.stat().st_size:
-                raise InputError(f"the {part['type']} {source} is empty")
+from saccade.distill.media import located
 
 
 class Seen:

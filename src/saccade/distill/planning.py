@@ -10,7 +10,8 @@ from typing import Any
 
 from saccade.distill import pocket_source
 from saccade.distill.conversations import Conversation, Messages, parse, text_of
-from saccade.distill.duplicates import Seen, check_media
+from saccade.distill.duplicates import Seen
+from saccade.distill.media import check_media
 from saccade.distill.options import Options
 from saccade.errors import InputError, SaccadeError
 

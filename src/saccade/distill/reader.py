@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.distill.conversations import Messages
-from saccade.distill.duplicates import located
 from saccade.distill.folder import ANSWERS, HEADER
+from saccade.distill.media import opened
 from saccade.errors import SaccadeError
 
 _BLOCK = 1 << 22
@@ -79,24 +79,12 @@ class Answers(Sequence[Answered]):
             line = file.read(int(self._ends[number]) - start)
         try:
             row = json.loads(line)
-            for message in row["messages"]:
-                message["content"] = [self._located(part) for part in message["content"]]
+            row["messages"] = opened(row["messages"], self._root)
             return Answered(**row)
         except (ValueError, KeyError, TypeError):
             raise SaccadeError(
                 f"{self._path}, line {number + 1} is not an answer; expected a file of `saccade distill`."
             ) from None
-
-    def _located(self, part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "text":
-            return part
-        source = part[part["type"]]
-        places = (
-            [located(s, self._root) for s in source]
-            if isinstance(source, list)
-            else located(source, self._root)
-        )
-        return {**part, part["type"]: places}
 
 
 def read_answers(path: str | Path, media_root: str | Path | None = None) -> Answers:
