@@ -103,6 +103,16 @@ def test_it_is_the_processor_s_prompt_for_a_smaller_picture(name: str, size: tup
     assert_same(HalvedPictures(processor.config).read(given), expected)
 
 
+@pytest.mark.parametrize("name", UNITS)
+def test_a_sharp_edge_stays_between_black_and_white(name: str) -> None:
+    """As in the processor, whose 8 bits cannot overshoot."""
+    processor, unit = kit(name).ours, UNITS[name]
+    black = Image.new("RGB", (4 * unit, 4 * unit))
+    black.paste((255, 255, 255), (2 * unit + 1, 0, 4 * unit, 4 * unit))
+    given, expected = (processor.prompt("?", images=[p]) for p in (black, smaller(black, 4, 4, unit)))
+    assert_same(HalvedPictures(processor.config).read(given), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "size"), [("qwen2_vl", (8, 4)), ("qwen2_5_vl", (8, 4)), ("qwen3_vl", (4, 2))]
 )

@@ -11,6 +11,7 @@ from halved_by_hand import halved_prompt
 from torch import Tensor
 
 import families
+from checkpoints import picture, vlm
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.model import ModelDrafter, ModelDraftSession
@@ -185,6 +186,17 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, rows: int) -> 
     asked = [Request(prompt) for prompt in prompts(name, kind, rows)]
     outputs = engine.generate(asked, max_new_tokens=24)
     assert [o.tokens for o in outputs] == FAMILIES[name].reference(kind, rows, n=24)
+    assert all(o.stats.drafted_tokens > 0 for o in outputs)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen"])
+def test_all_views_of_pictures_of_several_sizes_speak_for_the_target(name: str) -> None:
+    questions = ["What is it?", "And these two?", "Where?"]
+    images = [[picture(1)], [picture(2, (60, 60)), picture(3, (24, 40))], [picture(4, (72, 32))]]
+    model = vlm(name, f"{name}-draft").using("tabed", views="MTCP")
+    outputs = model.generate(questions, images, max_new_tokens=20)
+    plain = vlm(name, method="plain").generate(questions, images, max_new_tokens=20)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
     assert all(o.stats.drafted_tokens > 0 for o in outputs)
 
 
