@@ -71,6 +71,13 @@ def test_of_a_llava_conversation_the_first_turn_is_asked(beside: Path) -> None:
     assert len(turn.messages) == 1
 
 
+def test_of_questions_in_a_row_the_first_is_asked(beside: Path) -> None:
+    twice = [{"from": "human", "value": value} for value in ("What colour?", "Sure?")]
+    (question,) = read(beside, {"conversations": [*twice, {"from": "gpt", "value": "Red."}]})
+    assert [len(turn.messages) for turn in question.turns] == [1]
+    assert question.turns[0].text == "What colour?"
+
+
 def test_of_messages_the_last_is_asked_with_all_that_precedes_it(beside: Path) -> None:
     (question,) = read(beside, OPENAI)
     (turn,) = question.turns
@@ -97,6 +104,11 @@ def test_media_without_a_place_come_first_and_several_keep_their_order(beside: P
     film = {"video": "clip.mp4", "conversations": [{"from": "human", "value": "<video>\nWhat happens?"}]}
     (question,) = read(beside, film)
     assert question.turns[0].messages[0]["content"][0] == {"type": "video", "video": str(beside / "clip.mp4")}
+    frames = {"type": "video", "video": ["a.png", "b.png"]}
+    (question,) = read(beside, {"messages": [{"role": "user", "content": [frames]}]})
+    found = [str(beside / name) for name in frames["video"]]
+    assert question.turns[0].messages[0]["content"] == [{"type": "video", "video": found}]
+    assert question.turns[0].images == ()
 
 
 def test_media_may_lie_in_a_folder_of_their_own(beside: Path, tmp_path: Path) -> None:
@@ -113,18 +125,19 @@ def test_only_as_many_lines_as_wanted_are_read(beside: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "line 1: not valid JSON"),
+        ("{", "line 1: it is not valid JSON"),
         ("[]", "expected an object with either conversations"),
         ({"text": "hello"}, "expected an object with either conversations"),
         ({**LLAVA, "messages": []}, "expected an object with either conversations"),
         ({**LLAVA, "picture": "a.png"}, "unknown key 'picture'"),
         ({**LLAVA, "image": "gone.png"}, "line 1: the image gone.png does not exist in"),
         ({**LLAVA, "image": "http://x/a.png"}, "is on the network; download it first"),
-        ({**LLAVA, "image": ["a.png", "b.png"]}, "the text has 1 times <image> but 2 are given"),
-        ({**LLAVA, "image": 3}, "must be the path of a file, not 3"),
+        ({**LLAVA, "image": ["a.png", "b.png"]}, "the text has <image> 1 times, but 2 files are given"),
+        ({**LLAVA, "image": 3}, "must be the path of a file or a data: URI, not '3'"),
         ({"conversations": [{"from": "robot", "value": "hi"}]}, "unknown speaker 'robot'"),
         ({"conversations": [{"from": "gpt", "value": "hi"}]}, "nobody asks anything"),
         ({"conversations": []}, "nobody asks anything"),
+        ({**LLAVA, "id": [7]}, r"line 1: the id must be a text or a whole number, not \[7\]"),
         ({"messages": []}, "list of messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "line 1: .*smell"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be the path of a file"),

@@ -11,6 +11,7 @@ from prompt_lines import asks, talks
 
 from saccade.distill.conversations import parse, text_of
 from saccade.distill.duplicates import Seen
+from saccade.distill.media import located, opened
 from saccade.errors import InputError
 
 IMAGE = {"type": "image", "image": "a.png"}
@@ -102,6 +103,27 @@ def test_every_assistant_turn_is_a_question_and_so_is_an_open_end() -> None:
 def test_lines_of_another_form_are_refused_with_the_reason(line: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         parse(line)
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("a.png", "/media/a.png"),
+        ("/away/a.png", "/away/a.png"),
+        ("file://some/a%20b.png", "/media/some/a b.png"),
+        ("file:///away/a%20b.png", "/away/a b.png"),
+        ("file://localhost/away/a.png", "/away/a.png"),
+        ("a%20b.png", "/media/a%20b.png"),
+        ("data:image/png;base64,AAAA", "data:image/png;base64,AAAA"),
+    ],
+)
+def test_paths_are_relative_to_the_folder_of_the_media(source: str, place: str) -> None:
+    root, image = Path("/media"), {"type": "image", "image": source}
+    assert located(source, root) == place
+    frames = {"type": "video", "video": [source, source]}
+    assert opened([user(image, words("?"), frames)], root) == [
+        user({"type": "image", "image": place}, words("?"), {"type": "video", "video": [place, place]})
+    ]
 
 
 def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pictures: Path) -> None:

@@ -49,14 +49,19 @@ class Conversation:
 
 
 def parse(line: str) -> Conversation:
-    """Read one line.
-
-    ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` is LLaVA's form, where
-    ``image`` and ``video`` may be lists and stand in front when no ``<image>`` says where; ``{"messages": [...]}`` is
-    OpenAI's, or Hugging Face's. Other keys are left alone.
+    """Read one line: `row_of` and `conversation_of`.
 
     Raises:
         InputError: the line has another form; the message leaves out which line it is.
+    """
+    return conversation_of(row_of(line))
+
+
+def row_of(line: str) -> dict[str, Any]:
+    """The object of a line, which has either ``conversations`` or ``messages``.
+
+    Raises:
+        InputError: as in `parse`.
     """
     try:
         row = json.loads(line)
@@ -67,6 +72,19 @@ def parse(line: str) -> Conversation:
         raise InputError("it is not valid JSON; expected one object per line") from None
     if not isinstance(row, dict) or ("conversations" in row) == ("messages" in row):
         raise InputError("expected an object with either conversations (LLaVA) or messages (OpenAI)")
+    return row
+
+
+def conversation_of(row: Mapping[str, Any]) -> Conversation:
+    """Read what `row_of` gave.
+
+    ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` is LLaVA's form, where
+    ``image`` and ``video`` may be lists and stand in front when no ``<image>`` says where; ``{"messages": [...]}`` is
+    OpenAI's, or Hugging Face's. Other keys are left alone.
+
+    Raises:
+        InputError: as in `parse`.
+    """
     messages = _openai(row["messages"]) if "messages" in row else _llava(row)
     for part in parts_with_media(messages):
         _check(part)

@@ -12,11 +12,13 @@ from saccade.errors import InputError
 
 
 def located(source: str, root: Path) -> str:
-    """A source as it can be opened."""
+    """A source as it can be opened; ``file://`` may also stand in front of a relative path."""
     if source.startswith("data:"):
         return source
-    path = unquote(urlsplit(source).path) if source.startswith("file://") else source
-    return str(root / path)
+    if source.startswith("file://"):
+        given = urlsplit(source)
+        source = unquote(given.path if given.netloc == "localhost" else given.netloc + given.path)
+    return str(root / source)
 
 
 def opened(messages: Sequence[Mapping[str, Any]], root: Path) -> Messages:
