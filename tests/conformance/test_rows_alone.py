@@ -120,6 +120,29 @@ def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, 
     assert list(map(course, together)) == list(map(course, alone))
 
 
+def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_beside_one_with_pictures() -> (
+    None
+):
+    """Alone its views are one, so there is nothing to learn; later turns start from what was learned."""
+    case = FAMILIES["llava"]
+    asked = [
+        Request(harness.prompts(case, case.row_inputs(kind, row))[0], seed=row)
+        for row, kind in enumerate(("text", "image"))
+    ]
+
+    def weights(rows: list[Request]) -> Tensor:
+        method = engine("llava", "ensemble", "chain")
+        session = method.open(len(rows))
+        method.generate(rows, session=session, **SAMPLED)
+        drafting: Any = session.drafting
+        learned: Tensor = drafting._weights.choose()
+        return learned
+
+    together = weights(asked)
+    assert torch.equal(together, torch.cat([weights([request]) for request in asked]))
+    assert not torch.equal(together[0], together[1])
+
+
 @pytest.mark.parametrize("tree", ["chain", "confident"])
 def test_what_is_forgiven_at_random_does_not_depend_on_neighbours(tree: str) -> None:
     together, alone = beside_and_alone(engine("llama", "model", tree, RandomLoosening(0.5)), "llama", GREEDY)

@@ -92,6 +92,7 @@ class EnsembleSession:
         self._capacity = 0
         self._surplus = 0
         self._active = [False] * batch
+        self._alike = [False] * batch  # rows whose views have read the same
         self.reading_seconds = 0.0
 
     @property
@@ -129,7 +130,9 @@ class EnsembleSession:
 
     def _hold(self, row: int, read: list[Prompt]) -> None:
         """Prefill what the views have read of a row: once if it is the same, and so is every row's of this block."""
-        same = len(read) > 1 and not any(p.media for p in read) and len({p.ids for p in read}) == 1
+        self._alike[row] = same = (
+            len(read) > 1 and not any(p.media for p in read) and len({p.ids for p in read}) == 1
+        )
         earlier = self._read if self._read and self._is_single and not same else {}
         self._is_single = same and (self._is_single or not self._read)
         self._read[row] = read
@@ -155,9 +158,11 @@ class EnsembleSession:
         self._session.learn(tree, scores, verdict)
         if self._mixture.levels:
             seen = verified(self._mixture.levels, tree, scores, verdict)
-            if not all(self._active):
-                active = torch.tensor(self._active, device=seen.known.device)
-                seen = replace(seen, known=seen.known & active[:, None])
+            # Views that read the same differ by rounding alone: no row learns from it, whether it is alone or not.
+            telling = [active and not alike for active, alike in zip(self._active, self._alike, strict=True)]
+            if not all(telling):
+                rows = torch.tensor(telling, device=seen.known.device)
+                seen = replace(seen, known=seen.known & rows[:, None])
             self._weights.learn(seen)
         self._mixture.levels = []
 
