@@ -122,6 +122,15 @@ def test_only_as_many_lines_as_wanted_are_read(beside: Path) -> None:
     assert len(read(beside, {**LLAVA, "id": 1}, "", {**LLAVA, "id": 2}, "not json", count=2)) == 2
 
 
+def test_a_line_ends_at_a_newline_and_nowhere_else(beside: Path) -> None:
+    said = "One\u2028two\x85three"
+    path = beside / "mine.jsonl"
+    row = json.dumps({"messages": [{"role": "user", "content": said}]}, ensure_ascii=False)
+    path.write_bytes(f"{row}\r\n\n{row}\n".encode())
+    found, _ = gather(suite(tasks=[{"name": "mine", "file": str(path)}], per_task=8))
+    assert [(q.id, q.turns[0].text) for q in found["mine"]] == [("mine-1", said), ("mine-3", said)]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

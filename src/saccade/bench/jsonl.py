@@ -30,7 +30,9 @@ def read_questions(entry: TaskEntry) -> list[Question]:
     path = Path(entry.file).expanduser()
     folder = Path(entry.media).expanduser() if entry.media else path.parent
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # texts may hold other ends of lines, such as U+2028
     except (OSError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise SaccadeError(f"Cannot read the prompts in {path}: {reason}.") from problem
