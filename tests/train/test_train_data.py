@@ -87,6 +87,15 @@ def test_a_folder_of_answers_says_where_its_media_lie(
     assert Answers(elsewhere, processor).sample(0) is not None
 
 
+def test_media_may_be_file_uris_as_distill_takes_them(
+    write: Write, processor: InputProcessor, tmp_path: Path
+) -> None:
+    saved_picture(tmp_path / "images" / "a b.png")
+    for given in ("file://images/a%20b.png", f"file://{tmp_path}/images/a%20b.png"):
+        row = {**line(), "messages": says({"type": "image", "image": given}, text("What?"))}
+        assert Answers(write(row), processor).sample(0) is not None
+
+
 def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: InputProcessor) -> None:
     path = write(line(0, answer="two words"), line(1))
     answers = Answers(path, processor, min_words=3)

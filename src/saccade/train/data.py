@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from saccade.distill.folder import ANSWERS, HEADER
+from saccade.distill.media import located
 from saccade.errors import InputError, TrainingError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.chat import normalise
@@ -213,6 +214,4 @@ def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
 def _place(source: Any, folder: Path) -> Any:
     if isinstance(source, list):  # a video as a list of frames
         return [_place(frame, folder) for frame in source]
-    if not isinstance(source, str) or source.startswith("data:"):
-        return source
-    return str(folder / source.removeprefix("file://"))
+    return located(source, folder) if isinstance(source, str) else source
