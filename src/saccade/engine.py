@@ -247,7 +247,8 @@ class _Loop:
         """Judge, bring the verdict to the host in one transfer, cut every row where it ends, and commit."""
         with self._clock.stage("verify" if not from_prefill else "prefill"):
             scores = self._processing(tree, logits, [row.ids for row in self._rows])
-            verdict = self._judge.judge(tree, scores, self._uniforms and self._uniforms.judging)
+            numbers = None if self._uniforms is None else self._uniforms.judging
+            verdict = self._judge.judge(tree, scores, numbers)
             packed = _pack(tree, verdict, logits)
         if self._session.drafting is not None and not from_prefill:
             with self._clock.stage("draft"):
