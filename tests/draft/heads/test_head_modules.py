@@ -211,6 +211,14 @@ def test_the_target_is_no_part_of_the_head() -> None:
         assert all(p.shape != shared for p in untaught("llava", kind).parameters())
 
 
+def test_a_narrower_mlp_makes_a_lighter_head() -> None:
+    light, usual = (
+        build_head(HeadConfig.from_target(target("llava"), "eagle2", mlp=width)) for width in (8, None)
+    )
+    shapes = [head.state_dict()["block.mlp.up_proj.weight"].shape[0] for head in (light, usual)]
+    assert shapes == [8, target("llava").text_config.intermediate_size]
+
+
 def _config(**changes: Any) -> HeadConfig:
     base = HeadConfig.from_target(target("llava"), "hivis")
     return HeadConfig(**{**base.__dict__, **changes})
@@ -224,6 +232,8 @@ def _config(**changes: Any) -> HeadConfig:
             lambda: HeadConfig.from_target(target("llava"), "hivis", colour=1),
             "hivis head has no option colour",
         ),
+        (lambda: HeadConfig.from_target(target("llava"), "medusa", mlp=8), "has no option mlp"),
+        (lambda: HeadConfig.from_target(target("llava"), "eagle2", mlp=0), "a whole number from 1, not 0"),
         (lambda: untaught("llava", "hivis", after_image="none"), "after_image must be one of text, visual"),
         (lambda: _config(heads=3), "heads that are a multiple of its kv_heads"),
         (lambda: _config(steps=0), "steps must be at least 1, not 0"),

@@ -74,12 +74,13 @@ class HeadConfig:
 
     @classmethod
     def from_target(
-        cls, target: Target, kind: str, *, steps: int | None = None, **options: Any
+        cls, target: Target, kind: str, *, steps: int | None = None, mlp: int | None = None, **options: Any
     ) -> HeadConfig:
         """The configuration of a new head of this kind, one block of the target's text shape.
 
         Args:
             steps: draft steps that it is to be trained for; the kind's own number when None.
+            mlp: width of its MLP; the target's when None. A narrower one makes a lighter head.
             options: of the kind; those not given keep their defaults.
 
         Raises:
@@ -88,17 +89,20 @@ class HeadConfig:
         from saccade.draft.heads.registry import kind_of
 
         head, text = kind_of(kind), target.text_config
-        unknown = sorted(set(options) - set(head.defaults))
+        known = [*(["mlp"] if head.gated else []), *head.defaults]
+        unknown = sorted(set(options) - set(known)) if mlp is None or head.gated else ["mlp"]
         if unknown:
             raise ModelError(
-                f"A {kind} head has no option {unknown[0]}; its options are: {', '.join(head.defaults) or 'none'}."
+                f"A {kind} head has no option {unknown[0]}; its options are: {', '.join(known) or 'none'}."
             )
+        if mlp is not None and not (isinstance(mlp, int) and mlp > 0):
+            raise ModelError(f"The width of a head's MLP is a whole number from 1, not {mlp!r}.")
         heads, options = text.num_attention_heads, {**head.defaults, **options}
         attention = getattr(target.layers[0], "self_attn", None)
         return cls(
             kind=kind,
             hidden_size=text.hidden_size,
-            intermediate_size=text.intermediate_size,
+            intermediate_size=mlp or text.intermediate_size,
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -38,11 +38,13 @@ class Head(nn.Module, ABC):
         kind: its name in the registry.
         defaults: options of the kind, with their defaults.
         default_steps: draft steps that the kind is trained for.
+        gated: whether it has a gated MLP, of which `HeadConfig.intermediate_size` is the width.
     """
 
     kind: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]] = {}
     default_steps: ClassVar[int] = 1
+    gated: ClassVar[bool] = True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()

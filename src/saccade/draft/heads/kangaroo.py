@@ -37,6 +37,7 @@ class Kangaroo(Head):
 
     kind: ClassVar[str] = "kangaroo"
     defaults: ClassVar[Mapping[str, Any]] = {"exit": 0}
+    gated: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

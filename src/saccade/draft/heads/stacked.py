@@ -18,6 +18,7 @@ class StackedHead(Head):
     """
 
     default_steps: ClassVar[int] = 5
+    gated: ClassVar[bool] = False
 
     @classmethod
     def session_class(cls) -> type[AheadDraftSession]:
