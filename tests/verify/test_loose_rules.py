@@ -240,9 +240,10 @@ def test_special_tokens_are_never_loosened() -> None:
         assert verdict.count.tolist() == ([0, 0] if rule.special_ids else [2, 2])
 
 
-def test_fly_refuses_trees_and_loose_rules_refuse_sampling() -> None:
-    with pytest.raises(MethodError, match="needs a chain"):
-        FLy().uniforms(3, 2)
+def test_rules_for_chains_refuse_trees_and_loose_rules_refuse_sampling() -> None:
+    for rule in (FLy(), RandomLoosening()):
+        with pytest.raises(MethodError, match="needs a chain"):
+            rule.uniforms(3, 2)
     loose, requests = engine("llava", LVSpec())
     with pytest.raises(InputError, match="greedy decoding"):
         loose.generate(requests, max_new_tokens=4, do_sample=True)

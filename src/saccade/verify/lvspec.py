@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.tree import DraftTree
+from saccade.errors import MethodError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
@@ -162,6 +163,10 @@ class RandomLoosening:
             raise ValueError(f"share must be from 0 to 1, not {self.share}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        if max_children > 1:
+            raise MethodError(
+                "Random loosening has a number per level, so it needs a chain; choose a chain method."
+            )
         return max_depth, 1
 
     def open(self, context: Context) -> RandomLoosening:
