@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -64,7 +65,28 @@ def new_cache(capacity: int = 8) -> SlotCache:
     return SlotCache([torch.device("cpu")] * len(SHAPES), BATCH, capacity)
 
 
-@settings(max_examples=40, deadline=None)
+def assert_part_holds(
+    data: st.DataObject, cache: SlotCache, reference: Reference, make_room: Callable[[int], None]
+) -> None:
+    """Some rows alone hold their entries, and behind their longest what was written through them."""
+    first = data.draw(st.integers(0, BATCH - 1))
+    rows = slice(first, data.draw(st.integers(first + 1, BATCH)))
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    make_room(sum(counts))
+    pending: list[list[int]] = [[] for _ in reference.rows[rows]]
+    for n in counts:
+        new = [reference.numbers(n) for _ in pending]
+        pending = [a + b for a, b in zip(pending, new, strict=True)]
+        part = cache.part(rows)
+        part.writing_nodes(n)
+        assert_holds(write(part, new), reference.rows[rows], pending)
+    if data.draw(st.booleans()):
+        cache.drop_pending()
+    else:
+        cache.keep([[]] * BATCH)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataObject) -> None:
     cache, reference = new_cache(), Reference()
@@ -78,7 +100,9 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
             cache.grow(grown)
 
     for _ in range(data.draw(st.integers(1, 10))):
-        step = data.draw(st.sampled_from(["prompt", "nodes", "nodes", "keep", "keep", "drop", "crop"]))
+        step = data.draw(
+            st.sampled_from(["prompt", "nodes", "nodes", "keep", "keep", "drop", "crop", "part"])
+        )
         if step == "prompt":
             row, n = data.draw(st.integers(0, BATCH - 1)), data.draw(st.integers(1, 4))
             reference.pending = [[] for _ in range(BATCH)]
@@ -108,6 +132,12 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
             for row, indices in enumerate(chosen):
                 reference.rows[row] += [reference.pending[row][i] for i in indices]
             reference.pending = [[] for _ in range(BATCH)]
+        elif step == "part":
+            if cache.nbytes == 0:
+                continue
+            cache.drop_pending()
+            reference.pending = [[] for _ in range(BATCH)]
+            assert_part_holds(data, cache, reference, make_room)
         elif step == "drop":
             cache.drop_pending()
             reference.pending = [[] for _ in range(BATCH)]
@@ -123,6 +153,32 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
     cache.writing_nodes(1)
     pending = [a + b for a, b in zip(reference.pending, last, strict=True)]
     assert_holds(write(cache, last), reference.rows, pending)
+
+
+def test_no_part_runs_beside_entries_of_all_rows() -> None:
+    cache = new_cache()
+    cache.writing_nodes(1)
+    write(cache, [[1]] * BATCH)
+    with pytest.raises(ModelError, match="keep or drop them"):
+        cache.part(slice(0, 1))
+    cache.drop_pending()
+    assert cache.part(slice(0, 1)).batch == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 7), st.integers(1, 5))
+def test_a_run_moves_over_places_of_its_own(held: int, gap: int, n: int) -> None:
+    """A shorter row's entries move to its end, also where that is less far than they are many."""
+    cache = new_cache(capacity=held + gap + n)
+    for row, length in enumerate((held + gap, held)):
+        cache.writing_prompt(row, length)
+        write(cache, [list(range(length))])
+        cache.keep_first(row, length)
+    cache.writing_nodes(n)
+    write(cache, [[100 * row + i for i in range(n)] for row in range(1, BATCH + 1)])
+    cache.keep([[], range(n), []])
+    cache.writing_prompt(1, 0)
+    assert_holds(write(cache, [[]]), [[*range(held), *range(200, 200 + n)]])
 
 
 def test_memory_is_what_was_asked_for() -> None:

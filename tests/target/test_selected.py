@@ -102,6 +102,22 @@ def test_a_tree_behind_gaps_continues_at_the_original_positions(name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_row_with_gaps_runs_alone_as_beside_one_without(name: str, kind: str) -> None:
+    own, given = target(name), prompt(name, kind)
+    context = Context(own, 2, 256)
+    context.load(0, given)
+    context.load(1, given, dropped_of(name, given))
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
+    run = torch.tensor([MORE] * 2), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth
+    both = context.forward(*run)
+    context.cache.drop_pending()
+    for row in range(2):
+        alone = context.forward_rows(slice(row, row + 1), run[0][:1], *run[1:])
+        torch.testing.assert_close(alone, both[row : row + 1], **CLOSE)
+    assert not torch.allclose(both[0], both[1], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str) -> None:
     """It brings media of its own, of which it leaves out some as well."""
     case = FAMILIES[name]

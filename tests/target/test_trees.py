@@ -67,6 +67,27 @@ def test_tree_logits_equal_separate_sequences(name: str, rows: list[NaiveTree], 
 
 @FAMILY
 @settings(max_examples=6, deadline=None)
+@given(rows=trees(rows=3, vocab=150, max_nodes=8), first=st.integers(0, 2), data=st.data())
+def test_some_rows_alone_give_the_same_logits(
+    name: str, rows: list[NaiveTree], first: int, data: st.DataObject
+) -> None:
+    """And leave the other rows, and what all rows run afterwards, as they were."""
+    tree, context = draft_tree(words(rows)), loaded(name, 0)
+    whole = forward(context, tree, 0, tree.size)
+    context.cache.drop_pending()
+    alone = slice(first, data.draw(st.integers(first + 1, 3)))
+    cut = data.draw(st.integers(1, tree.size))
+    for a, b in ((0, cut), (cut, tree.size)):
+        if a < b:
+            allow, depth = tree.ancestors[alone, a:b, :b], tree.depth[alone, :b]
+            part = context.forward_rows(alone, tree.tokens[alone, a:b], allow, depth)
+            torch.testing.assert_close(part, whole[alone, a:b], **CLOSE)
+    context.cache.drop_pending()
+    torch.testing.assert_close(forward(context, tree, 0, tree.size), whole, **CLOSE)
+
+
+@FAMILY
+@settings(max_examples=6, deadline=None)
 @given(
     blocks=st.lists(trees(rows=3, vocab=150, max_nodes=7), min_size=1, max_size=3),
     data=st.data(),

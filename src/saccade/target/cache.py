@@ -81,6 +81,7 @@ class SlotCache(Cache):
         self.pending = 0
         self._devices = list(layer_devices)
         self._stores: dict[tuple[Any, ...], _Store] = {}
+        self._parts: dict[tuple[int, int], SlotCache] = {}
         self._row: int | None = None
         self._start = 0
         self._stop = 0
@@ -111,6 +112,29 @@ class SlotCache(Cache):
         self.pending += count
         return self._stop
 
+    def part(self, rows: slice) -> SlotCache:
+        """A cache of some neighbouring rows alone, for forwards of which nothing is to be kept.
+
+        It writes behind its own longest row and may be asked for again until `drop_pending`; these rows' committed
+        entries are shared with this cache, and prompts are to be in it already.
+
+        Raises:
+            ModelError: entries of all rows are pending.
+        """
+        if self.pending:
+            raise ModelError(
+                "Some rows cannot run alone while entries of all rows are pending; keep or drop them."
+            )
+        key = rows.start, rows.stop
+        if key not in self._parts:
+            self._parts[key] = SlotCache(self._devices, rows.stop - rows.start, self.capacity)
+            for ours, theirs in zip(self.layers, self._parts[key].layers, strict=True):
+                theirs.keys, theirs.values = ours.keys[rows], ours.values[rows]
+                theirs.is_initialized = True
+        part = self._parts[key]
+        part.lengths = self.lengths[rows]
+        return part
+
     # -- what stays ------------------------------------------------------------------------------------
 
     def keep_first(self, row: int, count: int) -> None:
@@ -118,8 +142,10 @@ class SlotCache(Cache):
         self.lengths[row] += count
 
     def drop_pending(self) -> None:
-        """Forget every entry that was written and not kept."""
+        """Forget every entry that was written and not kept, also through `part`."""
         self.pending = 0
+        for part in self._parts.values():
+            part.pending = 0
 
     def keep(self, chosen: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of every row, in order, and drop the others.
@@ -131,6 +157,7 @@ class SlotCache(Cache):
         source: list[int] = []
         target: list[int] = []
         first = max(self.lengths)
+        self.drop_pending()
         for row, indices in enumerate(chosen):
             base, held = row * self.capacity, self.lengths[row]
             for place, index in enumerate(indices):
@@ -138,17 +165,22 @@ class SlotCache(Cache):
                     source.append(base + first + index)
                     target.append(base + held + place)
             self.lengths[row] += len(indices)
-        self.pending = 0
         if source:
             self._move(source, target)
 
     @torch.inference_mode()  # what forwards wrote are inference tensors, which only it may change
     def _move(self, source: list[int], target: list[int]) -> None:
+        first, new, count = source[0], target[0], len(source)
+        is_run = source[-1] - first == target[-1] - new == count - 1
         for store in self._stores.values():
-            device = store.keys.device
-            src, dst = torch.tensor([source, target], device=device)
-            for tensor in (store.keys, store.values):
-                flat = tensor.flatten(1, 2)  # [layers, B * S, H, D]
+            flats = [tensor.flatten(1, 2) for tensor in (store.keys, store.values)]  # [layers, B * S, H, D]
+            if is_run:  # a chain's, of one row: no places have to be told the device
+                for flat in flats:
+                    moved = flat[:, first : first + count]
+                    flat[:, new : new + count] = moved.clone() if first - new < count else moved
+                continue
+            src, dst = torch.tensor([source, target], device=store.keys.device)
+            for flat in flats:
                 flat.index_copy_(1, dst, flat.index_select(1, src))
 
     def crop(self, row: int, length: int) -> None:
@@ -170,6 +202,7 @@ class SlotCache(Cache):
         for store in self._stores.values():
             store.keys, store.values = grown(store.keys), grown(store.values)
         self.capacity = capacity
+        self._parts.clear()
         for layer in self.layers:
             layer.refresh()
 

@@ -106,6 +106,12 @@ class Context:
         """Logits ``[B, Q, V]`` of new tokens; see `Target.forward`."""
         return self.target.forward(self.cache, tokens, allow, depth, self.deltas, self.hidden, self._shift)
 
+    def forward_rows(self, rows: slice, tokens: Tensor, allow: Tensor, depth: Tensor) -> Tensor:
+        """The same for some neighbouring rows alone, of which everything pending is to be dropped."""
+        shift = None if self._shift is None else self._shift[rows]
+        part, deltas = self.cache.part(rows), self.deltas[rows]
+        return self.target.forward(part, tokens, allow, depth, deltas, self.hidden, shift)
+
     def early(self, tokens: Tensor, allow: Tensor, depth: Tensor, layer: int) -> Tensor:
         """What enters ``layer``, ``[B, Q, d]``; see `Target.early`. `hidden` is left as it is."""
         return self.target.early(self.cache, tokens, allow, depth, self.deltas, layer, self._shift)
