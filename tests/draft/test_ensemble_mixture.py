@@ -15,9 +15,10 @@ from numerals import Numerals
 from saccade.draft.captions import Caption
 from saccade.draft.controls import Fixed
 from saccade.draft.dynamic import DynamicTree
-from saccade.draft.ensemble import EnsembleDrafter, _MixedGrowth, _Mixture
+from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.history import Verified
-from saccade.draft.labelled import verified
+from saccade.draft.labelled import Labelled, Notes
+from saccade.draft.mixing import MixedGrowth, Mixture
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
@@ -51,26 +52,50 @@ class _Hearing:
 
 def mixture(logits: Tensor, weights: Tensor) -> Tensor:
     """``[B, W, V]`` what a policy is told, from ``[B, m, W, V]`` of the views."""
-    hearing = _Hearing()
-    _MixedGrowth(hearing, weights, None).expand(logits.flatten(0, 1))
+    hearing, mixing = _Hearing(), Mixture(Chain(1), len(weights), weights.shape[1], CPU)
+    mixing.weights = weights
+    MixedGrowth(hearing, mixing).expand(logits.transpose(0, 1).flatten(0, 1))
     return hearing.logits
 
 
 def test_the_mixture_is_the_weighted_mean_of_probabilities() -> None:
-    logits = 3 * torch.randn(BATCH, VIEWS, 2, VOCAB)
+    logits = 3 * torch.randn(BATCH, VIEWS, 1, VOCAB)
     weights = torch.rand(BATCH, VIEWS)
     weights /= weights.sum(1, keepdim=True)
-    expected = torch.zeros(BATCH, 2, VOCAB)
+    expected = torch.zeros(BATCH, 1, VOCAB)
     for b in range(BATCH):
         for i in range(VIEWS):
             expected[b] += weights[b, i] * logits[b, i].softmax(-1)
     assert torch.allclose(mixture(logits, weights).exp(), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("silent", [(0,), (2,), (1,), (0, 2), (0, 1)])
+def test_views_at_the_ends_that_have_no_weight_run_no_guesses(silent: tuple[int, ...]) -> None:
+    weights = torch.rand(BATCH, VIEWS)
+    weights[:, list(silent)] = 0
+    weights /= weights.sum(1, keepdim=True)
+    mixing = Mixture(WidthTree(2, 3), BATCH, VIEWS, CPU)
+    mixing.weights = weights
+    growth = mixing.begin(torch.arange(BATCH).repeat(VIEWS), TopProposer())
+    first, last = min(set(range(VIEWS)) - set(silent)), max(set(range(VIEWS)) - set(silent))
+    frontier = growth.expand(torch.randn(VIEWS * BATCH, 1, VOCAB))
+    assert frontier is not None
+    assert mixing.roots.shape == (VIEWS, BATCH, VOCAB)
+    everyone = first == 0 and last == VIEWS - 1
+    assert frontier.rows == (None if everyone else slice(first * BATCH, (last + 1) * BATCH))
+    assert frontier.tokens.shape == ((last + 1 - first) * BATCH, 2)
+    told = _Hearing()
+    growth._growth = told  # type: ignore[attr-defined]
+    logits = torch.randn(VIEWS, BATCH, 2, VOCAB)
+    growth.expand(logits[first : last + 1].flatten(0, 1))
+    expected = (weights.t()[..., None, None] * logits.softmax(-1)).sum(0)
+    assert torch.allclose(told.logits.softmax(-1), expected, atol=1e-6)
+
+
 def test_the_mixture_s_logits_are_finite_where_no_view_sees_a_token() -> None:
     """Policies add log-probabilities up and multiply them by probabilities."""
     logits = torch.tensor([0.0, -500.0, -math.inf]).expand(1, 2, 1, 3)
-    mixed = mixture(logits, torch.tensor([[1.0, 0.0]]))
+    mixed = mixture(logits, torch.tensor([[0.7, 0.3]]))
     assert torch.isfinite(mixed).all()
     assert torch.allclose(mixed.softmax(-1), torch.tensor([1.0, 0.0, 0.0]))
 
@@ -92,40 +117,36 @@ def logits_after(paths: list[tuple[int, ...]], view: int) -> Tensor:
     return torch.stack(rows)
 
 
-def grown(policy: Any) -> tuple[_Mixture, DraftTree, list[set[tuple[int, ...]]]]:
-    """Trees of all rows, and the paths that were run in each (the root's is empty)."""
-    mixing = _Mixture(policy, BATCH, VIEWS, CPU, learns=True)
+def grown(policy: Any) -> tuple[Mixture, DraftTree]:
+    """Trees of all rows, and what the views have said of their roots."""
+    mixing = Mixture(policy, BATCH, VIEWS, CPU)
     mixing.weights = torch.tensor([[0.5, 0.3, 0.2]] * BATCH)
-    growth = mixing.begin(torch.arange(BATCH).repeat_interleave(VIEWS), TopProposer())
+    growth = mixing.begin(torch.arange(BATCH).repeat(VIEWS), TopProposer())
     entries: list[list[tuple[int, ...]]] = [[] for _ in range(BATCH)]
-    ran: list[set[tuple[int, ...]]] = [{()} for _ in range(BATCH)]
 
     def said(paths: list[list[tuple[int, ...]]]) -> Tensor:
         return torch.stack(
-            [logits_after([(b, *p) for p in paths[b]], i) for b in range(BATCH) for i in range(VIEWS)]
+            [logits_after([(b, *p) for p in paths[b]], i) for i in range(VIEWS) for b in range(BATCH)]
         )
 
     frontier = growth.expand(said([[()] for _ in range(BATCH)]))
     while frontier is not None:
-        assert torch.equal(frontier.tokens[::VIEWS], frontier.tokens[1::VIEWS])
-        allow = frontier.allow.expand(BATCH * VIEWS, -1, -1)[::VIEWS]
+        assert frontier.rows is None
+        assert torch.equal(frontier.tokens[:BATCH], frontier.tokens[BATCH : 2 * BATCH])
+        allow = frontier.allow.expand(BATCH * VIEWS, -1, -1)
         paths = []
         for b in range(BATCH):
-            tokens = frontier.tokens[b * VIEWS].tolist()
             new = []
-            for w, token in enumerate(tokens):
+            for w, token in enumerate(frontier.tokens[b].tolist()):
                 above = [entries[b][e] for e in range(len(entries[b])) if allow[b, w, e]]
                 new.append((*max(above, key=len, default=()), token))
             entries[b] += new
-            ran[b].update(new)
             paths.append(new)
         frontier = growth.expand(said(paths))
-    return mixing, growth.tree(), ran
+    return mixing, growth.tree()
 
 
-def slowly(
-    tree: DraftTree, scores: Tensor, verdict: Verdict, ran: list[set[tuple[int, ...]]]
-) -> list[list[Any]]:
+def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]:
     """Per row the labelled positions as (p, q of every view, label), by walking down the path."""
     found = []
     for b in range(BATCH):
@@ -133,8 +154,6 @@ def slowly(
         tokens = [int(tree.tokens[b, n]) for n in nodes[1:]]
         row = []
         for t, node in enumerate(nodes):
-            if tuple(tokens[:t]) not in ran[b]:
-                continue
             label = tokens[t] if t < len(tokens) else int(verdict.token[b])
             q = torch.stack([logits_after([(b, *tokens[:t])], i)[0].softmax(-1) for i in range(VIEWS)])
             row.append((scores[b, node].softmax(-1)[:VOCAB], q, label))
@@ -142,10 +161,33 @@ def slowly(
     return found
 
 
+def heard(labelled: Labelled) -> Verified:
+    """What the views say once they are run on what was emitted, which may be without the last token."""
+    count = max(map(len, labelled.emitted)) - 1
+    if count == 0:
+        return labelled.heard(None)
+    said = torch.zeros(VIEWS * BATCH, count, VOCAB)
+    for i in range(VIEWS):
+        for b, tokens in enumerate(labelled.emitted):
+            if len(tokens) > 1:
+                paths = [(b, *tokens[:t]) for t in range(1, len(tokens))]
+                said[i * BATCH + b, : len(paths)] = logits_after(paths, i)
+    return labelled.heard(said)
+
+
+def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
+    assert list(seen.emitted[b]) == [label for _, _, label in expected]
+    assert seen.label[b, : len(expected)].tolist() == list(seen.emitted[b])
+    for t, (p, q, _) in enumerate(expected):
+        assert torch.allclose(seen.p[b, t], p, atol=1e-6)
+        assert torch.allclose(seen.q[:, b, t], q, atol=1e-6)
+
+
 @pytest.mark.parametrize("larger", [0, 3], ids=["same-vocabulary", "larger-vocabulary"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, larger: int) -> None:
-    mixing, tree, ran = grown(POLICIES[policy])
+    """At once where a row goes on, and when it is asked again where it has ended; rows that tell nothing never."""
+    mixing, tree = grown(POLICIES[policy])
     size = tree.tokens.shape[1]
     for step in range(12):
         generator = torch.Generator().manual_seed(step)
@@ -154,14 +196,38 @@ def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, la
         depth = tree.depth.expand(BATCH, -1).gather(1, last[:, None])[:, 0]
         token = torch.randint(0, VOCAB, (BATCH,), generator=generator)
         verdict = Verdict(path_to(tree, last), depth, token)
-        seen = verified(mixing.levels, tree, scores, verdict)
-        for b, expected in enumerate(slowly(tree, scores, verdict, ran)):
-            places = seen.known[b].nonzero()[:, 0].tolist()
-            assert places == list(range(len(expected)))
-            for t, (p, q, label) in enumerate(expected):
-                assert torch.allclose(seen.p[b, t], p, atol=1e-6)
-                assert torch.allclose(seen.q[b, :, t], q, atol=1e-6)
-                assert seen.label[b, t] == label
+        expected = slowly(tree, scores, verdict)
+        emitted = [[label for _, _, label in row] for row in expected]
+        goes_on = (torch.rand(BATCH, generator=generator) < 0.7).tolist()
+        telling = [row for row in range(BATCH) if row != step % BATCH]
+        notes = Notes(BATCH)
+        notes.note(telling, mixing.roots, tree, scores, verdict)
+        labelled = notes.emitted(
+            [tokens if goes else [] for tokens, goes in zip(emitted, goes_on, strict=True)]
+        )
+        for taken, part in ((labelled, True), (notes.left(), False)):
+            rows = [row for row in telling if goes_on[row] == part]
+            assert (taken is not None) == bool(rows)
+            if taken is None:
+                continue
+            seen = heard(taken)
+            for b in range(BATCH):
+                assert_row(seen, b, expected[b] if b in rows else [])
+        assert notes.left() is None
+
+
+def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
+    mixing, tree = grown(Chain(4))
+    scores = torch.randn(BATCH, tree.size, VOCAB)
+    count = torch.tensor([0, 4, 2, 1, 3])
+    verdict = Verdict(path_to(tree, count), count, torch.arange(BATCH))
+    notes = Notes(BATCH)
+    notes.note(range(BATCH), mixing.roots, tree, scores, verdict)
+    labelled = notes.left()
+    assert labelled is not None
+    seen = heard(labelled)
+    for b, expected in enumerate(slowly(tree, scores, verdict)):
+        assert_row(seen, b, expected)
 
 
 class _Watched(Grid):
@@ -188,15 +254,23 @@ def test_rows_that_have_ended_teach_nothing() -> None:
     assert len({len(output.tokens) for output in outputs}) > 1
     blocks: list[Verified] = weighting.__dict__["seen"]
     for row, output in enumerate(outputs):
-        taught = sum(bool(block.known[row].any()) for block in blocks)
-        assert taught == output.stats.target_passes
+        taught = [block.emitted[row] for block in blocks if block.emitted[row]]
+        assert len(taught) == output.stats.target_passes - 1, (
+            "the last block is learned from in the next turn"
+        )
+        said = [token for tokens in taught for token in tokens]
+        assert said == output.tokens[1 : len(said) + 1]
 
 
 def test_weights_that_never_change_keep_no_distributions() -> None:
-    mixing = _Mixture(Chain(3), 1, 2, CPU, learns=Fixed().learns)
-    growth = mixing.begin(torch.zeros(2, dtype=torch.long), TopProposer())
-    growth.expand(torch.randn(2, 1, VOCAB))
-    assert mixing.levels == []
+    case = FAMILIES["llava"]
+    target = Target(case.model())
+    views = [Multimodal(), TextOnly(target.config, Numerals())]
+    for weighting, keeps in ((Fixed(), False), (Grid(), True)):
+        session: Any = Engine(
+            target, EnsembleDrafter(Target(case.draft_model()), Chain(2), views, weighting)
+        ).open(1)
+        assert (session.drafting._notes is not None) == keeps
 
 
 def test_the_time_of_captions_can_be_told_from_prefill() -> None:

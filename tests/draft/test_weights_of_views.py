@@ -36,15 +36,12 @@ def blocks(views: int, seed: int = 0) -> list[Verified]:
         if block % 2:
             p = torch.where(p >= p.topk(2).values[..., -1:], p, 0.0)
             p = p / p.sum(-1, keepdim=True)
-        counts = torch.randint(0, POSITIONS + 1, (BATCH, 1), generator=generator)
-        found.append(
-            Verified(
-                p,
-                distribution(generator, BATCH, views, POSITIONS),
-                torch.randint(0, VOCAB, (BATCH, POSITIONS), generator=generator),
-                torch.arange(POSITIONS) < counts,
-            )
-        )
+        label = torch.randint(0, VOCAB, (BATCH, POSITIONS), generator=generator).tolist()
+        counts = torch.randint(0, POSITIONS + 1, (BATCH,), generator=generator).tolist()
+        if block == 3:
+            counts = [POSITIONS] * BATCH
+        emitted = [row[:count] for row, count in zip(label, counts, strict=True)]
+        found.append(Verified(p, distribution(generator, views, BATCH, POSITIONS), emitted))
     return found
 
 
@@ -122,9 +119,9 @@ def test_weights_are_those_of_the_definition(name: str, views: int, window: int 
             np.testing.assert_allclose(chosen[row].numpy(), expected, atol=CLOSE)
         weights.learn(seen)
         for row, history in enumerate(histories):
-            for t in range(int(seen.known[row].sum())):
-                p, q = seen.p[row, t].double().numpy(), seen.q[row, :, t].double().numpy()
-                history.append((p, q, int(seen.label[row, t])))
+            for t, label in enumerate(seen.emitted[row]):
+                p, q = seen.p[row, t].double().numpy(), seen.q[:, row, t].double().numpy()
+                history.append((p, q, label))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,8 +140,8 @@ def certain(token: int, others: float = 0.0) -> torch.Tensor:
 def test_a_view_that_is_never_wrong_or_always_impossible_breaks_nothing(name: str) -> None:
     """Errors of zero, and of probability zero for what the target says."""
     weights = CASES[name][0](None).open(1, 2, CPU)
-    right = torch.stack([certain(3), certain(5)])[None, :, None]  # [1, 2, 1, V]
-    seen = Verified(certain(3)[None, None], right, torch.tensor([[3]]), torch.ones(1, 1, dtype=torch.bool))
+    right = torch.stack([certain(3), certain(5)])[:, None, None]  # [2, 1, 1, V]
+    seen = Verified(certain(3)[None, None], right, [[3]])
     for _ in range(20):
         weights.learn(seen)
         (chosen,) = weights.choose()
@@ -156,8 +153,8 @@ def test_a_view_that_is_never_wrong_or_always_impossible_breaks_nothing(name: st
 def test_the_paper_s_inverse_errors_level_out_and_mean_ones_do_not() -> None:
     """A sum of errors has no scale: after many positions even a view that is twice as wrong gets half."""
     p = certain(0, 0.3)[None, None]
-    q = torch.stack([certain(0, 0.5), certain(0, 0.8)])[None, :, None]
-    seen = Verified(p, q, torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool))
+    q = torch.stack([certain(0, 0.5), certain(0, 0.8)])[:, None, None]
+    seen = Verified(p, q, [[0]])
     summed, mean = InverseError().open(1, 2, CPU), InverseError(average=True).open(1, 2, CPU)
     for _ in range(400):
         summed.learn(seen)
@@ -166,12 +163,11 @@ def test_the_paper_s_inverse_errors_level_out_and_mean_ones_do_not() -> None:
     assert float(mean.choose()[0, 0]) > 0.95
 
 
-def test_positions_that_nobody_labelled_teach_nothing() -> None:
+@pytest.mark.parametrize("window", [2, None])
+def test_positions_that_nobody_labelled_teach_nothing(window: int | None) -> None:
     (seen, *_) = blocks(2)
-    nothing = Verified(
-        torch.full_like(seen.p, float("nan")), seen.q, seen.label, torch.zeros_like(seen.known)
-    )
-    weights = Grid(window=2).open(BATCH, 2, CPU)
+    nothing = Verified(torch.full_like(seen.p, float("nan")), seen.q, [[]] * BATCH)
+    weights = Grid(window=window).open(BATCH, 2, CPU)
     weights.learn(seen)
     before = weights.choose()
     weights.learn(nothing)
@@ -234,9 +230,10 @@ def test_names_lead_to_weightings_and_wrong_ones_are_refused() -> None:
     assert isinstance(by_name("auto", 2), Grid)
     assert isinstance(by_name("auto", 4), InverseError)
     assert by_name("grid", 2, distance="tv", window=4) == Grid(distance="tv", window=4)
+    assert by_name("best", 3, window=4) == Grid(1, window=4)
     assert by_name("static", 2) == Fixed()
     for wrong in (
-        lambda: by_name("best", 2),
+        lambda: by_name("worst", 2),
         lambda: Grid(distance="l2"),  # type: ignore[arg-type]
         lambda: Grid(steps=0),
         lambda: InverseError(window=0),

@@ -66,7 +66,7 @@ class ConfidentGrowth:
             if not self._going.any():
                 return None
         allow = torch.ones(1, 1, depth, dtype=torch.bool, device=tokens.device)
-        return Frontier(self._tokens[-1], allow, depth, self._going)
+        return Frontier(self._tokens[-1], allow, depth)
 
     def tree(self) -> DraftTree:
         tokens, valid = torch.cat(self._tokens, 1), torch.cat(self._valid, 1)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from saccade.draft.drafter import TreeDrafter
-from saccade.draft.history import TINY
-from saccade.draft.labelled import Level, verified
+from saccade.draft.labelled import Notes
+from saccade.draft.mixing import Mixture
 from saccade.draft.model import ModelDrafter, ModelDraftSession, goes_on
-from saccade.draft.policy import Frontier, Growth, TreePolicy
+from saccade.draft.policy import TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.draft.view import View
@@ -27,9 +26,10 @@ from saccade.verify.rule import Verdict
 class EnsembleDrafter(TreeDrafter):
     """One draft model that reads every prompt in m ways and guesses with the weighted mean of what they say.
 
-    Rows of the draft model's batch are the m views of the first prompt, then those of the second, and so on, so that a
-    draft step is one forward however many views there are. The mixture q(.; w) = sum_i w_i q_i goes on to the tree
-    policy as logits, so policies and proposers work as they do for one model. When children are drawn, the request's
+    Rows of the draft model's batch are all prompts in the first view, then all in the second, and so on, so that a
+    draft step is one forward however many views there are. What was emitted is read through every view; guesses are
+    run through those alone that have a weight. The mixture q(.; w) = sum_i w_i q_i goes on to the tree policy as
+    logits, so policies and proposers work as they do for one model. When children are drawn, the request's
     warpers act on the mixture, and the distribution that a child was drawn from is the one that it is verified with.
 
     Args:
@@ -67,7 +67,7 @@ class EnsembleDrafter(TreeDrafter):
 
 
 class EnsembleSession:
-    """A draft session of B * m rows that is B rows to the engine.
+    """A draft session of m * B rows that is B rows to the engine.
 
     Attributes:
         reading_seconds: spent on making the views' prompts at the last `load`; all of it captions, if there are any.
@@ -80,8 +80,8 @@ class EnsembleSession:
         for view in drafter.views:
             view.open(target)
         self._weights = drafter.weighting.open(batch, views, device)
-        learns = drafter.weighting.learns and views > 1
-        self._mixture = _Mixture(drafter.policy, batch, views, device, learns)
+        self._notes = Notes(batch) if drafter.weighting.learns and views > 1 else None
+        self._mixture = Mixture(drafter.policy, batch, views, device)
         model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
         self._session = ModelDraftSession(model, batch * views)
         # Where no prompt has a picture all views are one, and a batch of B rows does.
@@ -91,13 +91,13 @@ class EnsembleSession:
         self._asked: list[Prompt | None] = [None] * batch
         self._capacity = 0
         self._surplus = 0
-        self._active = [False] * batch
         self._alike = [False] * batch  # rows whose views have read the same
+        self._telling: list[int] = []  # rows of the block that teach something of the views
         self.reading_seconds = 0.0
 
     @property
     def context(self) -> Context:
-        """The draft model's context of prompts with pictures: row ``b * m + i`` is view i of row b."""
+        """The draft model's context of prompts with pictures: row ``i * B + b`` is view i of row b."""
         return self._session.context
 
     @property
@@ -112,6 +112,7 @@ class EnsembleSession:
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt) -> None:
+        self._learn_rest()
         if not self._drafter.carry:
             self._weights.forget(row)
         self._weights.load(row, prompt.ids)
@@ -141,127 +142,36 @@ class EnsembleSession:
             return
         for index, prompts in {**earlier, row: read}.items():
             for place, (view, seen) in enumerate(zip(self._drafter.views, prompts, strict=True)):
-                view.load(self._session, index * len(prompts) + place, seen, self._target)
+                view.load(self._session, place * len(self._asked) + index, seen, self._target)
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        self._active = [bool(tokens) for tokens in new]
         self._read = {}
-        self._mixture.views = 1 if self._is_single else len(self._drafter.views)
-        if self._is_single:
-            return self._single.propose(new, proposer)
+        views = self._mixture.views = 1 if self._is_single else len(self._drafter.views)
+        if views == 1:
+            return (self._single if self._is_single else self._session).propose(new, proposer)
+        every = [*new] * views
+        said = self._session.take(every)
+        labelled = self._notes.emitted(new) if self._notes is not None else None
+        if labelled is not None:
+            self._weights.learn(labelled.heard(said))
         self._mixture.weights = self._weights.choose()
-        return self._session.propose([tokens for tokens in new for _ in self._drafter.views], proposer)
+        # Views that read the same differ by rounding alone: no row learns from it, whether it is alone or not.
+        self._telling = [row for row, tokens in enumerate(new) if tokens and not self._alike[row]]
+        return self._session.draft(every, said, proposer)
 
-    @torch.inference_mode()
     def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
         self._session.learn(tree, scores, verdict)
-        if self._mixture.levels:
-            seen = verified(self._mixture.levels, tree, scores, verdict)
-            # Views that read the same differ by rounding alone: no row learns from it, whether it is alone or not.
-            telling = [active and not alike for active, alike in zip(self._active, self._alike, strict=True)]
-            if not all(telling):
-                rows = torch.tensor(telling, device=seen.known.device)
-                seen = replace(seen, known=seen.known & rows[:, None])
-            self._weights.learn(seen)
-        self._mixture.levels = []
+        if self._notes is not None and not self._is_single:
+            self._notes.note(self._telling, self._mixture.roots, tree, scores, verdict)
 
-
-class _Mixture:
-    """A tree policy of B rows for a draft session of B * m: mixes what comes in, repeats what goes out.
-
-    Attributes:
-        views: m; 1 while all views are one.
-        weights: ``[B, m]`` of the block.
-        levels: what the views said in this block, where the weighting learns from it.
-    """
-
-    def __init__(
-        self, policy: TreePolicy, batch: int, views: int, device: torch.device, learns: bool
-    ) -> None:
-        self._policy = policy
-        self._shaping = policy.open(batch, device)
-        self.views = views
-        self._learns = learns
-        self.weights = torch.full((batch, views), 1 / views, device=device)
-        self.levels: list[Level] = []
-
-    @property
-    def max_nodes(self) -> int:
-        return self._policy.max_nodes
-
-    @property
-    def max_run(self) -> int:
-        return self._policy.max_run
-
-    @property
-    def max_depth(self) -> int:
-        return self._policy.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self._policy.max_children
-
-    @property
-    def can_sample(self) -> bool:
-        return self._policy.can_sample
-
-    def open(self, batch: int, device: torch.device) -> _Mixture:
-        return self
-
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
-        self.levels = []
-        growth = self._shaping.begin(roots[:: self.views], proposer)
-        if self.views == 1:
-            return growth
-        return _MixedGrowth(growth, self.weights, self.levels if self._learns else None)
-
-    def learn(self, verdict: Verdict) -> None:
-        self._shaping.learn(verdict)
-
-    def restart(self, row: int) -> None:
-        """Left to the ensemble: whether a prompt is new is not for one view of it to say."""
-
-    def forget(self, row: int) -> None:
-        """Start a row of B anew."""
-        self._shaping.restart(row)
-
-
-class _MixedGrowth:
-    def __init__(self, growth: Growth, weights: Tensor, levels: list[Level] | None) -> None:
-        self._growth = growth
-        self._weights, self._shares = weights, weights[..., None, None]
-        self._levels = levels
-        self._frontier: Frontier | None = None
-
-    def expand(self, logits: Tensor) -> Frontier | None:
-        """logits: ``[B * m, W, V]``; what is to be run next comes back for all B * m rows."""
-        batch, views = self._weights.shape
-        q = logits.float().softmax(-1).view(batch, views, *logits.shape[1:])
-        if self._levels is not None:
-            self._levels.append(Level(self._frontier, q))
-        self._frontier = new = self._growth.expand(mixture(q, self._shares))
-        if new is None:
-            return None
-        allow = new.allow if new.allow.shape[0] == 1 else new.allow.repeat_interleave(views, 0)
-        return Frontier(_repeated(new.tokens, views), allow, new.depth)
-
-    def tree(self) -> DraftTree:
-        return self._growth.tree()
-
-
-def mixture(q: Tensor, shares: Tensor) -> Tensor:
-    """Logarithm ``[B, W, V]`` of sum_i w_i q_i, always finite.
-
-    Args:
-        q: ``[B, m, W, V]`` distributions, in float32.
-        shares: ``[B, m, 1, 1]`` the weights.
-    """
-    return (shares * q).sum(1).clamp_(min=TINY).log_()
-
-
-def _repeated(tokens: Tensor, views: int) -> Tensor:
-    """``[B, W]`` to ``[B * m, W]``, every row m times; no copy for one row."""
-    if len(tokens) == 1:
-        return tokens.expand(views, -1)
-    return tokens.repeat_interleave(views, 0)
+    def _learn_rest(self) -> None:
+        """Learn from what the rows emitted last in their last turn, which the draft model has not run."""
+        left = self._notes.left() if self._notes is not None else None
+        if left is None or not self._drafter.carry:
+            return
+        said = None
+        if max(map(len, left.emitted)) > 1:
+            said = self._session.run([t[:-1] for t in left.emitted] * len(self._drafter.views))
+            self._session.context.cache.drop_pending()
+        self._weights.learn(left.heard(said))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -18,15 +19,20 @@ class Verified:
 
     Attributes:
         p: ``[B, T, V]`` the target's distribution, after the user's logits processors.
-        q: ``[B, m, T, V]`` every view's distribution.
-        label: ``[B, T]`` the token that was emitted there.
-        known: ``[B, T]`` bool; False where a row has no such position.
+        q: ``[m, B, T, V]`` every view's distribution.
+        emitted: per row the tokens that were emitted, at as many of the first positions; T is the longest row's number
+            or more, and nothing is known of the positions behind.
     """
 
     p: Tensor
     q: Tensor
-    label: Tensor
-    known: Tensor
+    emitted: Sequence[Sequence[int]]
+
+    @property
+    def label(self) -> Tensor:
+        """``[B, T]`` the tokens, -1 at unknown positions."""
+        count = self.p.shape[1]
+        return on_device([[*t, *[-1] * (count - len(t))] for t in self.emitted], self.p.device)
 
 
 def simplex(views: int, steps: int) -> Tensor:
@@ -38,13 +44,13 @@ def simplex(views: int, steps: int) -> Tensor:
 
 
 def divergence(p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p||q) ``[B, T, K]`` in nats of ``p`` ``[B, T, V]`` from K distributions with logarithms ``[B, K, T, V]``."""
-    return torch.xlogy(p, p).sum(-1)[..., None] - torch.einsum("btv,bktv->btk", p, log_q)
+    """KL(p||q) ``[B, T, K]`` in nats of ``p`` ``[B, T, V]`` from K distributions with logarithms ``[K, B, T, V]``."""
+    return (torch.xlogy(p, p).sum(-1) - (p * log_q).sum(-1)).permute(1, 2, 0)
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
-    """``[B, T, K]`` half the summed differences of ``p`` ``[B, T, V]`` and K distributions ``q`` ``[B, K, T, V]``."""
-    return 0.5 * (p[:, None] - q).abs().sum(-1).transpose(1, 2)
+    """``[B, T, K]`` half the summed differences of ``p`` ``[B, T, V]`` and K distributions ``q`` ``[K, B, T, V]``."""
+    return 0.5 * (p - q).abs().sum(-1).permute(1, 2, 0)
 
 
 class History:
@@ -57,22 +63,30 @@ class History:
 
     def __init__(self, batch: int, size: int, window: int | None, device: torch.device) -> None:
         self._window = window
-        self._seen = torch.zeros(batch, dtype=torch.long, device=device)
+        self._seen = [0] * batch
         places = 1 if window is None else window + 1  # one more for what is not to be kept
         self._kept = torch.zeros(batch, places, size, device=device)
 
-    def add(self, values: Tensor, known: Tensor) -> None:
-        """Add positions in order: values ``[B, T, S]`` where known ``[B, T]``."""
-        values = values.masked_fill(~known[..., None], 0.0)
-        new = known.sum(1)
-        if self._window is None:
+    def add(self, values: Tensor, new: Sequence[int]) -> None:
+        """Add positions in order: of values ``[B, T, S]`` the first ``new`` ones of every row."""
+        if self._window is not None:
+            self._kept.scatter_(1, self._places(values, new), values)
+        elif min(new) == values.shape[1]:
             self._kept += values.sum(1, keepdim=True)
         else:
-            rank = known.cumsum(1) - 1
-            stays = known & (rank >= (new - self._window)[:, None])
-            place = torch.where(stays, (self._seen[:, None] + rank) % self._window, self._window)
-            self._kept.scatter_(1, place[..., None].expand_as(values), values)
-        self._seen += new
+            places = torch.arange(values.shape[1], device=values.device)
+            known = places < on_device(new, values.device)[:, None]
+            self._kept += torch.where(known[..., None], values, 0.0).sum(1, keepdim=True)
+        self._seen = [seen + more for seen, more in zip(self._seen, new, strict=True)]
+
+    def _places(self, values: Tensor, new: Sequence[int]) -> Tensor:
+        """``[B, T, S]`` where in the ring the positions go; those that are not to be kept go behind it."""
+        assert self._window is not None
+        window, places = self._window, []
+        for seen, more in zip(self._seen, new, strict=True):
+            stays = range(max(more - window, 0), more)
+            places.append([(seen + t) % window if t in stays else window for t in range(values.shape[1])])
+        return on_device(places, values.device)[..., None].expand_as(values)
 
     def forget(self, row: int) -> None:
         """Empty one row."""
@@ -82,9 +96,14 @@ class History:
     @property
     def total(self) -> Tensor:
         """``[B, S]`` sums."""
-        return self._kept[:, : self._window or 1].sum(1)
+        return self._kept[:, 0] if self._window is None else self._kept[:, : self._window].sum(1)
 
     @property
-    def count(self) -> Tensor:
-        """``[B]`` positions in the sums."""
-        return self._seen if self._window is None else self._seen.clamp(max=self._window)
+    def counts(self) -> list[int]:
+        """Positions in the sums, per row."""
+        return self._seen if self._window is None else [min(seen, self._window) for seen in self._seen]
+
+
+def on_device(values: Sequence[object], device: torch.device) -> Tensor:
+    """Host values on a device, which is not waited for."""
+    return torch.tensor(values).to(device, non_blocking=True)

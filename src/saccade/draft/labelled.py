@@ -1,102 +1,120 @@
-"""Which positions of a block verification has labelled, and what every draft view said at them."""
+"""What verification has labelled in a row's last block, until the draft model says what it expected there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.history import Verified
-from saccade.draft.policy import Frontier
 from saccade.draft.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Nodes whose distributions one draft forward gave.
+class Labelled:
+    """Positions of one block: after its root, and after every token that it emitted but the last.
 
     Attributes:
-        frontier: the W nodes; None for the root.
-        q: ``[B, m, W, V]`` what every view says.
+        scores: ``[B, T, V]`` the target's processed logits there, for every emitted token or more.
+        roots: ``[m, B, V]`` what the views said after the root, before the block.
+        emitted: per row what came of the block; nothing for rows that have nothing to teach.
     """
 
-    frontier: Frontier | None
-    q: Tensor
+    scores: Tensor
+    roots: Tensor
+    emitted: Sequence[Sequence[int]]
+
+    def heard(self, said: Tensor | None) -> Verified:
+        """The positions, once the draft model has run what was emitted.
+
+        Args:
+            said: ``[m * B, P, V]`` logits after at least all emitted tokens but the last; None if there is but one.
+        """
+        (views, batch, _), count = self.roots.shape, max(map(len, self.emitted))
+        q = self.roots[:, :, None]
+        if said is not None and count > 1:
+            below = said[:, : count - 1].softmax(-1, torch.float32)
+            q = torch.cat([q, below.view(views, batch, count - 1, -1)], 2)
+        p = self.scores[:, :count].to(q.device).softmax(-1, torch.float32)
+        if p.shape[2] != q.shape[3]:
+            vocab = min(p.shape[2], q.shape[3])
+            p, q = p[..., :vocab], q[..., :vocab]
+        return Verified(p, q, self.emitted)
 
 
-def verified(levels: Sequence[Level], tree: DraftTree, scores: Tensor, verdict: Verdict) -> Verified:
-    """The positions that verification has reached and that the draft model was run on.
+class Notes:
+    """What verification has shown of the rows of one session and the views have not been asked about yet.
 
-    These are the ones after the root and after every accepted node, of which the last is where the first guess was
-    rejected; a node that the row's own tree did not ask to be run has its position left out, also where it ran beside
-    those of other rows. Nodes of the draft forwards are told by their tokens on the way from the root.
-
-    Args:
-        levels: of the draft forwards, the root's first.
-        tree: as proposed.
-        scores: ``[B, N, V]`` the target's processed logits.
-        verdict: of every row.
-
-    Returns:
-        T positions for as many levels, fewer where no row went so far; tokens that one of the models does not have are
-        cut away.
+    The draft model runs what a row has emitted at the start of the row's next block, in any case and through every
+    view, and what a view says after each token is what it expected at the labelled positions. So views that draft
+    nothing because their weight is zero learn too, and no tree has to be searched for the accepted path. The last
+    block of a row waits until the row is asked again.
     """
-    device = levels[0].q.device
-    steps = min(len(levels), verdict.path.shape[1])
-    if not verdict.count.is_cuda:  # an accelerator is not waited for
-        steps = min(steps, int(verdict.count.max()) + 1)
-    levels = levels[:steps]
-    wanted = verdict.path[:, :steps, None].expand(-1, -1, scores.shape[2])
-    p = scores.gather(1, wanted).to(device).float().softmax(-1)
-    path = tree.tokens.gather(1, verdict.path).to(device)  # [B, D + 1]
-    count, token = verdict.count.to(device)[:, None], verdict.token.to(device)[:, None]
-    labels = torch.cat([path[:, 1:], token], 1).scatter(1, count, token)[:, :steps]
-    narrow = all(level.q.shape[2] == 1 for level in levels)
-    q, known = (_in_a_chain if narrow else _in_a_tree)(levels, path, count)
-    vocab = min(p.shape[2], q.shape[3])
-    return Verified(p[..., :vocab], q[..., :vocab], labels, known)
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._block: _Block | None = None
+        self._ended: dict[int, tuple[Tensor, Tensor, list[int]]] = {}  # scores, roots, emitted tokens
+
+    def note(
+        self, telling: Sequence[int], roots: Tensor, tree: DraftTree, scores: Tensor, verdict: Verdict
+    ) -> None:
+        """A block was verified.
+
+        Args:
+            telling: rows to learn from.
+            roots: ``[m, B, V]`` what the views said after the block's roots.
+            tree: as proposed.
+            scores: ``[B, N, V]`` the target's processed logits.
+            verdict: of every row.
+        """
+        if tree.max_children > 1:  # else the nodes are the path
+            scores = scores.gather(1, verdict.path[..., None].expand(-1, -1, scores.shape[2]))
+        self._block = _Block(telling, roots, scores, tree.tokens, verdict)
+
+    def emitted(self, new: Sequence[Sequence[int]]) -> Labelled | None:
+        """What the rows' ``new`` tokens label in the block before, if anything; rows without any have ended."""
+        block, self._block = self._block, None
+        if block is None:
+            return None
+        self._ended.update(block.rows(row for row in block.telling if not new[row]))
+        taught = [new[row] if row in block.telling else [] for row in range(self._batch)]
+        return Labelled(block.scores, block.roots, taught) if any(taught) else None
+
+    def left(self) -> Labelled | None:
+        """What every row emitted in the last block of its turn, if anything is to be learned from it."""
+        block, self._block = self._block, None
+        ended, self._ended = self._ended, {}
+        if block is not None:
+            ended.update(block.rows(block.telling))
+        if not ended:
+            return None
+        scores, roots, _ = next(iter(ended.values()))
+        every, q, emitted = zip(
+            *(ended.get(row, (scores, roots, [])) for row in range(self._batch)), strict=True
+        )
+        return Labelled(pad_sequence(list(every), batch_first=True), torch.stack(q, 1), emitted)
 
 
-def _in_a_tree(levels: Sequence[Level], path: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, m, T, V]`` distributions at the nodes of the accepted path, and ``[B, T]`` which of them were run.
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """As `Notes.note` was given it; scores ``[B, T, V]`` on the path."""
 
-    Args:
-        path: ``[B, D + 1]`` tokens from the root down.
-        count: ``[B, 1]`` accepted nodes.
-    """
-    rows = torch.arange(len(count), device=count.device)
-    q, known = [levels[0].q[:, :, 0]], [torch.ones_like(count[:, 0], dtype=torch.bool)]
-    on_path = known[0].new_zeros(len(rows), 0)  # [B, F] entries so far
-    for depth, level in enumerate(levels[1:], start=1):
-        assert level.frontier is not None
-        above = level.frontier.allow[..., : on_path.shape[1]]
-        here = (on_path[:, None] | ~above).all(-1) & (depth <= count)
-        here &= level.frontier.tokens == path[:, depth, None]
-        if level.frontier.real is not None:
-            here &= level.frontier.real
-        at = here.int().argmax(1)
-        q.append(level.q[rows, :, at])
-        known.append(here.any(1))
-        on_path = torch.cat([on_path, here], 1)
-    return torch.stack(q, 2), torch.stack(known, 1)
+    telling: Sequence[int]
+    roots: Tensor
+    scores: Tensor
+    tokens: Tensor
+    verdict: Verdict
 
-
-def _in_a_chain(levels: Sequence[Level], path: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where every forward ran one node, which stands below that of the forward before."""
-    ran = [level.frontier for level in levels if level.frontier is not None]
-    start = torch.ones_like(count, dtype=torch.bool)
-    q = torch.cat([level.q for level in levels], 2)
-    if not ran:
-        return q, start
-    depth = torch.arange(1, len(levels), device=count.device)
-    right = torch.cat([frontier.tokens for frontier in ran], 1) == path[:, 1 : len(levels)]
-    right &= depth <= count
-    real = [
-        frontier.real for frontier in ran if frontier.real is not None
-    ]  # a policy says it of all or of none
-    if real:
-        right &= torch.cat(real, 1)
-    return q, torch.cat([start, right.cumprod(1).bool()], 1)
+    def rows(self, rows: Iterable[int]) -> dict[int, tuple[Tensor, Tensor, list[int]]]:
+        """Of single rows ``[T, V]`` scores, ``[m, V]`` roots, and the emitted tokens (brought to the host)."""
+        found = {}
+        for row in rows:
+            path = self.verdict.path[row, 1 : int(self.verdict.count[row]) + 1]
+            emitted = [*self.tokens[row, path].tolist(), int(self.verdict.token[row])]
+            found[row] = self.scores[row], self.roots[:, row], emitted
+        return found

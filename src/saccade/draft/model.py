@@ -78,22 +78,37 @@ class ModelDraftSession:
 
     @torch.inference_mode()
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        counts = [len(tokens) for tokens in new]
-        width = max(counts)
-        roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._drafter.model.device)
-        new = [self._readable(t) for t in new]
-        tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in new], device=roots.device)  # [B, P]
+        return self.draft(new, self.take(new), proposer)
+
+    def take(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """Run and keep what the rows emitted; logits ``[B, P, V]`` after each of the tokens, the longest row's P."""
+        logits = self.run(new)
+        self.context.keep([range(len(tokens)) for tokens in new], [self._readable(tokens) for tokens in new])
+        return logits
+
+    def run(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """As `take`, but the tokens' entries stay pending."""
+        width = max(map(len, new))
+        tokens = [[*self._readable(t), *[0] * (width - len(t))] for t in new]  # [B, P]
         allow, depth = self._chain(width)
-        logits = self.context.forward(tokens, allow, depth)
-        self.context.keep([range(c) for c in counts], new)
-        last = torch.tensor([max(c - 1, 0) for c in counts], device=tokens.device)
+        return self._cut(self.context.forward(self._tensor(tokens), allow, depth))
+
+    def draft(self, new: Sequence[Sequence[int]], said: Tensor, proposer: Proposer) -> DraftTree:
+        """Guess on from what `take` of these tokens has ``said``."""
+        roots = self._tensor([tokens[-1] if tokens else 0 for tokens in new])
+        if min(map(len, new)) == said.shape[1]:
+            last = said[:, -1:]
+        else:
+            last = said[self._rows, self._tensor([max(len(tokens) - 1, 0) for tokens in new])][:, None]
         growth = self._shaping.begin(roots, proposer)
-        frontier = growth.expand(self._cut(logits[self._rows, last][:, None]))
+        frontier = growth.expand(last)
         levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None:
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
-            logits = self.context.forward(frontier.tokens, frontier.allow, self._depth(levels))
-            frontier = growth.expand(self._cut(logits))
+            run = frontier.tokens, frontier.allow, self._depth(levels)
+            context = self.context
+            said = context.forward_rows(frontier.rows, *run) if frontier.rows else context.forward(*run)
+            frontier = growth.expand(self._cut(said))
         self.context.cache.drop_pending()
         return growth.tree()
 
@@ -103,6 +118,10 @@ class ModelDraftSession:
     def _readable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those that the drafter has no embedding for (padding of a larger vocabulary)."""
         return [token if token < self._known else 0 for token in ids]
+
+    def _tensor(self, values: Sequence[object]) -> Tensor:
+        """Host values on the draft model's device, which is not waited for."""
+        return torch.tensor(values).to(self._drafter.model.device, non_blocking=True)
 
     def _cut(self, logits: Tensor) -> Tensor:
         return logits[..., : self._drafter.vocab_size]

@@ -21,13 +21,14 @@ class Frontier:
         tokens: ``[B, W]`` ids.
         allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these.
         depth: of the frontier below the root (host integer).
-        real: ``[B, W]`` bool; False for nodes that run only because another row's tree is larger. None: all are real.
+        rows: the rows of the draft model's batch that run them, where a policy has more than one for each of the B and
+            does not need all; None for all.
     """
 
     tokens: Tensor
     allow: Tensor
     depth: int
-    real: Tensor | None = None
+    rows: slice | None = None
 
 
 class Growth(Protocol):

@@ -137,7 +137,7 @@ class SageGrowth:
         seen = self._allow.gather(1, above[..., None].expand(-1, -1, self._allow.shape[2]))
         itself = torch.eye(width, dtype=torch.bool, device=logits.device).expand(len(scores), -1, -1)
         self._allow = torch.cat([seen, itself], 2)
-        return Frontier(taken(self._tokens[-1]), self._allow, self._level, self._real)
+        return Frontier(taken(self._tokens[-1]), self._allow, self._level)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)

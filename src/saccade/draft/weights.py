@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.controls import Fixed, Random
-from saccade.draft.history import TINY, History, Verified, divergence, simplex, total_variation
+from saccade.draft.history import TINY, History, Verified, divergence, on_device, simplex, total_variation
 
 Distance = Literal["kl", "tv", "match"]
 ERROR_FLOOR = 1e-4
@@ -85,31 +85,36 @@ class Grid:
         matching = self.distance == "match"
 
         def measure(seen: Verified) -> Tensor:
-            vocab, positions = seen.p.shape[2], seen.known.numel()
-            parts = grid.split(max(1, _MOST_VALUES // (positions * vocab)))
-            return torch.cat([self._errors(seen, part) for part in parts], 2).flatten(2)
+            held = max(1, _MOST_VALUES // seen.p.numel())
+            if held >= len(grid):
+                return self._gains(seen, grid).flatten(2)
+            return torch.cat([self._gains(seen, part) for part in grid.split(held)], 2).flatten(2)
 
-        def decide(total: Tensor, count: Tensor) -> Tensor:
-            errors = total.view(batch, len(grid), -1)
-            error = errors[..., 0]
+        def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
+            gains = total.view(batch, len(grid), -1)
+            gain = gains[..., 0]
             if matching:
-                hits = errors[..., 1]
-                error = error.masked_fill(hits < hits.amax(1, keepdim=True), float("inf"))
-            return grid[error.argmin(1)]
+                hits = gains[..., 1]
+                gain = gain.masked_fill(hits < hits.amax(1, keepdim=True), -torch.inf)
+            return grid.index_select(0, gain.argmax(1))
 
         return _Learned(batch, views, len(grid) * (1 + matching), self.window, device, measure, decide)
 
-    def _errors(self, seen: Verified, grid: Tensor) -> Tensor:
-        """``[B, T, G, 1]`` distances, or ``[B, T, G, 2]`` KL and matches."""
-        mixed = torch.einsum("gm,bmtv->bgtv", grid, seen.q)
+    def _gains(self, seen: Verified, grid: Tensor) -> Tensor:
+        """``[B, T, G, 1]`` how little every point is off, or ``[B, T, G, 2]`` that and matches.
+
+        That is minus the distance, in KL(p||q) without p's entropy, which no weight changes.
+        """
+        mixed = (grid @ seen.q.flatten(1)).view(-1, *seen.p.shape)  # [G, B, T, V]
         if self.distance == "tv":
-            return total_variation(seen.p, mixed)[..., None]
+            return total_variation(seen.p, mixed)[..., None].neg()
         likeliest = mixed.argmax(-1) if self.distance == "match" else None
-        error = divergence(seen.p, mixed.clamp_(min=TINY).log_())  # in place: this is the largest tensor
+        # In place: this is the largest tensor.
+        gain = mixed.clamp_min_(TINY).log_().mul_(seen.p).sum(-1).permute(1, 2, 0)
         if likeliest is None:
-            return error[..., None]
-        hits = (likeliest == seen.label[:, None]).transpose(1, 2)
-        return torch.stack([error, hits.to(error)], -1)
+            return gain[..., None]
+        hits = (likeliest == seen.label).permute(1, 2, 0)
+        return torch.stack([gain, hits.to(gain)], -1)
 
 
 @dataclass(frozen=True)
@@ -134,8 +139,8 @@ class InverseError:
             raise ValueError(f"temperature must be above 0, not {self.temperature}.")
 
     def open(self, batch: int, views: int, device: torch.device) -> Weights:
-        def decide(total: Tensor, count: Tensor) -> Tensor:
-            error = total / count.clamp(min=1)[:, None] if self.average else total
+        def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
+            error = total / _column(counts, device).clamp(min=1) if self.average else total
             return (1 / error.clamp(min=ERROR_FLOOR) / self.temperature).softmax(-1)
 
         def measure(seen: Verified) -> Tensor:
@@ -169,10 +174,10 @@ class AdaBoost:
         def measure(seen: Verified) -> Tensor:
             nonlocal vocab
             vocab = seen.q.shape[3]
-            return (seen.q.argmax(-1) != seen.label[:, None]).transpose(1, 2).float()
+            return (seen.q.argmax(-1) != seen.label).permute(1, 2, 0).float()
 
-        def decide(total: Tensor, count: Tensor) -> Tensor:
-            eps = (total + 0.5) / (count + 1)[:, None]
+        def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
+            eps = (total + 0.5) / (_column(counts, device) + 1)
             stage = torch.log(1 / eps - 1) + self.constant * math.log(max(vocab - 1, 1))
             stage = stage.clamp(min=0)
             whole = stage.sum(1, keepdim=True)
@@ -187,8 +192,9 @@ def by_name(
     """A weighting by its name in options.
 
     Args:
-        name: ``grid``, ``inverse-error``, ``adaboost``, ``random``, ``static``, or ``auto``: the paper's choice, a grid
-            for two views and inverse errors for more.
+        name: ``grid``; ``best``, of whose points one view has all the weight, so that the others draft nothing;
+            ``inverse-error``, ``adaboost``, ``random``, ``static``; or ``auto``: the paper's choice, a grid for two
+            views and inverse errors for more.
 
     Raises:
         ValueError: unknown name, or a value out of range.
@@ -197,6 +203,7 @@ def by_name(
         name = "grid" if views <= 2 else "inverse-error"
     makers: dict[str, Callable[[], Weighting]] = {
         "grid": lambda: Grid(distance=distance, window=window),
+        "best": lambda: Grid(1, distance, window),
         "inverse-error": lambda: InverseError(window=window),
         "adaboost": lambda: AdaBoost(window=window),
         "random": lambda: Random(seed),
@@ -218,7 +225,7 @@ class _Learned:
         window: int | None,
         device: torch.device,
         measure: Callable[[Verified], Tensor],
-        decide: Callable[[Tensor, Tensor], Tensor],
+        decide: Callable[[Tensor, Sequence[int]], Tensor],
     ) -> None:
         self.history = History(batch, size, window, device)
         self._views = views
@@ -232,12 +239,19 @@ class _Learned:
         self.history.forget(row)
 
     def choose(self) -> Tensor:
-        count = self.history.count
-        weights = self._decide(self.history.total, count)
-        return torch.where(count[:, None] > 0, weights, 1 / self._views)
+        counts = self.history.counts
+        weights = self._decide(self.history.total, counts)
+        if all(counts):
+            return weights
+        return torch.where(_column(counts, weights.device) > 0, weights, 1 / self._views)
 
     def learn(self, seen: Verified) -> None:
-        self.history.add(self._measure(seen), seen.known)
+        self.history.add(self._measure(seen), [len(tokens) for tokens in seen.emitted])
+
+
+def _column(counts: Sequence[int], device: torch.device) -> Tensor:
+    """``[B, 1]`` on a device, which is not waited for."""
+    return on_device(counts, device)[:, None]
 
 
 def _check(*, window: int | None, steps: int = 1) -> None:

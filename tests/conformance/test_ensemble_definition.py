@@ -1,0 +1,169 @@
+"""Every block's weights and guesses against the definition, by plain prefills of what each view has read so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from harness import draft, prompts, target
+from test_turns import second_turn
+from torch import Tensor
+
+from families import FAMILIES
+from numerals import Numerals
+from saccade.draft.controls import Constant
+from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.history import TINY, simplex
+from saccade.draft.static import Chain
+from saccade.draft.views import Multimodal, TextOnly
+from saccade.draft.weights import ERROR_FLOOR, Grid, InverseError, Weighting
+from saccade.engine import Engine, Request
+from saccade.generation import plan
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+NAME, GAMMA, NEW = "llava", 3, 17
+VIEWS = [Multimodal(), TextOnly(draft(NAME).config, Numerals())]
+CLOSE = 1e-4
+"""Sums over some 40 positions of distances, each a few roundings of float32."""
+
+
+class InTurn:
+    """All weight to one view and then to the other, so that each drafts after having been silent."""
+
+    learns = False
+
+    def open(self, batch: int, views: int, device: torch.device) -> Any:
+        return _Turning(torch.eye(views)[:, None].expand(-1, batch, -1))
+
+
+class _Turning(Constant):
+    def choose(self) -> Tensor:
+        self._weights = self._weights.roll(1, 0)
+        return self._weights[0]
+
+
+WEIGHTINGS: dict[str, Weighting] = {
+    "grid": Grid(),
+    "best": Grid(1),
+    "inverse": InverseError(),
+    "in-turn": InTurn(),
+}
+
+
+@cache
+def after(model: Target, prompt: Prompt, tokens: tuple[int, ...]) -> Tensor:
+    """``[V]`` the model's distribution after a prompt and these tokens."""
+    whole = Prompt((*prompt.ids, *tokens), prompt.media)
+    return model.prefill(model.new_cache(1, len(whole)), 0, whole).logits.softmax(-1).double()
+
+
+def said(prompt: Prompt, tokens: Sequence[int]) -> Tensor:
+    """``[m, V]`` by the views."""
+    return torch.stack([after(draft(NAME), view.read(prompt), tuple(tokens)) for view in VIEWS])
+
+
+def errors(history: Sequence[tuple[Prompt, Sequence[int]]], points: Tensor) -> Tensor:
+    """``[G]`` KL(p||q) of every point's mixture, summed over all tokens of the answers but each one's first."""
+    total = torch.zeros(len(points), dtype=torch.float64)
+    for prompt, answer in history:
+        for t in range(1, len(answer)):
+            p = after(target(NAME), prompt, tuple(answer[:t]))
+            mixed = (points.double() @ said(prompt, answer[:t])).clamp(min=TINY)
+            total += (p * (p.clamp(min=TINY).log() - mixed.log())).sum(-1)
+    return total
+
+
+def assert_chosen(
+    weights: Tensor, weighting: Weighting, history: Sequence[tuple[Prompt, Sequence[int]]]
+) -> None:
+    if not any(len(answer) > 1 for _, answer in history):
+        assert weights.tolist() == [0.5, 0.5]
+    elif isinstance(weighting, Grid):
+        points = simplex(2, weighting.steps)
+        (at,) = (points == weights).all(1).nonzero()[:, 0].tolist()
+        found = errors(history, points)
+        assert found[at] <= found.min() + CLOSE
+    else:
+        own = 1 / errors(history, torch.eye(2)).clamp(min=ERROR_FLOOR)
+        assert torch.allclose(weights.double(), own.softmax(-1), atol=CLOSE)
+
+
+def judged(prompt: Prompt, answer: list[int], guesses: Sequence[int]) -> list[int]:
+    """What one verification of a chain gives, before it is cut where the answer has to end."""
+    tokens: list[int] = []
+    for guess in (*guesses, None):
+        tokens.append(int(after(target(NAME), prompt, (*answer, *tokens)).argmax()))
+        if tokens[-1] != guess:
+            break
+    return tokens
+
+
+def follow(engine: Engine, session: Any, asked: list[Prompt], before: list[list[Any]]) -> list[list[int]]:
+    """Generate and check every block; answers of all rows with what was cut off their last blocks.
+
+    Args:
+        before: earlier turns of every row as (prompt, what `follow` gave).
+    """
+    weighting = engine.drafter.weighting  # type: ignore[union-attr]
+    run = engine.start(
+        [Request(p) for p in asked], plan(engine.target, asked, max_new_tokens=NEW), session, trace=True
+    )
+    steps = iter(run.steps)
+    answers = [list(tokens) for tokens in next(steps).tokens]
+    shown = [list(tokens) for tokens in answers]
+    for step in steps:
+        for row, tree in enumerate(step.trees):
+            if tree is None:
+                continue
+            weights = session.drafting.weights[row]
+            if weighting.learns:
+                assert_chosen(weights, weighting, [*before[row], (asked[row], answers[row])])
+            guesses: list[int] = []
+            for guess in tree.tokens[1:]:
+                q = said(asked[row], [*answers[row], *guesses])
+                assert guess == int((weights.double() @ q).argmax())
+                guesses.append(guess)
+            assert len(guesses) == GAMMA
+            shown[row] = [*answers[row], *judged(asked[row], answers[row], guesses)]
+        for row, tokens in enumerate(step.tokens):
+            answers[row] += tokens
+    assert [answer[:NEW] for answer in shown] == answers
+    return shown
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_every_block_of_two_turns_is_weighed_and_guessed_by_the_definition(weighting: str, rows: int) -> None:
+    case = FAMILIES[NAME]
+    drafter = EnsembleDrafter(draft(NAME), Chain(GAMMA), VIEWS, WEIGHTINGS[weighting])
+    engine = Engine(target(NAME), drafter)
+    session = engine.open(rows)
+    first = prompts(case, case.inputs("image", rows))
+    answers = follow(engine, session, first, [[] for _ in range(rows)])
+    assert [answer[:NEW] for answer in answers] == case.reference("image", rows, n=NEW)
+    later = [prompts(case, second_turn(NAME, "image", row))[0] for row in range(rows)]
+    before = [[(prompt, answer)] for prompt, answer in zip(first, answers, strict=True)]
+    follow(engine, session, later, before)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_views_without_weight_read_and_draft_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    model = Target(FAMILIES[NAME].draft_model())
+    forward = model.forward
+
+    def counted(cache: Any, tokens: Tensor, *more: Any) -> Tensor:
+        widths.append(tokens.shape[0])
+        return forward(cache, tokens, *more)
+
+    monkeypatch.setattr(model, "forward", counted)
+    case = FAMILIES[NAME]
+    drafter = EnsembleDrafter(model, Chain(GAMMA), VIEWS, InTurn())
+    asked = [Request(prompt) for prompt in prompts(case, case.inputs("image", rows))]
+    Engine(target(NAME), drafter).generate(asked, max_new_tokens=NEW)
+    blocks = len(widths) // GAMMA
+    assert widths == [2 * rows, *[rows] * (GAMMA - 1)] * blocks
