@@ -80,7 +80,7 @@ def test_views_at_the_ends_that_have_no_weight_run_no_guesses(silent: tuple[int,
     first, last = min(set(range(VIEWS)) - set(silent)), max(set(range(VIEWS)) - set(silent))
     frontier = growth.expand(torch.randn(VIEWS * BATCH, 1, VOCAB))
     assert frontier is not None
-    assert mixing.roots.shape == (VIEWS, BATCH, VOCAB)
+    assert mixing.roots.shape == (VIEWS, BATCH, 1, VOCAB)
     everyone = first == 0 and last == VIEWS - 1
     assert frontier.rows == (None if everyone else slice(first * BATCH, (last + 1) * BATCH))
     assert frontier.tokens.shape == ((last + 1 - first) * BATCH, 2)

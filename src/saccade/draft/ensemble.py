@@ -152,13 +152,17 @@ class EnsembleSession:
             return (self._single if self._is_single else self._session).propose(new, proposer)
         every = [*new] * views
         said = self._session.take(every)
-        labelled = self._notes.emitted(new) if self._notes is not None else None
-        if labelled is not None:
-            self._weights.learn(labelled.heard(said))
-        self._mixture.weights = self._weights.choose()
+        self._mixture.weights = self._weigh(new, said)
         # Views that read the same differ by rounding alone: no row learns from it, whether it is alone or not.
         self._telling = [row for row, tokens in enumerate(new) if tokens and not self._alike[row]]
         return self._session.draft(every, said, proposer)
+
+    def _weigh(self, new: Sequence[Sequence[int]], said: Tensor) -> Tensor:
+        """``[B, m]`` for a block that begins with ``new`` tokens, after which the views have ``said`` their logits."""
+        labelled = self._notes.emitted(new) if self._notes is not None else None
+        if labelled is not None:
+            self._weights.learn(labelled.heard(said))
+        return self._weights.choose()
 
     def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
         self._session.learn(tree, scores, verdict)

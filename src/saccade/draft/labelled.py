@@ -20,7 +20,7 @@ class Labelled:
 
     Attributes:
         scores: ``[B, T, V]`` the target's processed logits there, for every emitted token or more.
-        roots: ``[m, B, V]`` what the views said after the root, before the block.
+        roots: ``[m, B, 1, V]`` what the views said after the root, before the block.
         emitted: per row what came of the block; nothing for rows that have nothing to teach.
     """
 
@@ -34,8 +34,8 @@ class Labelled:
         Args:
             said: ``[m * B, P, V]`` logits after at least all emitted tokens but the last; None if there is but one.
         """
-        (views, batch, _), count = self.roots.shape, max(map(len, self.emitted))
-        q = self.roots[:, :, None]
+        (views, batch, _, _), count = self.roots.shape, max(map(len, self.emitted))
+        q = self.roots
         if said is not None and count > 1:
             below = said[:, : count - 1].softmax(-1, torch.float32)
             q = torch.cat([q, below.view(views, batch, count - 1, -1)], 2)
@@ -67,7 +67,7 @@ class Notes:
 
         Args:
             telling: rows to learn from.
-            roots: ``[m, B, V]`` what the views said after the block's roots.
+            roots: ``[m, B, 1, V]`` what the views said after the block's roots.
             tree: as proposed.
             scores: ``[B, N, V]`` the target's processed logits.
             verdict: of every row.
@@ -111,7 +111,7 @@ class _Block:
     verdict: Verdict
 
     def rows(self, rows: Iterable[int]) -> dict[int, tuple[Tensor, Tensor, list[int]]]:
-        """Of single rows ``[T, V]`` scores, ``[m, V]`` roots, and the emitted tokens (brought to the host)."""
+        """Of single rows ``[T, V]`` scores, ``[m, 1, V]`` roots, and the emitted tokens (brought to the host)."""
         found = {}
         for row in rows:
             path = self.verdict.path[row, 1 : int(self.verdict.count[row]) + 1]

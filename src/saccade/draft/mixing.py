@@ -18,7 +18,7 @@ class Mixture:
     Attributes:
         views: m; 1 while all views are one.
         weights: ``[B, m]`` of the block.
-        roots: ``[m, B, V]`` what every view said after the block's roots.
+        roots: ``[m, B, 1, V]`` what every view said after the block's roots.
     """
 
     def __init__(self, policy: TreePolicy, batch: int, views: int, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Mixture:
         self._batch = batch
         self.views = views
         self.weights = torch.full((batch, views), 1 / views, device=device)
-        self.roots = torch.zeros(views, batch, 0, device=device)
+        self.roots = torch.zeros(views, batch, 1, 0, device=device)
 
     @property
     def max_nodes(self) -> int:
@@ -90,8 +90,9 @@ class MixedGrowth:
         views = len(self._shares)
         if self._chosen is not None:
             q = logits.softmax(-1, torch.float32).view(-1, self._batch, 1, logits.shape[2])
-            self._mixing.roots = q[:, :, 0]
-            logits, q = logits[self._rows] if self._rows else logits, q[self._chosen]
+            self._mixing.roots = q
+            if self._rows is not None:
+                logits, q = logits[self._rows], q[self._chosen]
             self._chosen = None
         elif views > 1:
             q = logits.softmax(-1, torch.float32).view(views, self._batch, *logits.shape[1:])

@@ -88,33 +88,32 @@ class Grid:
             held = max(1, _MOST_VALUES // seen.p.numel())
             if held >= len(grid):
                 return self._gains(seen, grid).flatten(2)
-            return torch.cat([self._gains(seen, part) for part in grid.split(held)], 2).flatten(2)
+            return torch.cat([self._gains(seen, part) for part in grid.split(held)], -1).flatten(2)
 
         def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
-            gains = total.view(batch, len(grid), -1)
-            gain = gains[..., 0]
+            gain = total
             if matching:
-                hits = gains[..., 1]
+                gain, hits = total.chunk(2, 1)
                 gain = gain.masked_fill(hits < hits.amax(1, keepdim=True), -torch.inf)
             return grid.index_select(0, gain.argmax(1))
 
         return _Learned(batch, views, len(grid) * (1 + matching), self.window, device, measure, decide)
 
     def _gains(self, seen: Verified, grid: Tensor) -> Tensor:
-        """``[B, T, G, 1]`` how little every point is off, or ``[B, T, G, 2]`` that and matches.
+        """``[B, T, G]`` how little every point is off, or ``[B, T, 2, G]`` that and matches.
 
         That is minus the distance, in KL(p||q) without p's entropy, which no weight changes.
         """
         mixed = (grid @ seen.q.flatten(1)).view(-1, *seen.p.shape)  # [G, B, T, V]
         if self.distance == "tv":
-            return total_variation(seen.p, mixed)[..., None].neg()
+            return -total_variation(seen.p, mixed)
         likeliest = mixed.argmax(-1) if self.distance == "match" else None
         # In place: this is the largest tensor.
         gain = mixed.clamp_min_(TINY).log_().mul_(seen.p).sum(-1).permute(1, 2, 0)
         if likeliest is None:
-            return gain[..., None]
+            return gain
         hits = (likeliest == seen.label).permute(1, 2, 0)
-        return torch.stack([gain, hits.to(gain)], -1)
+        return torch.stack([gain, hits.to(gain)], 2)
 
 
 @dataclass(frozen=True)
