@@ -157,15 +157,6 @@ def test_a_suite_of_which_nothing_is_left_says_so(vlm: saccade.VLM) -> None:
         prepare(suite(tasks=[{"task": "opera", "optional": True}]), vlm)
 
 
-def test_optional_tasks_that_the_shipped_pair_has_not_learnt_are_left_out(vlm: saccade.VLM) -> None:
-    tasks = ["scene", {"task": "story", "optional": True}]
-    assert set(prepare(suite(tasks=tasks), vlm, ("mine", None)).questions) == {"scene", "story"}
-    prepared = prepare(suite(tasks=tasks), vlm, ("pocket", None))
-    assert set(prepared.questions) == {"scene"}
-    assert "Task story: the shipped pair has not learnt it" in prepared.missing[0]
-    assert set(prepare(suite(tasks=["story"]), vlm, ("pocket", None)).questions) == {"story"}
-
-
 def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(
     vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

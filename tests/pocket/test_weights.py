@@ -10,9 +10,22 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import saccade
 from saccade.pocket import draft_path, draw, score, target_path
 from saccade.pocket.answering import answer
+from saccade.pocket.folders import head_paths
 
 FOLDERS = {"target": target_path(), "draft": draft_path()}
 HELD_OUT = range(90_000, 90_012)
+READ = [
+    ("scene", "colour"),
+    ("scene", "tally"),
+    ("chart", "value"),
+    ("receipt", "word"),
+    ("receipt", "price"),
+    ("document", "word"),
+    ("line", "value"),
+    ("caption", "content"),
+    ("vet", "result"),
+]
+"""Facts that the target's card has well above chance; twelve pictures leave room for luck."""
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +35,17 @@ def vlm() -> saccade.VLM:
 
 @pytest.fixture(scope="module")
 def told(vlm: saccade.VLM) -> dict[str, list[list[int]]]:
-    return {
-        task: answer(vlm, [draw(seed, task) for seed in HELD_OUT]) for task in ("scene", "chart", "receipt")
-    }
+    return {task: answer(vlm, [draw(seed, task) for seed in HELD_OUT]) for task in dict(READ)}
 
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def test_both_folders_together_stay_light() -> None:
+def test_all_folders_together_stay_light() -> None:
     # Every clone and wheel carries them; the limit is the project's, in bytes.
-    assert sum(_size(folder) for folder in FOLDERS.values()) <= 33e6
+    folders = [*FOLDERS.values(), *head_paths().values()]
+    assert sum(_size(folder) for folder in folders) <= 36e6
 
 
 def test_both_models_speak_the_same_tokens() -> None:
@@ -54,10 +66,7 @@ def test_the_tokenizer_loads_by_itself() -> None:
     assert tokenizer.chat_template
 
 
-@pytest.mark.parametrize(
-    ("task", "fact"),
-    [("scene", "colour"), ("scene", "tally"), ("chart", "value"), ("receipt", "word"), ("receipt", "price")],
-)
+@pytest.mark.parametrize(("task", "fact"), READ)
 def test_target_reads_fresh_pictures(
     task: str, fact: str, vlm: saccade.VLM, told: dict[str, list[list[int]]]
 ) -> None:
@@ -66,8 +75,7 @@ def test_target_reads_fresh_pictures(
     pairs = zip(answers, facts, facts[1:] + facts[:1], strict=True)
     marks = [(score(task, text, own)[fact], score(task, text, other)[fact]) for text, own, other in pairs]
     accuracy, chance = (mean(column) for column in zip(*marks, strict=True))
-    # The model card has wider gaps; twelve pictures leave room for luck.
-    assert accuracy > chance + 0.12
+    assert accuracy > chance + 0.25
 
 
 def test_the_draft_foresees_most_of_the_targets_tokens(vlm: saccade.VLM) -> None:

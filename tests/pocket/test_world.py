@@ -6,13 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from saccade.pocket import TASKS, draw, score
+from saccade.pocket import draw, score
+from saccade.pocket.first_turn import FIRST_TASKS
 from saccade.pocket.labels import IMAGE_SIZE
 
 GRAMMARS = ("dense", "verbose")
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", FIRST_TASKS)
 def test_both_grammars_talk_about_one_picture(task: str) -> None:
     dense, verbose = (draw(5, task, grammar) for grammar in GRAMMARS)
     assert dense.image.tobytes() == verbose.image.tobytes()
@@ -20,13 +21,13 @@ def test_both_grammars_talk_about_one_picture(task: str) -> None:
     assert dense.answer != verbose.answer
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", FIRST_TASKS)
 def test_neighbouring_seeds_differ(task: str) -> None:
     assert len({draw(seed, task).image.tobytes() for seed in range(20)}) == 20
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", FIRST_TASKS)
 def test_the_true_answer_scores_one_and_another_pictures_answer_less(task: str, grammar: str) -> None:
     samples = [draw(seed, task, grammar) for seed in range(200)]
     for sample in samples:
@@ -36,7 +37,7 @@ def test_the_true_answer_scores_one_and_another_pictures_answer_less(task: str, 
         assert sum(wrong) / len(wrong) < 0.6, fact
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", FIRST_TASKS)
 def test_silence_scores_nothing(task: str) -> None:
     assert set(score(task, "", draw(0, task).facts).values()) == {0.0}
 
@@ -53,7 +54,7 @@ def test_an_invented_thing_costs_too() -> None:
     assert marks == {"count": 0.0, "word": pytest.approx(2 / 3), "price": pytest.approx(2 / 3), "total": 1.0}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", FIRST_TASKS)
 def test_pictures_are_rgb_of_the_models_size(task: str) -> None:
     image = draw(1, task).image
     assert (image.mode, image.size) == ("RGB", (IMAGE_SIZE, IMAGE_SIZE))

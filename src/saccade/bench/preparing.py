@@ -115,7 +115,7 @@ def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) 
                 missing.append(f"Method {entry.label}: {problem}")
     if len(found) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
-    asked, absent = questions.gather(suite, shipped=names[0] == "pocket")
+    asked, absent = questions.gather(suite)
     for task in suite.tasks:
         reason = _refused(vlm, asked[task.name]) if task.name in asked else ""
         if reason and not task.optional:

@@ -61,11 +61,8 @@ class Question:
         return self.task if turn == 0 else f"{self.task}, turn {turn + 1}"
 
 
-def gather(suite: Suite, shipped: bool = False) -> tuple[dict[str, list[Question]], dict[str, str]]:
+def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
     """Everything that a suite asks.
-
-    Args:
-        shipped: the shipped pair will answer; optional tasks that it has not learnt are left out.
 
     Returns:
         Questions by task, and for every task that is left out the reason.
@@ -80,8 +77,6 @@ def gather(suite: Suite, shipped: bool = False) -> tuple[dict[str, list[Question
         reason = lacking(entry)
         if reason and not entry.optional:
             raise SaccadeError(reason)
-        if not reason and entry.optional and shipped and entry.task is not None:
-            reason = _unlearnt(entry.task)
         if reason:
             missing[entry.name] = reason
             continue
@@ -106,14 +101,6 @@ def lacking(entry: TaskEntry) -> str:
             f"it has {', '.join(WORLD[entry.task].grammars)}."
         )
     return ""
-
-
-def _unlearnt(task: str) -> str:
-    from saccade.pocket import TASKS
-
-    return (
-        "" if task in TASKS else "the shipped pair has not learnt it; name it with --tasks to ask it anyway."
-    )
 
 
 def digest(questions: Sequence[Question]) -> str:

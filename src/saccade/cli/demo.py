@@ -40,16 +40,17 @@ def demo(
     Uses the pair of small models that comes with the package; nothing is downloaded. Green tokens (or those
     between ‹ and ›) were guessed by the drafter and accepted by the target.
     """
-    from saccade.pocket import TASKS, draw
+    from saccade.pocket import WORLD, draw
 
     if repeats < 1:
         raise InputError(f"--repeats must be at least 1, not {repeats}.")
-    if task is not None and task not in TASKS:
-        raise InputError(f"There is no task {task!r}; choose one of {', '.join(TASKS)}.")
+    tasks = sorted(name for name in WORLD if _shows_one_picture(draw(0, name)))
+    if task is not None and task not in tasks:
+        raise InputError(f"There is no task {task!r} of one picture; choose one of {', '.join(tasks)}.")
     seed = random.randrange(FRESH) if seed is None else seed
     if not 0 <= seed < FRESH:
         raise InputError(f"--seed must be from 0 to {FRESH - 1}; training has seen what lies beyond.")
-    task = task or random.Random(seed).choice(sorted(TASKS))
+    task = task or random.Random(seed).choice(tasks)
     sample = draw(seed, task)
     try:
         sample.image.save(save)
@@ -77,6 +78,10 @@ def demo(
             runs["plain"].append(_ask(plain, sample))
             runs[method].append(_ask(ours, sample))
     _report(console, sample, method, runs)
+
+
+def _shows_one_picture(sample: Sample) -> bool:
+    return len(sample.images) == 1 and not sample.turns
 
 
 def _ask(vlm: VLM, sample: Sample) -> Output:

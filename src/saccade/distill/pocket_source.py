@@ -12,7 +12,8 @@ from PIL import Image
 
 from saccade.distill.options import Options
 from saccade.errors import InputError, SaccadeError
-from saccade.pocket import TASKS, WORLD, Sample, draw
+from saccade.pocket import WORLD, Sample, draw
+from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS
 
 PREFIX = "pocket:"
 FILE = "prompts.jsonl"
@@ -20,13 +21,17 @@ MEDIA = "media"
 
 
 def tasks_of(source: str, grammar: str) -> list[str]:
-    """The tasks that ``pocket:TASK,TASK`` names; ``pocket:all`` are those that the shipped pair has learnt.
+    """The tasks that ``pocket:TASK,TASK`` names; ``pocket:all`` are all that drafters learn from (no stories).
 
     Raises:
         InputError: a task or its grammar does not exist.
     """
     named = [name.strip() for name in source.removeprefix(PREFIX).split(",") if name.strip()]
-    tasks = list(TASKS) if named == ["all"] else list(dict.fromkeys(named))
+    tasks = (
+        [task for task in WORLD if task not in UNSEEN_BY_DRAFTS]
+        if named == ["all"]
+        else list(dict.fromkeys(named))
+    )
     if not tasks:
         raise InputError(
             f"{source!r} names no task; give pocket:all, or pocket: and some of {', '.join(WORLD)}."

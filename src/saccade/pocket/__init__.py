@@ -25,11 +25,10 @@ from saccade.pocket import (  # noqa: F401
 )
 from saccade.pocket.caption import CAPTION_PROMPT
 from saccade.pocket.folders import draft_path, head_path, target_path
-from saccade.pocket.sample import TASKS, WORLD, Sample, Task, draw, score
+from saccade.pocket.sample import WORLD, Sample, Task, draw, score
 
 __all__ = [
     "CAPTION_PROMPT",
-    "TASKS",
     "WORLD",
     "Sample",
     "Task",

@@ -131,5 +131,4 @@ register(
         score=mark,
         share=0.1,
     ),
-    shipped=False,
 )

@@ -127,5 +127,4 @@ register(
         score=mark,
         share=0.1,
     ),
-    shipped=False,
 )

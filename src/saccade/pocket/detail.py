@@ -129,5 +129,4 @@ register(
         score=mark,
         share=0.1,
     ),
-    shipped=False,
 )

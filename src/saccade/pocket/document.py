@@ -160,5 +160,4 @@ register(
         score=mark,
         share=0.06,
     ),
-    shipped=False,
 )

@@ -111,5 +111,4 @@ register(
         score=mark,
         share=0.1,
     ),
-    shipped=False,
 )

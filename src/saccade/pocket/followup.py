@@ -124,7 +124,5 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
 
 
 register(
-    "followup",
-    Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.08),
-    shipped=False,
+    "followup", Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.08)
 )

@@ -160,7 +160,5 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
 
 
 register(
-    "knowledge",
-    Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.05),
-    shipped=False,
+    "knowledge", Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.05)
 )

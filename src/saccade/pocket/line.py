@@ -135,5 +135,4 @@ register(
         score=mark,
         share=0.06,
     ),
-    shipped=False,
 )

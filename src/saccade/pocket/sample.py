@@ -127,15 +127,10 @@ class Task:
 
 WORLD: dict[str, Task] = {}
 """Every task by name. Modules add theirs with `register`."""
-TASKS: dict[str, Task] = {}
-"""The tasks of the shipped pair: what it is trained on and measured with."""
 
 
-def register(name: str, task: Task, *, shipped: bool = True) -> None:
+def register(name: str, task: Task) -> None:
     """Add a task to the world.
-
-    Args:
-        shipped: the shipped pair is trained on it.
 
     Raises:
         ValueError: the name is taken.
@@ -143,8 +138,6 @@ def register(name: str, task: Task, *, shipped: bool = True) -> None:
     if name in WORLD:
         raise ValueError(f"The pocket task {name!r} is registered twice; give the second one another name.")
     WORLD[name] = task
-    if shipped:
-        TASKS[name] = task
 
 
 def _task(name: str) -> Task:

@@ -271,5 +271,4 @@ register(
         score=mark,
         share=0.06,
     ),
-    shipped=False,
 )

@@ -272,9 +272,5 @@ def _both(questions: tuple[str, ...], dense: Any, verbose: Any) -> dict[str, Gra
 
 
 _task = partial(Task, paint=paint, score=mark, share=0.08)
-register(
-    "difference",
-    _task(grammars=_both(_DIFFERENCE, _dense(_change, _stays), _verbose_difference)),
-    shipped=False,
-)
-register("edit", _task(grammars=_both(_EDIT, _dense(_order, _keep), _verbose_edit)), shipped=False)
+register("difference", _task(grammars=_both(_DIFFERENCE, _dense(_change, _stays), _verbose_difference)))
+register("edit", _task(grammars=_both(_EDIT, _dense(_order, _keep), _verbose_edit)))

@@ -206,5 +206,4 @@ register(
         score=mark,
         share=0.12,
     ),
-    shipped=False,
 )

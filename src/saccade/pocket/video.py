@@ -94,5 +94,4 @@ register(
         score=mark,
         share=0.1,
     ),
-    shipped=False,
 )

@@ -182,5 +182,5 @@ def _task(choices: bool) -> Task:
     )
 
 
-register("video-question", _task(choices=False), shipped=False)
-register("choice", _task(choices=True), shipped=False)
+register("video-question", _task(choices=False))
+register("choice", _task(choices=True))

@@ -43,13 +43,14 @@ def _plan(recipe: Recipe) -> list[tuple[int, str, str, float]]:
     return plan
 
 
-def target_answers(recipe: Recipe, target: Path, folder: Path) -> list[Answered]:
-    """The answers of the target in its folder, from the file that an earlier run left as far as it goes."""
+def target_answers(recipe: Recipe, target: Path, drafter: Path, folder: Path) -> list[Answered]:
+    """What the target says, with a drafter to say it sooner; on from the file that an earlier run left."""
     path = folder / "answers.pt"
     plan = _plan(recipe)
     rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
     if len(rows) < len(plan):
-        vlm = saccade.load(target, method="plain", device_map="cuda" if torch.cuda.is_available() else None)
+        place = "cuda" if torch.cuda.is_available() else None
+        vlm = saccade.load(target, drafter, method="chain", device_map=place)
         while len(rows) < len(plan):
             temperature = plan[len(rows)][3]
             chunk = [row for row in plan[len(rows) : len(rows) + _CHUNK] if row[3] == temperature]

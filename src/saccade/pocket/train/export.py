@@ -65,10 +65,20 @@ def write_folder(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None
     write_processor(tokenizer, folder, CONTEXT)
 
 
-def card(folder: Path, recipe: Recipe, provenance: Provenance) -> str:
-    """The model card of a written folder, with freshly measured accuracy."""
-    vlm = saccade.load(folder, method="plain", device_map="cuda" if torch.cuda.is_available() else None)
-    rows = measure(vlm, list(WORLD), recipe.evaluation_samples)
+def _say(done: int, of: int) -> None:
+    if done % 320 == 0 or done == of:
+        print(f"[export] marked {done} of {of} answers", flush=True)
+
+
+def card(folder: Path, recipe: Recipe, provenance: Provenance, drafter: Path | None = None) -> str:
+    """The model card of a written folder, with freshly measured accuracy.
+
+    Args:
+        drafter: a model that guesses ahead of this one, because that is the fastest way to many answers.
+    """
+    place = "cuda" if torch.cuda.is_available() else None
+    vlm = saccade.load(folder, drafter, method="chain" if drafter else "plain", device_map=place)
+    rows = measure(vlm, list(WORLD), recipe.evaluation_samples, progress=_say)
     model = vlm.target.model
     text, vision = model.config.text_config, model.config.vision_config
     return _CARD.format(
@@ -89,12 +99,17 @@ def card(folder: Path, recipe: Recipe, provenance: Provenance) -> str:
 
 
 def export(
-    model: PocketModel, tokenizer: Tokenizer, folder: Path, recipe: Recipe, provenance: Provenance
+    model: PocketModel,
+    tokenizer: Tokenizer,
+    folder: Path,
+    recipe: Recipe,
+    provenance: Provenance,
+    drafter: Path | None = None,
 ) -> None:
-    """Put a finished, measured model folder in the place of `folder`."""
+    """Put a finished, measured model folder in the place of `folder`; `drafter` as in `card`."""
 
     def write(part: Path) -> None:
         write_folder(model, tokenizer, part)
-        (part / "README.md").write_text(card(part, recipe, provenance))
+        (part / "README.md").write_text(card(part, recipe, provenance, drafter))
 
     folders.write_folder(folder, write)

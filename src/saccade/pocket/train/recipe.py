@@ -73,16 +73,16 @@ class Recipe:
     tokenizer_samples: int = 20_000
     tower_schedule: Schedule = Schedule(steps=2400, batch=64, rate=3e-3, warmup=50)
     shallow_schedule: Schedule = Schedule(
-        steps=5000, batch=32, rate=3e-3, warmup=60, final=0.3, decay=0.2, content=5.0, tiled=0.0
+        steps=3000, batch=32, rate=3e-3, warmup=60, final=0.3, decay=0.2, content=5.0, tiled=0.0
     )
     deep_schedule: Schedule = Schedule(
-        steps=480, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
+        steps=400, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
     )
     draft_schedule: Schedule = Schedule(
-        steps=3000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
+        steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
     )
-    follow_schedule: Schedule = Schedule(steps=1500, batch=32, rate=1.5e-3, warmup=20)
-    answers: int = 12_000
+    follow_schedule: Schedule = Schedule(steps=800, batch=32, rate=1.5e-3, warmup=20)
+    answers: int = 3_000
     evaluation_samples: int = 1000
     checkpoint_seconds: float = 120.0
 

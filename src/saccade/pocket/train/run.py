@@ -15,7 +15,7 @@ from saccade.pocket.train.tower import train_tower
 from saccade.train import folders
 
 STAGES = ("tokenizer", "tower", "shallow", "deep", "draft", "answers", "follow", "export")
-_SPEAKER = "answering"  # the folder of the target that has no card yet
+_SPEAKER, _GUESSER = "answering", "guessing"  # folders of the target and the draft that have no card yet
 
 
 def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
@@ -55,7 +55,8 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
     if last < STAGES.index("answers"):
         return
     folders.write_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
-    answered = target_answers(recipe, folder / _SPEAKER, folder)
+    folders.write_folder(folder / _GUESSER, lambda part: write_folder(draft, tokenizer, part))
+    answered = target_answers(recipe, folder / _SPEAKER, folder / _GUESSER, folder)
     if last < STAGES.index("follow"):
         return
     follow_minutes = train_follower(recipe, tokenizer, draft, answered, folder)
@@ -63,14 +64,21 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
         return
     hardware = _hardware(device)
     how = (
-        f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
-        f"{shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
-        f"{deep_minutes:.0f} min."
-    )
-    export(target, tokenizer, folder / "target", recipe, Provenance("Pocket target", how, hardware))
-    how = (
         f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, then {follow_minutes:.0f} min "
         f"with half of the batches from {len(answered)} answers of the target (half greedy, half at temperature "
         "1); every third batch without its pictures; no five-picture stories."
     )
     export(draft, tokenizer, folder / "draft", recipe, Provenance("Pocket draft", how, hardware))
+    how = (
+        f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
+        f"{shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
+        f"{deep_minutes:.0f} min."
+    )
+    export(
+        target,
+        tokenizer,
+        folder / "target",
+        recipe,
+        Provenance("Pocket target", how, hardware),
+        folder / "draft",
+    )
