@@ -37,12 +37,14 @@ class _Seeing:
     def __init__(self, draft: Any, inputs: Inputs) -> None:
         self._draft = draft
         self._generate = type(draft).generate
-        self._pixels = inputs["pixel_values"]
+        self._media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
 
     def __call__(self, **arguments: Any) -> Any:
         arguments.pop("mm_encoder_outputs", None)  # the target's features, of the target's width
         if arguments.get("past_key_values") is None:
             arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
             arguments["generation_config"].is_assistant = False  # else the picture is dropped
-            arguments["pixel_values"] = self._pixels.to(self._draft.dtype)
+            arguments |= {
+                k: v.to(self._draft.dtype) if v.is_floating_point() else v for k, v in self._media.items()
+            }
         return self._generate(self._draft, **arguments)
