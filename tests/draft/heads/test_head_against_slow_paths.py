@@ -129,10 +129,18 @@ def _positions_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _guesses_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stay(self: Any) -> None:
-        self.keep([range(min(self.pending, 1))] * self.batch)
+    cache = under_test.SlotCache
+    keep, drop = cache.keep, cache.drop_pending
 
-    monkeypatch.setattr(under_test.SlotCache, "drop_pending", stay)
+    def kept(self: Any, chosen: Any) -> None:
+        with monkeypatch.context() as inner:  # what is kept is kept rightly
+            inner.setattr(cache, "drop_pending", drop)
+            keep(self, chosen)
+
+    monkeypatch.setattr(cache, "keep", kept)
+    monkeypatch.setattr(
+        cache, "drop_pending", lambda self: kept(self, [range(min(self.pending, 1))] * self.batch)
+    )
 
 
 MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
