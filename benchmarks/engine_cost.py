@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from clock import CLOCKS, Clock
-from pocket_pair import Inputs, add_options, load, prompts
+from clock import Clock
+from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from replay import Replay
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.static import Chain
@@ -171,15 +171,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--gamma", type=int, default=5, help="guesses per step (default: 5)")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts that count (default: 4)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
-    parser.add_argument(
-        "--clock",
-        default="wall",
-        choices=CLOCKS,
-        help="cpu counts processor time: use it with one thread where other work shares the cores (default: wall)",
-    )
+    add_step_options(parser, prompts=4)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from clock import CLOCKS
 from saccade.inputs.batch import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
@@ -33,6 +34,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+
+
+def add_step_options(parser: argparse.ArgumentParser, prompts: int) -> None:
+    """The options of measurements that time every step of a chain."""
+    parser.add_argument("--gamma", type=int, default=5, help="guesses per step (default: 5)")
+    parser.add_argument(
+        "--prompts", type=int, default=prompts, help="prompts that count (default: %(default)s)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
+    parser.add_argument(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="cpu counts processor time: use it with one thread where other work shares the cores (default: wall)",
+    )
 
 
 def load(folder: Path, dtype: str, device: str) -> Any:

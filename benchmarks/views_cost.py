@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from clock import CLOCKS, Clock
-from pocket_pair import Inputs, add_options, load, prompts
+from clock import Clock
+from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble import EnsembleDrafter, EnsembleSession
 from saccade.draft.model import ModelDrafter
@@ -189,15 +189,7 @@ def main() -> None:
         default=["MT:best", "MT:grid", "MTP:best", "MTP:inverse-error"],
         help="views and how they are weighed, beside the picture's view alone (default: %(default)s)",
     )
-    parser.add_argument("--gamma", type=int, default=5, help="guesses per step (default: 5)")
-    parser.add_argument("--prompts", type=int, default=6, help="prompts that count (default: 6)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
-    parser.add_argument(
-        "--clock",
-        default="wall",
-        choices=CLOCKS,
-        help="cpu counts processor time: use it with one thread where other work shares the cores (default: wall)",
-    )
+    add_step_options(parser, prompts=6)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

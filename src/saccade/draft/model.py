@@ -147,5 +147,5 @@ def goes_on(earlier: Prompt, prompt: Prompt) -> bool:
     Any other is a new prompt, even if a template gives both the same first tokens, and so is the same one again.
     """
     same = prompt.ids[: len(earlier)] == earlier.ids and len(prompt) > len(earlier)
-    seen = zip(earlier.media, prompt.media, strict=False)
+    seen = zip(earlier.media, prompt.media, strict=False)  # later turns may bring more
     return same and len(prompt.media) >= len(earlier.media) and all(a.digest == b.digest for a, b in seen)

@@ -110,7 +110,7 @@ def _tensors(
         if name.endswith("multi_modal_projector.linear_1.weight"):
             bias = name.removesuffix("weight") + "bias"
             pieces = into_projector(source[name], source[bias] if bias in source.names else None)
-            yield from zip([name, bias], pieces, strict=False)
+            yield from zip([name, bias], pieces, strict=False)  # a projector may have no bias
         elif name.endswith("multi_modal_projector.linear_1.bias"):
             continue
         elif name.endswith("multi_modal_projector.linear_2.weight"):

@@ -170,7 +170,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
             f"on a {ground} background I can see {count} shapes.",
         )
     ]
-    for before, thing in zip([None, *things], things, strict=False):
+    for before, thing in zip([None, *things[:-1]], things, strict=True):
         place, name = _whereabouts(rng, thing), f"{thing['size']} {thing['colour']} {thing['shape']}"
         phrasings = [f"{place} there is a {name}.", f"a {name} sits {place}."]
         if before is not None:

@@ -127,7 +127,7 @@ def _shared(held: _Held, ids: Sequence[int], marks: Sequence[tuple[int, int, str
     """Length of the common prefix, never inside a medium and always short of the whole prompt."""
     limit = min(len(held.ids), len(ids) - 1)
     same = next((i for i in range(limit) if held.ids[i] != ids[i]), limit)
-    for ours, theirs in zip(held.media, marks, strict=False):
+    for ours, theirs in zip(held.media, marks, strict=False):  # one prompt may have more
         if ours != theirs:
             same = min(same, ours[0], theirs[0])
             break

@@ -225,4 +225,6 @@ def _joined(modules: list[Any]) -> Tensor:
 def _already_joined(weights: list[Tensor]) -> bool:
     ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
     storage = {w.untyped_storage().data_ptr() for w in weights}
-    return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False))
+    return len(storage) == 1 and all(
+        w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True)
+    )

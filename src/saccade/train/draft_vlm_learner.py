@@ -126,7 +126,7 @@ class DraftVlmLearner:
                 f"The checkpoint {'lacks' if name in wanted else 'has'} the weight {name}; expected all weights of the "
                 "drafter but its vision tower's, so give a checkpoint of this run, or start anew in another folder."
             )
-        self.module.load_state_dict(state, strict=False)
+        self.module.load_state_dict(state, strict=False)  # the tower, which learns nothing, is not in it
 
     def keep(self) -> None:
         """Nothing is found that a run could find again."""

@@ -142,6 +142,7 @@ def _child(tree: dict[str, Any], parent: int, token: int) -> int | None:
 def _difference(record: Record, plain: Record | None) -> str:
     if plain is None or record.tokens == plain.tokens:
         return ""
+    # One answer may end sooner.
     pairs = enumerate(zip(record.tokens, plain.tokens, strict=False))
     shorter = min(len(record.tokens), len(plain.tokens))
     first = next((place for place, (ours, theirs) in pairs if ours != theirs), shorter)
