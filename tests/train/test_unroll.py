@@ -20,8 +20,8 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 """fp32 sums in another order; heads' outputs are of size 1 and more."""
 
 
-def made(kind: str) -> tuple[Head, Entries]:
-    own = head("llava", kind)
+def made(kind: str, **options: Any) -> tuple[Head, Entries]:
+    own = head("llava", kind, **options)
     return own, entries_of(own, read_features(target("llava"), samples("llava", 3), own.layers))
 
 
@@ -58,6 +58,10 @@ def compare(own: Head, entries: Entries) -> None:
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis"])
 def test_every_step_of_every_draft_is_what_drafting_gives(kind: str) -> None:
     compare(*made(kind))
+
+
+def test_drafts_of_several_blocks_too() -> None:
+    compare(*made("eagle2", blocks=3))
 
 
 def test_seeing_the_neighbour_instead_of_the_own_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ def test_several_images_videos_and_words_alone(after: str, prompt_kind: str) -> 
     name = "qwen2_5_vl"
     hivis, eagle = untaught(name, "hivis", after_image=after), untaught(name, "eagle2")
     blind = untaught(name, "eagle2", text_only=True, after_image=after)
-    for head in (hivis, eagle, blind):
+    deep = untaught(name, "eagle2", blocks=3)
+    for head in (hivis, eagle, blind, deep):
         assert difference(name, head, rows=2, kind=prompt_kind, n=5) < CLOSE
 
 

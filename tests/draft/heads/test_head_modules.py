@@ -167,7 +167,7 @@ def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind:
 
 def test_positions_stay_exact_in_lower_precision() -> None:
     """A frequency rounded to bfloat16 turns by whole radians a few hundred positions on."""
-    block = untaught("llava", "eagle2").bfloat16().block
+    block = untaught("llava", "hivis").bfloat16().block
     assert isinstance(block, Block)
     cos, _ = block._rotary(torch.tensor([[997]]))
     expected = torch.cos(997.0 * 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16))
@@ -215,7 +215,7 @@ def test_a_narrower_mlp_makes_a_lighter_head() -> None:
     light, usual = (
         build_head(HeadConfig.from_target(target("llava"), "eagle2", mlp=width)) for width in (8, None)
     )
-    shapes = [head.state_dict()["block.mlp.up_proj.weight"].shape[0] for head in (light, usual)]
+    shapes = [head.state_dict()["stack.0.mlp.up_proj.weight"].shape[0] for head in (light, usual)]
     assert shapes == [8, target("llava").text_config.intermediate_size]
 
 
@@ -235,6 +235,7 @@ def _config(**changes: Any) -> HeadConfig:
         (lambda: HeadConfig.from_target(target("llava"), "medusa", mlp=8), "has no option mlp"),
         (lambda: HeadConfig.from_target(target("llava"), "eagle2", mlp=0), "a whole number from 1, not 0"),
         (lambda: untaught("llava", "hivis", after_image="none"), "after_image must be one of text, visual"),
+        (lambda: untaught("llava", "eagle2", blocks=0), "blocks must be a whole number from 1, not 0"),
         (lambda: _config(heads=3), "heads that are a multiple of its kv_heads"),
         (lambda: _config(steps=0), "steps must be at least 1, not 0"),
         (lambda: build_head(_config(options={})), r"takes the options \['after_image'\]"),
@@ -259,7 +260,7 @@ def test_only_visual_entries_of_msd_do_without_a_feature() -> None:
         whole = head(features, embeddings, positions, causal)
         fused = head.fc(torch.cat([head.embedding_norm(embeddings), head.feature_norm(features)], -1))  # type: ignore[operator]
         fused[:, :3] = head.embedding_norm(embeddings)[:, :3]  # type: ignore[operator]
-        torch.testing.assert_close(whole, head.block(fused, positions, causal))  # type: ignore[operator]
+        torch.testing.assert_close(whole, head.stack[0](fused, positions, causal))  # type: ignore[operator,index]
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])

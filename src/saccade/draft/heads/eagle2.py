@@ -1,4 +1,4 @@
-"""EAGLE-2's head: one block over embedding and feature, side by side."""
+"""EAGLE-2's head: a block, or several, over embedding and feature side by side."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
+from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
 
 
@@ -24,22 +25,30 @@ class Eagle2(Head):
     Options:
         text_only: hide the visual tokens (HiViS, Table 1, "text only").
         after_image: as in `Head.entries`; only read when visual tokens are hidden.
+        blocks: decoder blocks, 1 in the paper; more are DREAM's ablation (Table 2).
     """
 
     kind: ClassVar[str] = "eagle2"
-    defaults: ClassVar[Mapping[str, Any]] = {"text_only": False, "after_image": "text"}
+    defaults: ClassVar[Mapping[str, Any]] = {"text_only": False, "after_image": "text", "blocks": 1}
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
+        count = config.options.get("blocks", 1)
+        if type(count) is not int or count < 1:
+            raise ModelError(f"blocks must be a whole number from 1, not {count!r}.")
         width = config.hidden_size
         self.embedding_norm = RMSNorm(width, config.norm_eps)
         self.feature_norm = RMSNorm(width, config.norm_eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.block = Block(config)
+        self.stack = nn.ModuleList(Block(config, place) for place in range(count))
 
     @property
     def hides_visual(self) -> bool:
         return bool(self.config.options["text_only"])
+
+    @property
+    def blocks(self) -> int:
+        return len(self.stack)
 
     def forward(
         self,
@@ -50,8 +59,9 @@ class Eagle2(Head):
         cache: SlotCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        words = self.embedding_norm(embeddings)
-        out: Tensor = self.block(self.fused(features, words), positions, allow, cache)
+        out = self.fused(features, self.embedding_norm(embeddings))
+        for block in self.stack:
+            out = block(out, positions, allow, cache)
         return out
 
     def fused(self, features: Tensor, words: Tensor) -> Tensor:
