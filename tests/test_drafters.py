@@ -232,3 +232,9 @@ def test_heads_on_the_command_line_have_one_name_each(
     assert asked["heads"] == {"mine": "mine", "x": "other", "a=b": "a=b"}
     with pytest.raises(InputError, match=r"Two heads are called 'best'.*--head NAME=FOLDER"):
         screen.load_models("some/model", None, None, heads=["a/best", "b/best"])
+
+
+def test_the_built_in_draft_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = shipped(tmp_path, monkeypatch)
+    screen.load_models("some/model", "pocket", None)
+    assert asked["drafter"] == "draft"

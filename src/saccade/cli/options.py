@@ -24,7 +24,8 @@ Drafter = Annotated[
         "--drafter",
         "-d",
         metavar="PATH",
-        help="What guesses ahead: a smaller checkpoint with the same tokenizer, or the folder of a trained head.",
+        help="What guesses ahead: a smaller checkpoint with the same tokenizer, or the folder of a trained head; "
+        "pocket is the built-in draft model.",
         rich_help_panel="Models",
     ),
 ]

@@ -72,7 +72,7 @@ def check_media(images: list[str], videos: list[str]) -> None:
 def load_models(
     target: str, drafter: str | None, method: str | None, *, heads: list[str] | None = None, **options: Any
 ) -> VLM:
-    """`saccade.load` with a waiting sign; `pocket` stands for the built-in pair.
+    """`saccade.load` with a waiting sign; `pocket` stands for the built-in target, and for its draft model.
 
     Other models go to the CUDA GPU where there is one, unless ``device_map`` says where.
 
@@ -85,14 +85,14 @@ def load_models(
     with waiting(f"Loading {target}"):
         from transformers.utils import logging
 
-        from saccade import load
+        from saccade import load, methods, pocket
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         given = _heads_by_name(heads or [])
+        if drafter == "pocket" and not Path(drafter).is_dir():
+            drafter = str(pocket.draft_path())
         if target == "pocket" and not Path(target).is_dir():
-            from saccade import methods, pocket
-
             target = str(pocket.target_path())
             needs = None if method is None else methods.get(method).needs
             if drafter is None and needs in (None, "draft model"):
