@@ -115,6 +115,7 @@ def _report(console: Any, sample: Sample, method: str, runs: dict[str, list[Outp
     if ours.tokens == plain.tokens:
         console.print(f"All {len(plain.tokens)} tokens are equal to plain decoding's.")
     else:
+        # one answer may end before the other
         same = next(i for i, (a, b) in enumerate(zip(ours.tokens, plain.tokens, strict=False)) if a != b)
         console.print(f"Tokens differ from plain decoding's from token {same} on.")
     facts = score(sample.task, plain.text, sample.facts)

@@ -117,7 +117,9 @@ class AttentionProbe:
         for part in torch.tensor(self._rows(count), dtype=torch.long, device=device).split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))
-            logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()  # half the time of torch.special.entr
+            logs = weights.clamp(
+                min=torch.finfo(weights.dtype).tiny
+            ).log_()  # half the time of torch.special.entr
             entropies.append(logs.mul_(weights).sum(-1).mean(1).neg())
         self.columns[layer] = torch.stack(columns).sum(0)
         self.entropies[layer] = torch.cat(entropies, 1)

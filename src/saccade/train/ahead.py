@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.hydra import Hydra
+from saccade.draft.heads.stacked import StackedHead
 from saccade.train.entries import Entries
 from saccade.train.losses import LMHead, Tally
 from saccade.train.unroll import Window
@@ -28,6 +28,7 @@ class AheadObjective:
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         """The first ``draft_steps`` stacks; stack s at an entry guesses the token s + 1 behind the entry's own."""
+        assert isinstance(head, StackedHead)
         window = Window.of(entries.learnt)
         features, embeddings = window.take(entries.features), window.take(entries.embeddings)
         following, count = window.take(entries.following), window.places.shape[1]
@@ -38,7 +39,7 @@ class AheadObjective:
             learnt = window.learnt[:, step:]  # by place of the token that is guessed
             here = features[:, : count - step][learnt]  # [M, d]
             path = None
-            if isinstance(head, Hydra):  # [M, step + 1, d]
+            if head.follows:  # [M, step + 1, d]
                 windows = embeddings.unfold(1, step + 1, 1).transpose(2, 3)  # [B, A - step, step + 1, d]
                 path = windows[learnt]
             logits = head.logits(head(here, path, step=step), lm_head).float()

@@ -340,7 +340,7 @@ def recorded(
             answer.extend(new)
         done = step.finished
         histories.append([[] if end else list(a) for a, end in zip(answers, done, strict=True)])
-    steps = [replace(s, emitted=h) for s, h in zip(recording.steps, histories, strict=False)]
+    steps = [replace(s, emitted=h) for s, h in zip(recording.steps, histories[:-1], strict=True)]
     return run.outputs, steps
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.heads.hydra import Hydra
 from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.heads.stacked import StackedHead
 from saccade.draft.policy import Frontier
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
@@ -28,6 +28,7 @@ class AheadDraftSession:
     reading_seconds = 0.0
 
     def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
+        assert isinstance(drafter.head, StackedHead)
         self._target, self._context, self._head = drafter.target, target, drafter.head
         self._device = drafter.target.device
         self._shaping = drafter.policy.open(batch, self._device)
@@ -78,7 +79,7 @@ class AheadDraftSession:
         """``[B, W, V]`` behind the last of the tokens ``[B, W, t + 1]``, root first."""
         _, width, count = paths.shape
         embedded = None
-        if isinstance(self._head, Hydra):
+        if self._head.follows:
             embedded = self._target.model.get_input_embeddings()(paths).to(self._state)
             guess = self._head(self._state[:, None].expand(-1, width, -1), embedded, step=count - 1)
         else:

@@ -24,6 +24,7 @@ class Hydra(StackedHead):
     """
 
     kind: ClassVar[str] = "hydra"
+    follows: ClassVar[bool] = True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

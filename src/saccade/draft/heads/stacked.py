@@ -15,10 +15,14 @@ class StackedHead(Head):
 
     `HeadConfig.steps` is the number of stacks, and `Head.forward`'s ``step`` says which one runs. Entries see nothing
     of each other, so that there is no cache.
+
+    Attributes:
+        follows: whether a stack also reads the tokens guessed so far.
     """
 
     default_steps: ClassVar[int] = 5
     gated: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
 
     @classmethod
     def session_class(cls) -> type[AheadDraftSession]:
