@@ -33,7 +33,7 @@ def test_settings_change_single_values() -> None:
     assert changed.batch_size == 8
     assert (changed.stages[1].steps, changed.stages[0].rate, changed.stages[0].draft_steps) == (0, 1, 1)
     assert changed.deepest == 1
-    assert changed.objective.k == 3  # type: ignore[union-attr]
+    assert changed.objective.k == 3  # type: ignore[attr-defined]
     assert changed.head == {"after_image": "visual"}
     assert from_dict(changed.as_dict()) == changed
 
@@ -43,6 +43,17 @@ def test_a_step_knows_its_stage() -> None:
     assert [(recipe.at(i)[0], recipe.at(i)[2]) for i in range(3)] == [(1, 0), (1, 1), (2, 0)]
     with pytest.raises(IndexError):
         recipe.at(3)
+
+
+@pytest.mark.parametrize("given", [50, "50"])
+def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one_of_it(
+    given: int | str,
+) -> None:
+    recipe = read_recipe("dream").with_settings({"loss.layer": given})
+    objective: Any = recipe.objective
+    assert (recipe.loss["layer"], objective.layer) == ("50", "50")
+    with pytest.raises(TrainingError, match=r"loss.layer must be one of entropy, 25, .*, not '30'"):
+        recipe.with_settings({"loss.layer": 30})
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,10 @@ class Recipe:
                 )
         if not self.steps:
             raise TrainingError("No stage has any steps, so there is nothing to train.")
-        known = {f.name for f in fields(OBJECTIVES[self.kind])}
-        _strict(self.loss, known, "loss.")
+        objective = OBJECTIVES[self.kind]
+        _strict(self.loss, {f.name for f in fields(objective)}, "loss.")
+        made = _typed(objective, self.loss, "loss.")
+        object.__setattr__(self, "loss", {name: getattr(made, name) for name in self.loss})
 
     @property
     def steps(self) -> int:
@@ -226,10 +228,12 @@ def _strict(given: Mapping[str, Any], known: set[str], prefix: str) -> None:
 
 
 def _typed(kind: Any, given: Mapping[str, Any], prefix: str) -> Any:
-    """The dataclass of these values; whole numbers will do for others, nothing else is converted."""
+    """The dataclass of these values; whole numbers will do for others and, as digits, for words; nothing else will."""
     wanted: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
     values = dict(given)
     for f in fields(kind):
+        if str(f.type) == "str" and type(values.get(f.name)) is int:
+            values[f.name] = str(values[f.name])
         value, types = values.get(f.name), wanted.get(str(f.type))
         if (
             f.name in values
