@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from saccade.draft.heads.head import Head
+from saccade.errors import TrainingError
 from saccade.train.entries import Entries
 from saccade.train.losses import LMHead, Tally, Weights, draft_loss
 
@@ -29,6 +30,10 @@ class HiViSObjective:
     top: float = 1.0
     k: int = 5
     early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise TrainingError(f"loss.k is {self.k}; it must be at least 1.")
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         return draft_loss(

@@ -41,6 +41,11 @@ _CHOICES = {
     "precision": ("fp32", "bf16"),
     "feature_cache": ("none", "memory", "disk"),
 }
+_LEAST = {
+    **dict.fromkeys(("batch_size", "micro_batch", "max_tokens", "log_every"), 1),
+    **dict.fromkeys(("checkpoint_every", "validate_every", "validation_samples", "min_words"), 0),
+    **dict.fromkeys(("clip", "weight_decay", "cache_gb"), 0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +117,29 @@ class Recipe:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise TrainingError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
-        for name in ("batch_size", "micro_batch", "max_tokens", "log_every"):
-            if getattr(self, name) < 1:
-                raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:  # nor is nan
+                raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        if not _are_betas(self.betas):
+            raise TrainingError(
+                f"betas is {self.betas!r}; it must be two numbers from 0 to below 1, in a recipe's file: "
+                "betas = [0.9, 0.95]."
+            )
         for number, stage in enumerate(self.stages, 1):
-            if stage.steps < 0 or stage.draft_steps < 1 or not stage.rate > 0:
+            if not (min(stage.steps, stage.warmup) >= 0 and stage.final >= 0 and stage.draft_steps >= 1):
                 raise TrainingError(
-                    f"stage{number} needs steps of 0 or more, draft_steps of 1 or more and a rate above 0."
+                    f"stage{number} needs steps, warmup and final of 0 or more, and draft_steps of 1 or more."
                 )
+            if not stage.rate > 0:
+                raise TrainingError(f"stage{number} needs a rate above 0, not {stage.rate}.")
         if not self.steps:
             raise TrainingError("No stage has any steps, so there is nothing to train.")
         objective = OBJECTIVES[self.kind]
         _strict(self.loss, {f.name for f in fields(objective)}, "loss.")
         made = _typed(objective, self.loss, "loss.")
+        for name, value in asdict(made).items():
+            if isinstance(value, (int, float)) and not value >= 0:
+                raise TrainingError(f"loss.{name} is {value}; it must be at least 0.")
         object.__setattr__(self, "loss", {name: getattr(made, name) for name in self.loss})
 
     @property
@@ -166,17 +181,18 @@ class Recipe:
             TrainingError: there is no such setting.
         """
         content = self.as_dict()
+        stages = {f"stage{number}": stage for number, stage in enumerate(content["stages"], 1)}
         for key, value in settings.items():
             group, dot, name = key.partition(".")
             if not dot:
                 content[key] = value
             elif group in ("head", "loss"):
                 content[group] = {**content[group], name: value}
-            elif group.removeprefix("stage").isdigit() and 0 < int(group[5:]) <= len(self.stages):
-                content["stages"][int(group[5:]) - 1][name] = value
+            elif group in stages:
+                stages[group][name] = value
             else:
                 raise TrainingError(
-                    f"There is no setting {key!r}; groups are head, loss, and stage1 to stage{len(self.stages)}."
+                    f"There is no setting {key!r}; groups are head, loss, and stage1 to stage{len(stages)}."
                 )
         return from_dict(content)
 
@@ -188,8 +204,13 @@ def from_dict(content: Mapping[str, Any]) -> Recipe:
         TrainingError: a key is unknown or missing, or a value cannot be.
     """
     _strict(content, {f.name for f in fields(Recipe)}, "")
-    stages = []
-    for number, stage in enumerate(content.get("stages", ()), 1):
+    given, stages = content.get("stages", ()), []
+    if not (isinstance(given, (list, tuple)) and all(isinstance(stage, Mapping) for stage in given)):
+        raise TrainingError(
+            f"The setting stages is {given!r}; expected tables, in a recipe's file: [[stages]]. Numbers of one stage "
+            "are set by names like stage1.steps."
+        )
+    for number, stage in enumerate(given, 1):
         _strict(stage, {f.name for f in fields(Stage)}, f"stage{number}.")
         stages.append(_typed(Stage, stage, f"stage{number}."))
     recipe: Recipe = _typed(Recipe, {**content, "stages": tuple(stages)}, "")
@@ -218,6 +239,11 @@ def recipe_names() -> list[str]:
     """Names of the built-in recipes."""
     folder = files("saccade.train") / "recipes"
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def _are_betas(given: Any) -> bool:
+    numbers = given if isinstance(given, tuple) else ()
+    return len(numbers) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in numbers)
 
 
 def _strict(given: Mapping[str, Any], known: set[str], prefix: str) -> None:
