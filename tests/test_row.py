@@ -123,8 +123,10 @@ def test_the_strongest_reason_is_named_when_several_hold(
 
 def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     under_test = row()
+    under_test.emit([1], block_marks(0, 1))  # prefill
     for accepted in (0, 3, 1, 3):
         under_test.count_pass(accepted, 5)
+        under_test.emit([1] * (accepted + 1), block_marks(accepted, 1))
     stats = under_test.stats
     assert stats.accepted_histogram == [1, 1, 0, 2]
     assert stats.target_passes == 4
@@ -132,6 +134,17 @@ def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     assert stats.accepted_length == pytest.approx(7 / 4)
     assert stats.block_efficiency == pytest.approx(7 / 4 + 1)
     assert stats.acceptance_by_depth == pytest.approx([3 / 4, 2 / 3, 1.0])
+
+
+def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
+    under_test = row(eos=[9])
+    under_test.emit([1], block_marks(0, 1))
+    for block in ([1, 1, 1, 1], [1, 9, 1, 1]):
+        under_test.count_pass(3, 3)
+        under_test.emit(block, block_marks(3, 1))
+    stats = under_test.finish({}, 0.0).stats
+    assert stats.accepted_histogram == [0, 0, 0, 2]
+    assert (stats.block_efficiency, stats.accepted_length) == (3.0, 2.0)
 
 
 def test_a_row_without_passes_has_no_efficiency() -> None:

@@ -58,8 +58,8 @@ class Stats:
         drafted_tokens: nodes that were verified.
         accepted_tokens: drafted tokens that were emitted.
         loosened_tokens: of them, those that a lossy rule let pass where the target would have said another.
-        accepted_histogram: entry a counts the passes in which a drafted tokens were accepted (before the cut
-            at the end of the output).
+        accepted_histogram: entry a counts the passes in which a drafted tokens were accepted, those behind the
+            end of the output included, which `block_efficiency` leaves out.
         times: of the run.
     """
 
@@ -75,14 +75,16 @@ class Stats:
 
     @property
     def accepted_length(self) -> float:
-        """Accepted draft tokens per verification pass (LVSpec's and SAGE's tau); 0 without passes."""
-        passes = sum(self.accepted_histogram)
-        return sum(a * n for a, n in enumerate(self.accepted_histogram)) / passes if passes else 0.0
+        """Block efficiency without the target's own token of each pass (LVSpec's and SAGE's tau)."""
+        return self.block_efficiency - 1 if self.target_passes else 0.0
 
     @property
     def block_efficiency(self) -> float:
-        """Tokens per verification pass, bonus token included (TABED's, HiViS's and DREAM's tau)."""
-        return self.accepted_length + 1 if self.target_passes else 0.0
+        """Tokens emitted per verification pass, the target's own included (TABED's, HiViS's and DREAM's tau).
+
+        The first token is left out, which prefill gives; 0 without passes.
+        """
+        return (self.new_tokens - 1) / self.target_passes if self.target_passes else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:

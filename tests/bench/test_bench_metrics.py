@@ -17,20 +17,19 @@ def record(
     prompt: str,
     method: str,
     seconds: float,
-    tokens: int = 11,
+    tokens: int | None = None,
     histogram: tuple[int, ...] = (10,),
     repeat: int = 0,
     **fields: Any,
 ) -> Record:
     passes = sum(histogram)
     accepted = sum(a * n for a, n in enumerate(histogram))
+    tokens = 1 + passes + accepted if tokens is None else tokens
     stats = {
         "new_tokens": tokens,
         "target_passes": passes,
         "drafted_tokens": fields.pop("drafted", accepted),
         "accepted_histogram": list(histogram),
-        "accepted_length": accepted / passes if passes else 0.0,
-        "block_efficiency": accepted / passes + 1 if passes else 0.0,
         "seconds": {"total": seconds, "decode": seconds / 2, "verify": seconds / 4, "prefill": seconds / 2},
     }
     return Record(
@@ -92,13 +91,31 @@ def test_taus_are_averaged_per_block_and_per_sample() -> None:
     assert result.block_efficiency_per_sample == 3.0
 
 
+def test_what_was_accepted_behind_the_end_of_the_answer_is_not_counted() -> None:
+    # Two passes accept 5 each; of the second one's 6 tokens the answer takes 2: 8 tokens in 2 passes, not 12.
+    cut = record("a", "m", 1.0, histogram=(0, 0, 0, 0, 0, 2), tokens=9)
+    result = metrics.by_method([cut, record("b", "m", 1.0, histogram=(1,))])["m"]
+    assert result.block_efficiency is not None
+    assert result.accepted_length is not None
+    assert (result.block_efficiency.value, result.accepted_length.value) == (3.0, 2.0)  # 9 tokens in 3 passes
+    assert (result.block_efficiency_per_sample, result.accepted_length_per_sample) == (2.5, 1.5)
+    assert result.acceptance_by_depth[0] == pytest.approx(2 / 3)  # nor does the cut make a draft look worse
+
+
+def test_an_answer_that_prefill_gave_alone_does_not_count() -> None:
+    records = [record("a", "m", 1.0, tokens=1, histogram=()), record("b", "m", 1.0, histogram=(0, 2))]
+    efficiency = metrics.by_method(records)["m"].block_efficiency
+    assert efficiency is not None
+    assert efficiency.value == 2.0
+
+
 def test_acceptance_by_depth_comes_from_all_passes_together() -> None:
     records = [record("a", "m", 1.0, histogram=(2, 1)), record("b", "m", 1.0, histogram=(0, 0, 1))]
     assert metrics.by_method(records)["m"].acceptance_by_depth == [0.5, 0.5]
 
 
 def test_plain_decoding_verifies_one_position_per_token() -> None:
-    result = metrics.by_method([record("a", "plain", 1.0, tokens=11, histogram=(10,))])["plain"]
+    result = metrics.by_method([record("a", "plain", 1.0, histogram=(10,))])["plain"]
     assert result.verified_per_token == 1.0
     assert result.block_efficiency is not None
     assert result.block_efficiency.value == 1.0

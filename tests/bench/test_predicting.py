@@ -27,7 +27,8 @@ def run(records: list[Record], costs: Costs | None) -> Run:
 def test_tabeds_own_example_comes_out() -> None:
     # TABED, Appendix G.1: block efficiency 2.29, gamma 5, T_q/T_p 0.063, free verification: 1.74.
     costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.063})
-    records = [record("a", "plain", 2.0), record("a", "chain", 1.0, histogram=(0, 71, 29), drafted=500)]
+    plain = record("a", "plain", 2.0, histogram=(229,))
+    records = [plain, record("a", "chain", 1.0, histogram=(0, 71, 29), drafted=500)]
     (found,) = predictions(run(records, costs))
     assert found.tabed == found.tabed_free == pytest.approx(2.29 / 1.315)
     assert found.nodes == 5

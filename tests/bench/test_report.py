@@ -112,7 +112,7 @@ def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
     assert text.startswith("**every method of every run")
     assert "## pocket, pocket with pocket-draft (run)" in text
     assert "## pocket, pocket with pocket-draft (other)" in text
-    assert "- accepted length: accepted draft tokens per verification pass" in text
+    assert "- accepted length: block efficiency less the target's own token" in text
 
 
 def test_tokens_know_the_step_that_emitted_them(run: Run) -> None:
@@ -191,6 +191,7 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
         ("scores", {"facts": "good"}),
         ("scores", {"facts": float("nan")}),
         ("stats", {}),
+        ("stats", make_run(prompts=1, repeats=1).records[0].stats | {"new_tokens": 2}),
         ("trees", [{"tokens": [1, 2], "parents": [0, 1], "path": [0], "pieces": ["a", "b"]}]),
         ("trees", [{"tokens": [1], "parents": [0], "path": [0, 7], "pieces": ["a"]}]),
         ("trees", ["tree"]),

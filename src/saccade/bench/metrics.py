@@ -34,11 +34,12 @@ class MethodResult:
         decode_speedup: the same over the tokens after the first and the seconds after prefill.
         rate: end-to-end throughput, median over prompts.
         decode_rate: tokens after the first per second after prefill.
-        block_efficiency: tokens per verification pass, bonus token included (TABED's, HiViS's, DREAM's tau);
-            averaged per block. None without passes.
-        accepted_length: accepted draft tokens per pass (LVSpec's, SAGE's tau), averaged per block.
+        block_efficiency: tokens emitted per verification pass, the target's own included (TABED's, HiViS's, DREAM's
+            tau); averaged per block. None without passes.
+        accepted_length: the same without the target's own token (LVSpec's, SAGE's tau).
         block_efficiency_per_sample, accepted_length_per_sample: the same averaged per answer, as the papers do.
-        acceptance_by_depth: entry d - 1: of the passes that accepted depth d - 1, the share that accepted d too.
+        acceptance_by_depth: entry d - 1: of the passes that accepted depth d - 1, the share that accepted d too;
+            of all that was judged, the end of the answer does not cut it.
         verified_per_token: positions that the target computed, per token that they gave; 1 for plain decoding.
         shares: of the total seconds, by stage.
         input_seconds: tokenizing and preparing images, median; not part of the total.
@@ -111,9 +112,19 @@ def passes(record: Record) -> int:
     return sum(record.stats["accepted_histogram"])
 
 
+def emitted(record: Record) -> int:
+    """Tokens that these passes gave: all but the first one, which prefill gives."""
+    return record.stats["new_tokens"] - 1 if passes(record) else 0
+
+
 def accepted(record: Record) -> int:
-    """Draft tokens accepted in them, before the cut at the end of the output."""
-    return sum(a * n for a, n in enumerate(record.stats["accepted_histogram"]))
+    """Of them, those beyond one per pass, which plain decoding gives too."""
+    return emitted(record) - passes(record)
+
+
+def block_efficiency(record: Record) -> float | None:
+    """Tokens emitted per verification pass in one answer; None without passes."""
+    return emitted(record) / passes(record) if passes(record) else None
 
 
 def paired_ratios(
@@ -134,7 +145,7 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
     histogram = _histogram(records)
     peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
     inputs = [r.stats["seconds"]["inputs"] for r in records if "inputs" in r.stats["seconds"]]
-    some_passes = [r for r in records if passes(r)]
+    efficiency = _mean(value for r in records if (value := block_efficiency(r)) is not None)
     return MethodResult(
         method=method,
         lossless=all(r.lossless for r in records),
@@ -145,10 +156,10 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
         decode_speedup=median_with_interval(paired_ratios(records, baseline, decode_rate)),
         rate=median_with_interval(_per_prompt(records, rate)),
         decode_rate=median_with_interval(_per_prompt(records, decode_rate)),
-        block_efficiency=_per_block(records, lambda r: accepted(r) + passes(r), passes),
+        block_efficiency=_per_block(records, emitted, passes),
         accepted_length=_per_block(records, accepted, passes),
-        block_efficiency_per_sample=_mean(r.stats["block_efficiency"] for r in some_passes),
-        accepted_length_per_sample=_mean(r.stats["accepted_length"] for r in some_passes),
+        block_efficiency_per_sample=efficiency,
+        accepted_length_per_sample=None if efficiency is None else efficiency - 1,
         acceptance_by_depth=_acceptance_by_depth(histogram),
         verified_per_token=_verified_per_token(records),
         shares=_shares(records),

@@ -30,7 +30,6 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "trees": list,
 }
 _COUNTS = ("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
-_NUMBERS = ("accepted_length", "block_efficiency")
 
 
 def usable(run: Run) -> Run:
@@ -64,12 +63,14 @@ def fault_of(record: Record) -> str | None:
 
 
 def _fault_of_stats(stats: dict[str, Any]) -> str | None:
-    for name in (*_COUNTS, *_NUMBERS):
+    for name in _COUNTS:
         if not _is_number(stats.get(name)):
             return f"stats have no number {name}"
     histogram, seconds = stats.get("accepted_histogram"), stats.get("seconds")
     if not isinstance(histogram, list) or not all(isinstance(n, int) and n >= 0 for n in histogram):
         return "the histogram of accepted tokens is no list of counts"
+    if stats["new_tokens"] - 1 < sum(histogram):
+        return "the answer has fewer tokens than verification passes"
     if not isinstance(seconds, dict) or not all(_is_number(value) for value in seconds.values()):
         return "seconds are not numbers"
     if not {"total", "decode"} <= seconds.keys():

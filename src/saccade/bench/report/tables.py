@@ -187,12 +187,12 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
     ("tokens/s", "end to end, median over prompts", lambda r: _estimate(r.rate, "{:.1f}")),
     (
         "block efficiency",
-        "tokens per verification pass, bonus token included (tau of TABED, HiViS and DREAM)",
+        "tokens emitted per verification pass, the target's own included (tau of TABED, HiViS and DREAM)",
         lambda r: _estimate(r.block_efficiency, "{:.2f}", exact=_plain(r)),
     ),
     (
         "accepted length",
-        "accepted draft tokens per verification pass (tau of LVSpec and SAGE)",
+        "block efficiency less the target's own token (tau of LVSpec and SAGE)",
         lambda r: _estimate(r.accepted_length, "{:.2f}", exact=_plain(r)),
     ),
     ("equal", "answers that are plain decoding's, token for token", _equal),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saccade.bench.metrics import block_efficiency
 from saccade.bench.record import Record, Run
 from saccade.bench.report import media
 
@@ -110,8 +111,8 @@ def _answer(record: Record, plain: Record | None) -> Answer:
 
 
 def _summary(record: Record) -> str:
-    passes, seconds = record.stats["target_passes"], record.stats["seconds"]["total"]
-    per_pass = f", {record.stats['block_efficiency']:.2f} per target pass" if passes else ""
+    efficiency, seconds = block_efficiency(record), record.stats["seconds"]["total"]
+    per_pass = "" if efficiency is None else f", {efficiency:.2f} per target pass"
     return f"{len(record.tokens)} tokens in {seconds:.3g} s{per_pass}; ended by {record.finish_reason}"
 
 
