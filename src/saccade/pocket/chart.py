@@ -109,25 +109,26 @@ def _verbose(rng: Random, facts: Facts) -> str:
 _ASIDE = re.compile(r"bar number \w+|, which is .*")
 
 
-def _read_bars(answer: str) -> dict[str, int]:
-    """Colour -> value of every sentence that speaks of one bar."""
-    bars: dict[str, int] = {}
+def _read_bars(answer: str) -> list[tuple[str, int]]:
+    """(colour, value) of every sentence that speaks of one bar."""
+    bars: list[tuple[str, int]] = []
     for part in sentences(answer):
         part = _ASIDE.sub("", part)
         colours, values = mentioned(part, COLOURS), numbers(part)
         if len(colours) == len(values) == 1:
-            bars[colours[0]] = values[0]
+            bars.append((colours[0], values[0]))
     return bars
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether all bars are told, the share of colours and the share of bars with the right value."""
+    """Whether as many bars are told, each once, the share of colours and that of bars with the right value."""
     told = _read_bars(answer)
-    true = dict(zip(facts["colours"], facts["values"], strict=True))
+    true = list(zip(facts["colours"], facts["values"], strict=True))
+    colours = [colour for colour, _ in told]
     return {
-        "count": float(len(told) == len(true)),
-        "colour": overlap(list(told), list(true)),
-        "value": overlap(list(told.items()), list(true.items())),
+        "count": float(len(set(colours)) == len(told) == len(true)),
+        "colour": overlap(colours, facts["colours"]),
+        "value": overlap(told, true),
     }
 
 

@@ -131,6 +131,11 @@ def _read(answer: str) -> list[tuple[str, str]]:
     return told
 
 
+def _words(told: list[tuple[str, str]]) -> list[str]:
+    """What is printed, without the fields' names: every note has these, so naming them is not reading."""
+    return [word for pair in told for word in pair if word not in (*_FIELDS, "hour")]
+
+
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Shares of the words read, and of the words read together with what belongs to them."""
     told = _read(answer)
@@ -139,8 +144,7 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
         true.append(("hour", NUMBERS[facts["hour"]]))
     else:
         true = [(t.lower(), NUMBERS[h]) for t, h in zip(facts["towns"], facts["hours"], strict=True)]
-    words = [word for pair in told for word in pair]
-    return {"word": overlap(words, [word for pair in true for word in pair]), "line": overlap(told, true)}
+    return {"word": overlap(_words(told), _words(true)), "line": overlap(told, true)}
 
 
 _QUESTIONS = (

@@ -88,8 +88,11 @@ _YES_NO = re.compile(r"\b(yes|no)\b")
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether yes or no is right, and the share of the things rightly called as witnesses, with their places."""
-    said = _YES_NO.search(answer.lower())
+    """Whether yes or no is right, and the share of the things rightly called as witnesses, with their places.
+
+    One sentence says yes or no ("No, there is no ring." says it once); who says it in several has not decided.
+    """
+    said = [set(words) for part in sentences(answer) if (words := _YES_NO.findall(part))]
     told = []
     for part in sentences(answer.replace(":", " ")):
         colour, shape, where = only(part, COLOURS), only(part, SHAPES), places(part)
@@ -97,7 +100,7 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
             told.append((colour, shape, where[0]))
     true = [(*key(thing), (thing["row"], thing["column"])) for thing in facts["reason"]]
     wanted = "yes" if facts["present"] else "no"
-    return {"verdict": float(said is not None and said[0] == wanted), "reason": overlap(told, true)}
+    return {"verdict": float(said == [{wanted}]), "reason": overlap(told, true)}
 
 
 register(

@@ -99,7 +99,7 @@ _EXTREMES = re.compile(rf"highest\b.*?\b({'|'.join(_SAID)}).*?lowest\b.*?\b({'|'
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether the colour is right, the share of days with the right value, and the two extremes."""
-    told: dict[str, int] = {}
+    told: list[tuple[str, int]] = []
     colours: list[str] = []
     extremes: list[tuple[str, str]] = []
     for part in sentences(answer.replace(" five days", " days")):
@@ -107,13 +107,13 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
         colours += mentioned(part, COLOURS)
         extremes += _EXTREMES.findall(part)
         if len(days) == len(values) == 1:
-            told[days[0]] = values[0]
+            told.append((days[0], values[0]))
     values = facts["values"]
-    true = dict(zip(_SAID, values, strict=True))
+    true = list(zip(_SAID, values, strict=True))
     best = [(_SAID[values.index(max(values))], _SAID[values.index(min(values))])]
     return {
         "colour": overlap(colours, [facts["colour"]]),
-        "value": overlap(list(told.items()), list(true.items())),
+        "value": overlap(told, true),
         "extremes": overlap(extremes, best),
     }
 

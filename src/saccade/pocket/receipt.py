@@ -132,25 +132,26 @@ _ASIDE = re.compile(r"line number \w+")
 _TOTAL = re.compile(r"\b(\d+) dollars")
 
 
-def _read_prices(answer: str) -> dict[str, int]:
-    """Word -> price of every sentence that speaks of one item."""
-    prices: dict[str, int] = {}
+def _read_prices(answer: str) -> list[tuple[str, int]]:
+    """(word, price) of every sentence that speaks of one item."""
+    prices: list[tuple[str, int]] = []
     for part in sentences(answer):
         part = _ASIDE.sub("", part)
         goods, amounts = mentioned(part, GOODS), numbers(part)
         if len(goods) == len(amounts) == 1:
-            prices[goods[0]] = amounts[0]
+            prices.append((goods[0], amounts[0]))
     return prices
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether all lines are told, the share of words and of priced words, and the printed sum."""
+    """Whether as many lines are told, each once, the share of words and of priced words, and the printed sum."""
     told = _read_prices(answer)
-    true = dict(zip(facts["goods"], facts["prices"], strict=True))
+    true = list(zip(facts["goods"], facts["prices"], strict=True))
+    goods = [item for item, _ in told]
     return {
-        "count": float(len(told) == len(true)),
-        "word": overlap(list(told), list(true)),
-        "price": overlap(list(told.items()), list(true.items())),
+        "count": float(len(set(goods)) == len(told) == len(true)),
+        "word": overlap(goods, facts["goods"]),
+        "price": overlap(told, true),
         "total": overlap(_TOTAL.findall(answer), [str(facts["total"])]),
     }
 

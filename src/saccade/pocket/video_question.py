@@ -1,6 +1,7 @@
 """Questions on videos, open and with four choices: which comes first, where something goes, how often."""
 
 import re
+from collections import Counter
 from functools import partial
 from random import Random
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from saccade.pocket.clip import DIRECTIONS, WHATS, film, read_events, tell, true_events
 from saccade.pocket.marking import mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
-from saccade.pocket.shapes import name, named
+from saccade.pocket.shapes import key, name, named
 from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, sentence, shuffled
 
 LETTERS = ("A", "B", "C", "D")
@@ -155,18 +156,36 @@ def _said(answer: str) -> tuple[list[str], list[str]]:
     return letters, results
 
 
+_STILL = "nothing"
+
+
+def _read_still(answer: str) -> list[tuple[tuple[str, str], str]]:
+    """(colour and shape, "nothing") of every shape to which nothing is said to happen."""
+    return [
+        (thing, _STILL) for part in sentences(answer) if "nothing happens" in part for thing in named(part)
+    ]
+
+
+def _reason(answer: str, facts: Facts) -> float:
+    """The share of what shows the result; what else is true may be told, but no more often than it happens.
+
+    That a shape keeps still is true, too; where nothing happens to the shape in question it is the reason.
+    """
+    told = read_events(answer) + _read_still(answer)
+    things, events = facts["things"], facts["events"]
+    moved = {event["thing"] for event in events}
+    still = [(key(thing), _STILL) for i, thing in enumerate(things) if i not in moved]
+    true = true_events(things, facts["shown"]) or [(named(facts["about"])[0], _STILL)]
+    wrong = Counter(told) - Counter(true_events(things, events) + still)
+    other = [fact for fact in wrong.elements() if fact not in true]
+    return overlap([fact for fact in told if fact in true] + other, true)
+
+
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether the result is right, whether the letter is (where there are choices), and the events that show it."""
     letters, results = _said(answer)
     plain = " ".join(f"{part}." for part in sentences(answer) if "answer" not in part)
-    told = read_events(plain)
-    true = true_events(facts["things"], facts["shown"])
-    rest = true_events(facts["things"], facts["events"])
-    right = [event for event in told if event in rest]
-    reason = overlap([e for e in told if e in true or e not in right], true)
-    if not true:
-        reason = float(bool(plain) and len(right) == len(told))
-    marks = {"result": float(results == [facts["result"]]), "reason": reason}
+    marks = {"result": float(results == [facts["result"]]), "reason": _reason(plain, facts)}
     return {"letter": float(letters == [facts["letter"]]), **marks} if "letter" in facts else marks
 
 
