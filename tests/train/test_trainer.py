@@ -156,6 +156,37 @@ def test_the_best_head_is_kept_though_later_ones_are_worse(tmp_path: Path) -> No
     )
 
 
+def test_too_few_answers_to_measure_on_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    chosen = replace(recipe(), batch_size=2, feature_cache="none", stages=(Stage(1, 1e-3),))
+    outcome = Trainer(target("llama"), chosen, listed("llama", 9), tmp_path, say=said.append).run()
+    assert outcome.best is None
+    assert said[0] == f"Fewer than 10 answers: none is kept to measure on, so no {tmp_path}/best is made."
+    said.clear()
+    chosen = replace(chosen, validation_samples=0)
+    Trainer(target("llama"), chosen, listed("llama", 9), tmp_path / "asked", say=said.append).run()
+    assert not any("best" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss.k": 10**6}, r"loss.k is larger than the target's vocabulary; it must be at most \d+\."),
+        ({"head.after_image": True}, r"head.after_image is True; expected str, such as 'text'"),
+        (
+            {"kind": "medusa", "loss": {}, "head.layers": "abc"},
+            r"head.layers is 'abc'; expected int, such as 1",
+        ),
+    ],
+)
+def test_what_only_the_target_or_the_kind_of_head_can_tell_is_refused_at_once(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    chosen = recipe().with_settings(settings)
+    with pytest.raises(TrainingError, match=message):
+        Trainer(target("llama"), chosen, listed("llama", 24), tmp_path, say=lambda _: None)
+
+
 def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> None:
     own, made = target("llama"), head("llama", "eagle2")
     before = {n: w.clone() for n, w in made.state_dict().items()}

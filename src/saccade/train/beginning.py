@@ -6,13 +6,25 @@ import torch
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.registry import build_head, kind_of
+from saccade.errors import TrainingError
 from saccade.target.adapter import Target
 from saccade.train.recipe import Recipe
 
 
 def new_head(target: Target, recipe: Recipe) -> Head:
-    """A head with fresh weights that depend on the recipe's seed alone, float32, on the target's device."""
+    """A head with fresh weights that depend on the recipe's seed alone, float32, on the target's device.
+
+    Raises:
+        TrainingError: an option of the head is of another type than its default.
+        ModelError: the kind of head has no such option, or a value is out of range.
+    """
+    for name, usual in kind_of(recipe.kind).defaults.items():
+        value = recipe.head.get(name, usual)
+        if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
+            raise TrainingError(
+                f"The setting head.{name} is {value!r}; expected {type(usual).__name__}, such as {usual!r}."
+            )
     config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from saccade.draft.heads.store import save_head
+from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.train.beginning import new_head
@@ -37,6 +38,7 @@ class HeadLearner:
         feeder: makes entries of samples.
 
     Raises:
+        TrainingError: an option of the head is of the wrong type, or loss.k is larger than the vocabulary.
         ModelError: the kind of head has no such option.
     """
 
@@ -55,6 +57,10 @@ class HeadLearner:
         self._target, self._recipe, self._say = target, recipe, say
         self.module = new_head(target, recipe)
         self._objective, self._lm_head = recipe.objective, lm_head_of(target)
+        if getattr(self._objective, "k", 1) > target.vocab_size:
+            raise TrainingError(
+                f"loss.k is larger than the target's vocabulary; it must be at most {target.vocab_size}."
+            )
         self.terms = [name for name in _TERMS if getattr(self._objective, name, 0)]
         self.about: Mapping[str, Any] = json.loads(self.module.config.to_json())
         layers = [list(self.module.layers), recipe.max_tokens, *self._wanted()]

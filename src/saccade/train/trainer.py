@@ -113,6 +113,8 @@ class Trainer:
                 is not a number; the disk is full; or a line of the data is bad and that is to stop.
         """
         self._restore()
+        if self._measure is None and self.recipe.validation_samples and not self.apart:
+            self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
         log = Log(self._out, self._step, self.recipe.steps, self._say) if self.processes.leads else None
         begun = time.monotonic()
         for step in range(self._step, self.recipe.steps):
