@@ -112,6 +112,7 @@ def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
     assert text.startswith("**every method of every run")
     assert "## pocket, pocket with pocket-draft (run)" in text
     assert "## pocket, pocket with pocket-draft (other)" in text
+    assert "- speed-up: seconds per token of plain decoding over the method's, same prompt" in text
     assert "- accepted length: block efficiency less the target's own token" in text
 
 

@@ -30,7 +30,8 @@ class MethodResult:
         answers: records; prompts times repeats in a complete run.
         tokens: emitted in all answers.
         speedup: end-to-end, median over prompts of the throughput ratio to plain decoding of the same prompt and
-            repeat. Where token counts are equal this is the ratio of wall times. None without the baseline.
+            repeat, that is of its seconds per token over the method's. Where token counts are equal, as those of
+            lossless methods, this is the ratio of wall times. None without the baseline.
         decode_speedup: the same over the tokens after the first and the seconds after prefill.
         rate: end-to-end throughput, median over prompts.
         decode_rate: tokens after the first per second after prefill.

@@ -89,8 +89,8 @@ def remarks(run: Run) -> Iterator[str]:
     header = run.header
     repeats, count = header.config["repeats"], len({r.prompt_id for r in run.records})
     yield (
-        f"{count} prompts x {repeats} repeat{'s' if repeats > 1 else ''}; medians over prompts, paired with plain "
-        "decoding, 95 % bootstrap intervals; taus averaged per block."
+        f"{count} prompts x {repeats} repeat{'s' if repeats > 1 else ''}; speed-ups are plain decoding's seconds per "
+        "token over the method's, same prompt, medians over prompts; 95 % bootstrap intervals; taus averaged per block."
     )
     taus = ", ".join(
         f"{r.method} {r.block_efficiency_per_sample:.2f} and {r.accepted_length_per_sample:.2f}"

@@ -176,12 +176,12 @@ def _plain(result: MethodResult) -> bool:
 _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
     (
         "speed-up",
-        "wall time of plain decoding over wall time of the method, end to end, median over prompts",
+        "seconds per token of plain decoding over the method's, same prompt, end to end; median over prompts",
         lambda r: _estimate(r.speedup, "{:.2f}", exact=_plain(r)),
     ),
     (
         "decoding only",
-        "the same without prefill",
+        "the same for the tokens after the first and the seconds after prefill",
         lambda r: _estimate(r.decode_speedup, "{:.2f}", exact=_plain(r)),
     ),
     ("tokens/s", "end to end, median over prompts", lambda r: _estimate(r.rate, "{:.1f}")),
