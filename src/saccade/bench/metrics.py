@@ -239,14 +239,18 @@ def _scores(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _retention(records: Sequence[Record], baseline: Sequence[Record]) -> Estimate | None:
-    """Score over plain decoding's, both averaged over the same prompts."""
-    theirs = {r.prompt_id: s for r in baseline if (s := mean_score(r)) is not None}
-    ours: defaultdict[str, list[float]] = defaultdict(list)
+    """Score over plain decoding's, both averaged over the same prompts, each prompt over its repeats."""
+    ours, theirs = _score_by_prompt(records), _score_by_prompt(baseline)
+    both = [prompt for prompt in ours if prompt in theirs]
+    return ratio_of_sums([ours[prompt] for prompt in both], [theirs[prompt] for prompt in both])
+
+
+def _score_by_prompt(records: Sequence[Record]) -> dict[str, float]:
+    found: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
-        score = mean_score(record)
-        if score is not None and record.prompt_id in theirs:
-            ours[record.prompt_id].append(score)
-    return ratio_of_sums([fmean(values) for values in ours.values()], [theirs[prompt] for prompt in ours])
+        if (score := mean_score(record)) is not None:
+            found[record.prompt_id].append(score)
+    return {prompt: fmean(scores) for prompt, scores in found.items()}
 
 
 def _mean(values: Iterable[float]) -> float | None:
