@@ -12,7 +12,7 @@ import torch
 
 import checkpoints
 from checkpoints import picture, ready
-from saccade import VLM, MethodError, ModelError, drafters, load
+from saccade import VLM, MethodError, ModelError, builtin, drafters, load
 from saccade.cli import screen
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
@@ -161,80 +161,123 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
             load(ready("llava"), **options)
 
 
-# -- on the command line -----------------------------------------------------------------------------------
+# -- the built-in models, by name --------------------------------------------------------------------------
 
 
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> dict[str, Any]:
-    """A built-in pair with these heads; what `load` would be given is left in the dictionary."""
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    """A built-in pair with these heads."""
     monkeypatch.setattr(folders, "_WEIGHTS", tmp_path)
     for name in (*kinds, "target", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    asked: dict[str, Any] = {}
 
-    def load(target: str, drafter: str | None, method: str | None, **options: Any) -> None:
-        heads = {n: str(Path(f).name) for n, f in options.get("heads", {}).items()}
-        asked.update(drafter=drafter and Path(drafter).name, method=method, heads=heads)
 
-    monkeypatch.setattr("saccade.vlm.load", load)
-    return asked
+Given = tuple[str | None, str | None, dict[str, str]]
+
+
+def meant(given: Given) -> tuple[str, str | None, dict[str, str]]:
+    """What the built-in target comes with, beside drafter, method and heads of the user: folders by their own names."""
+    own = {"blind": saved("blind", "eagle2", text_only=True), "hivis": saved("hivis", "hivis")}
+    drafter, method, heads = given
+    drafter = str(own[drafter]) if drafter in own else drafter
+    named = drafters.named(drafter, {name: own[head] for name, head in heads.items()})
+    target, drafter, found = builtin.resolved("pocket", drafter, method, named)
+    return Path(target).name, drafter and Path(drafter).name, {n: Path(str(f)).name for n, f in found.items()}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "drafter", "heads"),
+    ("given", "drafter", "heads"),
     [
-        ((None, None, []), "draft", {"dream": "dream", "eagle2": "eagle2"}),
-        ((None, None, None), "draft", {}),
-        ((None, "chain", None), "draft", {}),
-        ((None, "plain", None), None, {}),
-        ((None, "dream", None), None, {"dream": "dream"}),
-        ((None, None, ["x=blind"]), "draft", {"x": "blind", "dream": "dream"}),
-        ((None, None, ["hivis"]), "draft", {"hivis": "hivis", "dream": "dream", "eagle2": "eagle2"}),
-        (("blind", None, []), "blind", {"dream": "dream"}),
-        (("blind", "eagle2", None), "blind", {}),
+        ((None, None, {}), "draft", {"dream": "dream", "eagle2": "eagle2"}),
+        (("pocket", None, {}), "draft", {"dream": "dream", "eagle2": "eagle2"}),
+        ((None, "chain", {}), "draft", {}),
+        ((None, "plain", {}), None, {}),
+        ((None, "dream", {}), None, {"dream": "dream"}),
+        ((None, None, {"x": "blind"}), "draft", {"x": "blind", "dream": "dream"}),
+        ((None, None, {"dream": "blind"}), "draft", {"dream": "blind"}),
+        ((None, None, {"hivis": "hivis"}), "draft", {"hivis": "hivis", "dream": "dream", "eagle2": "eagle2"}),
+        (("blind", None, {}), "blind", {"eagle2": "blind", "dream": "dream"}),
+        (("blind", "eagle2", {}), "blind", {"eagle2": "blind"}),
     ],
 )
-def test_the_built_in_target_brings_its_heads(
-    arguments: tuple[str | None, str | None, list[str] | None],
+def test_the_built_in_target_brings_its_drafters(
+    given: Given,
     drafter: str | None,
     heads: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But for those of kinds that the user gives: else a user's head would be there and not be the one measured."""
-    given, method, more = arguments
-    own = {"blind": saved("blind", "eagle2", text_only=True), "hivis": saved("hivis", "hivis")}
-    asked = shipped(tmp_path, monkeypatch, "dream", "eagle2")
+    """But for heads of names and kinds that the user gives: else those would be there and not be the ones measured."""
+    shipped(tmp_path, monkeypatch, "dream", "eagle2")
+    assert meant(given) == ("target", drafter, heads)
 
-    def path(text: str) -> str:
-        name, equals, folder = text.rpartition("=")
-        return f"{name}{equals}{own[folder]}"
 
-    named = None if more is None else [path(m) for m in more]
-    screen.load_models("pocket", given and path(given), method, heads=named)
-    assert asked == {"drafter": drafter, "method": method, "heads": heads}
+def test_a_shipped_head_never_stands_in_for_one_that_the_user_gives() -> None:
+    """Not for a folder that is not there, and not for a head of another kind."""
+    blind = saved("blind", "eagle2", text_only=True)
+    for arguments, error, words in (
+        (
+            {"heads": {"hivis": "/does/not/exist"}},
+            ModelError,
+            "The folder /does/not/exist has no config.json",
+        ),
+        (
+            {"heads": {"hivis": blind}, "head": "hivis", "method": "hivis"},
+            MethodError,
+            "is of the kind eagle2",
+        ),
+        (
+            {"heads": [blind], "method": "hivis"},
+            MethodError,
+            r"needs a trained hivis head, .* \(there: blind",
+        ),
+        ({"drafter": blind, "method": "hivis"}, MethodError, r"a trained hivis head, .* \(there: eagle2\)"),
+        ({"drafter": "pocket", "method": "hivis"}, MethodError, "needs a trained head, which .*draft is not"),
+    ):
+        with pytest.raises(error, match=words):
+            load("pocket", **arguments)
 
 
 def test_a_head_that_is_not_shipped_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped(tmp_path, monkeypatch, "dream")
     with pytest.raises(ModelError, match=r"No trained hivis head comes .* \(shipped: dream\); train one"):
-        screen.load_models("pocket", None, "hivis")
+        load("pocket", method="hivis")
     assert folders.head_path("dream") == tmp_path / "dream"
+
+
+def test_the_built_in_draft_model_serves_other_targets_and_a_folder_of_its_name_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    drafter = str(folders.draft_path())
+    assert builtin.resolved("some/model", "pocket", None, {}) == ("some/model", drafter, {})
+    (tmp_path / "pocket").mkdir()
+    assert builtin.resolved("pocket", "pocket", None, {}) == ("pocket", "pocket", {})
+
+
+def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:
+    vlm = load("pocket", dtype="float32")  # or tokens could tie within rounding
+    assert vlm.method == "chain"
+    assert list(vlm.heads) == list(folders.head_paths())
+    expected = vlm.using("plain").generate("What does it show?", max_new_tokens=8).tokens
+    for method in ("chain", *vlm.heads):
+        assert vlm.using(method).generate("What does it show?", max_new_tokens=8).tokens == expected
+
+
+# -- on the command line -----------------------------------------------------------------------------------
 
 
 def test_heads_on_the_command_line_have_one_name_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("saccade.vlm.load", lambda *given, **options: asked.update(options, given=given))
     odd = tmp_path / "a=b"
     odd.mkdir()
-    asked = shipped(tmp_path, monkeypatch)
-    screen.load_models("some/model", "d", None, heads=["runs/mine/", "x=runs/other", str(odd)])
-    assert asked["heads"] == {"mine": "mine", "x": "other", "a=b": "a=b"}
+    screen.load_models("pocket", "d", None, heads=["runs/mine/", "x=runs/other", str(odd)])
+    assert asked == {
+        "given": ("pocket", "d", None),
+        "heads": {"mine": "runs/mine/", "x": "runs/other", "a=b": str(odd)},
+    }
     with pytest.raises(InputError, match=r"Two heads are called 'best'.*--head NAME=FOLDER"):
         screen.load_models("some/model", None, None, heads=["a/best", "b/best"])
-
-
-def test_the_built_in_draft_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = shipped(tmp_path, monkeypatch)
-    screen.load_models("some/model", "pocket", None)
-    assert asked["drafter"] == "draft"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from saccade import drafters, methods
+from saccade import builtin, drafters, methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
 from saccade.draft.heads.head import Head
@@ -53,9 +53,9 @@ def load(
     """Load a target, a drafter if the method needs one, and the method that joins them.
 
     Args:
-        target: checkpoint folder, hub id, or a loaded Hugging Face model.
-        drafter: the same, of the target's tokenizer, or the folder of a trained head; None for methods that need
-            none.
+        target: checkpoint folder, hub id, a loaded Hugging Face model, or ``pocket``, the built-in one. It brings what
+            the method needs, and its draft model and all its heads when none is named; what is given replaces them.
+        drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, or a trained head's folder.
         method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
             head, and ``prompt-lookup`` without a drafter.
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
@@ -71,7 +71,7 @@ def load(
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
         MethodError: unknown method or option.
     """
-    given = drafters.named(drafter, heads)
+    target, drafter, given = builtin.resolved(target, drafter, method, drafters.named(drafter, heads))
     kinds = drafters.kinds_of(given)
     name = method or drafters.default_method(drafter, kinds, head)
     drafters.check(name, drafter, kinds, head)

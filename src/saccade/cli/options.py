@@ -35,7 +35,7 @@ Heads = Annotated[
         "--head",
         metavar="[NAME=]FOLDER",
         help="A trained head besides the drafter, called like its folder or NAME; may be repeated. With `pocket` the "
-        "shipped heads come too, but for those of a kind that is given here.",
+        "shipped heads come too, but for those of a name or kind that is given here.",
         rich_help_panel="Models",
     ),
 ]

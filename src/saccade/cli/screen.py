@@ -72,39 +72,28 @@ def check_media(images: list[str], videos: list[str]) -> None:
 def load_models(
     target: str, drafter: str | None, method: str | None, *, heads: list[str] | None = None, **options: Any
 ) -> VLM:
-    """`saccade.load` with a waiting sign; `pocket` stands for the built-in target, and for its draft model.
+    """`saccade.load` with a waiting sign.
 
-    Other models go to the CUDA GPU where there is one, unless ``device_map`` says where.
+    Models other than the built-in one go to the CUDA GPU where there is one, unless ``device_map`` says where.
 
     Args:
-        heads: FOLDER or NAME=FOLDER each, to choose from; to them come those that are shipped for the built-in
-            target. None for the one that the method needs.
+        heads: FOLDER or NAME=FOLDER each, to choose from.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of libraries, about what the user of a command cannot change
     with waiting(f"Loading {target}"):
         from transformers.utils import logging
 
-        from saccade import load, methods, pocket
+        from saccade import builtin, load
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        given = _heads_by_name(heads or [])
-        if drafter == "pocket" and not Path(drafter).is_dir():
-            drafter = str(pocket.draft_path())
-        if target == "pocket" and not Path(target).is_dir():
-            target = str(pocket.target_path())
-            needs = None if method is None else methods.get(method).needs
-            if drafter is None and needs in (None, "draft model"):
-                drafter = str(pocket.draft_path())
-            if heads is not None or needs == "head":
-                given |= _shipped_heads(drafter, given, method)
-        elif options.get("device_map") is None:
+        if options.get("device_map") is None and not builtin.is_meant(target):
             import torch
 
             options["device_map"] = "cuda" if torch.cuda.is_available() else None
-        if given:
-            options["heads"] = given
+        if heads:
+            options["heads"] = _heads_by_name(heads)
         return load(target, drafter, method, **options)
 
 
@@ -125,21 +114,6 @@ def _heads_by_name(given: list[str]) -> dict[str, str]:
             )
         found[name] = folder
     return found
-
-
-def _shipped_heads(drafter: str | None, given: dict[str, str], method: str | None) -> dict[str, str]:
-    """The built-in target's heads, of the method's kind or of all, but for kinds that the user gives.
-
-    Raises:
-        ModelError: the one that the method needs is not shipped.
-    """
-    from saccade.draft.heads.store import kind_in
-    from saccade.pocket.folders import head_path, head_paths
-
-    kinds = {kind_in(folder) for folder in (drafter, *given.values())}
-    if method is None:
-        return {kind: str(path) for kind, path in head_paths().items() if kind not in kinds}
-    return {} if method in kinds else {method: str(head_path(method))}
 
 
 class Painter:
