@@ -168,8 +168,18 @@ def test_in_generate() -> None:
     got = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=speculation)
     assert got.tolist() == expected.tolist()
     assert speculation.outputs[0].stats.drafted_tokens > 0
+    from_folder = hf.speculate(head_folder("hivis"), "hivis", tree="chain", gamma=3)
+    again = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=from_folder)
+    assert again.tolist() == expected.tolist()
+    assert from_folder.outputs[0].stats.accepted_histogram == speculation.outputs[0].stats.accepted_histogram
     with pytest.raises(MethodError, match="takes no drafter"):
         hf.speculate(head, "prompt-lookup")
+    with pytest.raises(
+        MethodError, match="trained hivis head, which method eagle2 cannot use; choose method hi"
+    ):
+        hf.speculate(str(head_folder("hivis")), "eagle2")
+    with pytest.raises(MethodError, match="no option gama; its options are: tree, top"):
+        hf.speculate(head, gama=3)
 
 
 def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do() -> None:

@@ -23,6 +23,9 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
+from saccade.hf.checking import REWRITING
+from saccade.methods import METHODS, build
+from saccade.parts import Parts
 from saccade.target.adapter import Target
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "gemma3")
@@ -412,15 +415,39 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("build", "message"),
     [
-        lambda: speculate("path/to/model"),
-        lambda: speculate(model("llama"), "prompt-lookup"),
-        lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"),
-        lambda: speculate(None, "no such method"),
+        (lambda: speculate("path/to/model"), "no folder of a trained head; give one, or a loaded model"),
+        (lambda: speculate(model("llama"), "prompt-lookup"), "takes no drafter"),
+        (lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"), "ready-made drafter"),
+        (lambda: speculate(None, "no such method"), "Unknown method"),
+        (
+            lambda: speculate(None, "eagle2"),
+            "needs a trained eagle2 head; give it, or its folder, as drafter",
+        ),
+        (lambda: speculate(model("llama"), "eagle2"), "needs a trained eagle2 head"),
+        (lambda: speculate(None, "chain"), "needs a draft model; give a loaded one"),
+        (lambda: speculate(model("llama"), gama=3), "no option gama; its options are: gamma"),
+        (lambda: speculate(model("llama"), gamma="3"), "gamma of method chain must be a whole number"),
+        (lambda: speculate(gama=3), "Method prompt-lookup has no option gama"),
+        (lambda: speculate(model("llama"), "spd"), "with its processor, which `generate` is not given"),
+        (lambda: speculate(model("llama"), "tabed"), "use saccade.load"),
     ],
-    ids=["path", "unneeded", "twice", "unknown"],
 )
-def test_drafters_that_do_not_go_with_the_method_are_refused(build: Any) -> None:
-    with pytest.raises(MethodError):
+def test_what_does_not_go_with_the_method_is_refused_at_once(build: Any, message: str) -> None:
+    with pytest.raises(MethodError, match=message):
         build()
+
+
+def test_methods_that_rewrite_prompts_are_the_ones_that_are_refused() -> None:
+    """Any other method is composed without a processor, or needs a trained head."""
+    own = Target(model("llava"))
+    parts = Parts(own, Target(FAMILIES["llava"].draft_model()))
+    for name, method in METHODS.items():
+        if method.needs == "head":
+            continue
+        if name in REWRITING:
+            with pytest.raises(MethodError, match="needs its processor"):
+                build(name, parts)
+        else:
+            build(name, parts)

@@ -2,25 +2,30 @@
 
 >>> speculation = saccade.hf.speculate(drafter, method="chain", gamma=5)
 >>> model.generate(**inputs, custom_generate=speculation, max_new_tokens=128)
+
+All methods but ``spd`` and ``tabed``: these make the draft model's prompt anew with its processor, which `generate` is
+not given; `saccade.load` has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
-from saccade import methods
+from saccade import drafters, methods
 from saccade.draft.drafter import Drafter
-from saccade.draft.heads.head import Head
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
+from saccade.drafters import AnyHead
 from saccade.engine import Engine, Request
 from saccade.errors import InputError, MethodError
 from saccade.generation import Plan, check_options
+from saccade.hf.checking import check as check_method
 from saccade.hf.record import Recorder
 from saccade.hf.rows import Rows
 from saccade.hf.sheet import Sheet
@@ -35,19 +40,20 @@ from saccade.target.adapter import Target
 
 
 def speculate(
-    drafter: nn.Module | Drafter | None = None, method: str | None = None, **options: Any
+    drafter: nn.Module | Drafter | str | Path | None = None, method: str | None = None, **options: Any
 ) -> Speculation:
     """What to pass to `generate` as ``custom_generate``.
 
     Args:
         drafter: a loaded Hugging Face model of the target's tokenizer (a VLM or a text-only language model), a
-            trained `Head`, a ready-made `Drafter`, or None for a method that needs none.
-        method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
-            head, and ``prompt-lookup`` without.
+            trained `Head` or its folder, a ready-made `Drafter`, or None for a method that needs none.
+        method: a name of `saccade methods`, but not ``spd`` and ``tabed`` (see above); by default ``chain`` with a
+            draft model, a head's own method with a head, and ``prompt-lookup`` without.
         options: override the method's defaults, for example ``gamma=7``.
 
     Raises:
-        MethodError: the method does not exist, or does not go with that drafter.
+        MethodError: the method does not exist, does not go with that drafter or with `generate`, or has no such option.
+        ModelError: the folder holds a head of a kind that does not exist, or its configuration was changed.
     """
     return Speculation(drafter, method, **options)
 
@@ -62,26 +68,29 @@ class Speculation:
         outputs: one `Output` per row of the latest call, with statistics.
     """
 
-    def __init__(self, drafter: nn.Module | Drafter | None, method: str | None, **options: Any) -> None:
-        if isinstance(drafter, str):
+    def __init__(
+        self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any
+    ) -> None:
+        kind = drafters.config_of(drafter).kind if drafters.is_head(drafter) else None  # type: ignore[arg-type]
+        if isinstance(drafter, (str, Path)) and kind is None:
             raise MethodError(
-                f"drafter={drafter!r} is no loaded model; load it, or name a method: method={drafter!r}."
+                f"drafter={str(drafter)!r} is no folder of a trained head; give one, or a loaded model, or name a "
+                f"method: method={str(drafter)!r}."
             )
-        given = drafter is not None and not isinstance(drafter, nn.Module)
+        model = drafter if isinstance(drafter, nn.Module) and kind is None else None
+        given = drafter is not None and model is None and kind is None
         if given and (method is not None or options):
             raise MethodError(
                 "A ready-made drafter brings its own settings; leave out method and its options."
             )
+        self._method = method or kind or methods.default(model is not None)
+        if not given:
+            check_method(self._method, model is not None, kind)
+            methods.check_options(self._method, options)
         self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]
-        self._head = drafter if isinstance(drafter, Head) else None
-        self._draft_model = adapt(drafter) if isinstance(drafter, nn.Module) and not self._head else None
-        default = self._head.kind if self._head else methods.default(self._draft_model is not None)
-        self._method = method or default
+        self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
+        self._draft_model = None if model is None else adapt(model)
         self._options = options
-        if methods.get(self._method).needs == "nothing" and isinstance(drafter, nn.Module):
-            raise MethodError(
-                f"Method {self._method} takes no drafter; leave it out or choose another method."
-            )
         self._engine: Engine | None = None
         self.outputs: list[Output] = []
 
@@ -153,7 +162,12 @@ class Speculation:
                 self._engine = Engine(target, self._given)
             else:
                 special = methods.special_ids(model.config, model.generation_config)
-                parts = Parts(target, self._draft_model, special_ids=special, head=self._head)
+                head = (
+                    drafters.read_heads({"": self._head}, target, None)[""]
+                    if self._head is not None
+                    else None
+                )
+                parts = Parts(target, self._draft_model, special_ids=special, head=head)
                 self._engine = methods.build(self._method, parts, **self._options)
         return self._engine
 
