@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from commands import Shell
+from rich.console import Console
 
-from checkpoints import picture, ready, saved_picture, vlm
+from checkpoints import picture, ready, saved_picture, tokenizer, vlm
 from saccade import engine
 from saccade.cli import screen
+from saccade.output import Mark
+from saccade.stream import Chunk
 
 
 @pytest.fixture
@@ -62,6 +66,26 @@ def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:
         "generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--marks", "What?"
     )
     assert result.out == page + ("›\n" if inside else "\n")
+
+
+@pytest.mark.parametrize(
+    ("colours", "page"),
+    [
+        (False, "a‹bc›«de»‹f›g\n"),
+        (True, "a\x1b[32mb\x1b[0m\x1b[32mc\x1b[0m\x1b[33md\x1b[0m\x1b[33me\x1b[0m\x1b[32mf\x1b[0mg\n"),
+    ],
+)
+def test_loosened_tokens_do_not_pass_for_the_target_s_own(colours: bool, page: str) -> None:
+    shown = io.StringIO()
+    console = Console(
+        file=shown, force_terminal=colours, color_system="standard" if colours else None, _environ={}
+    )
+    marks: tuple[Mark, ...] = ("target", "draft", "draft", "loose", "shifted", "draft", "target")
+    tokens = tuple(tokenizer().encode("abcdefg"))
+    painter = screen.Painter(tokenizer(), console, marked=True)
+    painter.show(Chunk("abcdefg", (tokens,), (marks,)))
+    painter.finish()
+    assert shown.getvalue() == page
 
 
 def test_the_question_may_come_from_stdin(shell: Shell) -> None:

@@ -38,7 +38,8 @@ def demo(
     """Draw a picture, ask about it, and watch the answer come several times faster, token for token the same.
 
     Uses the pair of small models that comes with the package; nothing is downloaded. Green tokens (or those
-    between ‹ and ›) were guessed by the drafter and accepted by the target.
+    between ‹ and ›) were guessed by the drafter and accepted by the target; yellow ones (« and ») a lossy method let
+    pass although the target would have said another.
     """
     from saccade.pocket import WORLD, draw
 

@@ -121,7 +121,14 @@ Videos = Annotated[
         "--video", "-v", metavar="FILE", help="Video to ask about (needs the video extra); may be repeated."
     ),
 ]
-Marks = Annotated[bool, typer.Option("--marks", help="Mark the tokens that the drafter guessed.")]
+Marks = Annotated[
+    bool,
+    typer.Option(
+        "--marks",
+        help="Mark the tokens that the drafter guessed: green, and yellow where a lossy method let one pass that the "
+        "target would not have said; without colours between ‹ and ›, and between « and ».",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Decoding")]
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1 discourages repetition.", rich_help_panel="Decoding")

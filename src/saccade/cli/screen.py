@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,10 +117,24 @@ def _heads_by_name(given: list[str]) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How tokens of a mark are shown: in a colour, or between brackets where there are no colours."""
+
+    colour: str = ""
+    opens: str = ""
+    closes: str = ""
+
+
+_OWN, _ACCEPTED, _LOOSENED = _Look(), _Look("green", "‹", "›"), _Look("yellow", "«", "»")
+_LOOKS: dict[Mark, _Look] = {"target": _OWN, "draft": _ACCEPTED, "loose": _LOOSENED, "shifted": _LOOSENED}
+
+
 class Painter:
     """Prints an answer as it comes, accepted draft tokens marked.
 
-    In colour, drafted tokens are green; without colour they stand between ‹ and ›.
+    In colour, drafted tokens are green, and those that a lossy rule let pass yellow; without colour they stand
+    between ‹ and ›, and between « and ».
     """
 
     def __init__(self, tokenizer: Any, console: Console, marked: bool) -> None:
@@ -129,7 +144,7 @@ class Painter:
         self._console = console
         self._marked = marked
         self._colours = bool(console.color_system) and not console.no_color
-        self._open = False
+        self._look = _OWN
 
     def show(self, chunk: Chunk) -> None:
         """Print one chunk (first row)."""
@@ -143,16 +158,16 @@ class Painter:
         """Print what was held back, and end the line."""
         if self._marked:
             self._piece(self._text.finish(), "target")
-        self._put("›\n" if self._open else "\n")
+        self._put(self._look.closes + "\n")
 
     def _piece(self, text: str, mark: Mark) -> None:
-        drafted = mark == "draft"
+        look = _LOOKS[mark]
         if self._colours:
-            self._console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
+            self._console.print(Text(text, style=look.colour), end="", soft_wrap=True)
             return
-        if text and drafted != self._open:
-            self._put("‹" if drafted else "›")
-            self._open = drafted
+        if text and look != self._look:
+            self._put(self._look.closes + look.opens)
+            self._look = look
         self._put(text)
 
     def _put(self, text: str) -> None:
