@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from bench_kit import slow, suite, wrong
 
 import saccade
@@ -24,6 +25,7 @@ from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.record import FILE, read
+from saccade.bench.resuming import begun
 from saccade.bench.runner import Progress, Runner, balanced
 from saccade.errors import SaccadeError
 
@@ -247,6 +249,22 @@ def test_another_configuration_in_the_same_folder_is_refused(prepared: Prepare, 
         SaccadeError, match=r"configuration differs \(seed: 0 there, 3 now\); choose another folder"
     ):
         Runner(prepared(seed=3), folder).run()
+
+
+@pytest.mark.parametrize("changed", ["target", "drafter"])
+def test_other_weights_of_the_same_size_are_refused_in_the_same_folder(
+    pair: tuple[str, str], prepared: Prepare, folder: Path, changed: str
+) -> None:
+    Runner(prepared(), folder).run()
+    other = saccade.load(*pair, dtype="float32", draft_dtype="float32")
+    names = ("tiny", "tinier")
+    assert begun(folder, prepare(suite(), other, names)) is not None
+    model = other.target if changed == "target" else other.draft_model
+    assert model is not None
+    with torch.no_grad():
+        model.model.get_decoder().layers[1].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(SaccadeError, match=rf"models differs \({changed}.digest: '\w+' there, '\w+' now\)"):
+        Runner(prepare(suite(), other, names), folder).run()
 
 
 def test_a_full_disk_stops_clearly_and_leaves_the_records_intact(prepared: Prepare, folder: Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bench_kit import suite
 from PIL import Image
 
 import saccade
 from saccade.bench.preparing import prepare
-from saccade.bench.questions import Question, gather, reference_score
+from saccade.bench.questions import Question, Turn, gather, reference_score
 from saccade.bench.runner import Runner
+from saccade.bench.sameness import digest
 from saccade.errors import SaccadeError
+from saccade.inputs.video import load_video
 
 
 @pytest.fixture
@@ -174,6 +178,62 @@ def test_a_changed_file_is_noticed(beside: Path, vlm: saccade.VLM) -> None:
     before = config()
     read(beside, {**LLAVA, "id": 8})
     assert config() != before
+
+
+def repainted(folder: Path) -> Any:
+    Image.new("RGB", (96, 96), "green").save(folder / "a.png")
+    return OPENAI
+
+
+def corrected(_: Path) -> Any:
+    return {**OPENAI, "reference": ["no"]}
+
+
+def retold(_: Path) -> Any:
+    earlier: Any = OPENAI["messages"]
+    return {**OPENAI, "messages": [{"role": "system", "content": "Be verbose."}, *earlier[1:]]}
+
+
+@pytest.mark.parametrize("change", [repainted, corrected, retold])
+def test_another_picture_reference_or_earlier_message_makes_another_question(
+    beside: Path, change: Callable[[Path], Any]
+) -> None:
+    before = digest(read(beside, OPENAI))
+    assert digest(read(beside, OPENAI)) == before
+    assert digest(read(beside, change(beside))) != before
+
+
+def test_a_run_does_not_go_on_with_other_pictures(beside: Path, vlm: saccade.VLM, tmp_path: Path) -> None:
+    def runner() -> Runner:
+        entry = {"name": "mine", "file": str(beside / "mine.jsonl")}
+        return Runner(prepare(suite(tasks=[entry], max_new_tokens=2), vlm), tmp_path / "run")
+
+    read(beside, LLAVA)
+    runner().run()
+    repainted(beside)
+    with pytest.raises(SaccadeError, match=r"configuration differs \(prompts.mine.digest: "):
+        runner().run()
+
+
+def test_where_a_picture_lies_does_not_make_another_question(beside: Path, tmp_path: Path) -> None:
+    before = digest(read(beside, OPENAI))
+    away = tmp_path / "elsewhere"
+    away.mkdir()
+    (beside / "a.png").rename(away / "a.png")
+    assert digest(read(beside, OPENAI, media=str(away))) == before
+
+
+@pytest.mark.parametrize("kind", ["frames", "array", "bytes", "video"])
+def test_media_of_every_kind_count_by_their_content(kind: str) -> None:
+    def shown(value: int) -> str:
+        frames = np.full((2, 8, 8, 3), value, np.uint8)
+        pictures = [Image.fromarray(frame) for frame in frames]
+        sources = {"frames": pictures, "array": frames, "bytes": bytes([value]), "video": load_video(frames)}
+        content = [{"type": "video", "video": sources[kind]}, {"type": "text", "text": "What happens?"}]
+        turn = Turn(({"role": "user", "content": content},), "What happens?")
+        return digest([Question("mine-1", "mine", (turn,))])
+
+    assert shown(3) == shown(3) != shown(4)
 
 
 def test_a_conversation_runs_turn_by_turn_from_the_cache(

@@ -58,6 +58,7 @@ def _question(entry: TaskEntry, columns: Mapping[str, str], number: int, row: Ma
         text=text,
         images=tuple(images),
         score=reference_score(given.get("reference")),
+        reference=given.get("reference"),
     )
     return Question(f"{entry.name}-{given.get('id', number)}", entry.name, (turn,))
 

@@ -58,7 +58,7 @@ def turns_of(messages: Sequence[Mapping[str, Any]], count: int, reference: Any =
     """Messages in content-list form as turns to ask, given answers left out when more than one is asked."""
     if count == 1:
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
-        return (_turn(messages[: last + 1], reference_score(reference)),)
+        return (_turn(messages[: last + 1], reference),)
     turns: list[Turn] = []
     waiting: list[Mapping[str, Any]] = []
     for message in messages:
@@ -86,7 +86,8 @@ def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Questio
     return Question(f"{entry.name}-{name}", entry.name, turns_of(messages, count, row.get("reference")))
 
 
-def _turn(messages: Sequence[Mapping[str, Any]], score: Any = None) -> Turn:
+def _turn(messages: Sequence[Mapping[str, Any]], reference: Any = None) -> Turn:
     images = [p["image"] for p in parts_with_media(messages) if p["type"] == "image"]
     texts = [part["text"] for part in messages[-1]["content"] if part["type"] == "text"]
-    return Turn(tuple(messages), " ".join(texts).strip(), tuple(images), score)
+    said, score = " ".join(texts).strip(), reference_score(reference)
+    return Turn(tuple(messages), said, tuple(images), score, reference)

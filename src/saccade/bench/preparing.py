@@ -9,8 +9,9 @@ from typing import Any
 
 from saccade import methods
 from saccade.bench import questions
-from saccade.bench.environment import environment, head_facts, model_facts
+from saccade.bench.environment import environment, fingerprint, head_facts, model_facts
 from saccade.bench.questions import Question
+from saccade.bench.sameness import digest
 from saccade.bench.suite import MethodEntry, Suite
 from saccade.draft.heads.head import Head
 from saccade.errors import InputError, MethodError, SaccadeError
@@ -63,8 +64,7 @@ class Prepared:
                 _resolved(m, self.methods[m.label]) for m in self.suite.methods if m.label in self.methods
             ],
             "prompts": {
-                task: {"count": len(group), "digest": questions.digest(group)}
-                for task, group in self.questions.items()
+                task: {"count": len(group), "digest": digest(group)} for task, group in self.questions.items()
             },
             "missing": list(self.missing),
         }
@@ -73,11 +73,11 @@ class Prepared:
         return as_json(resolved)
 
     def models(self) -> dict[str, Any]:
-        """Facts about target, draft model and the heads that are used."""
+        """Facts about target, draft model and the heads that are used, a digest of their weights among them."""
         target, drafter = self.names
-        found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
+        found = {"target": _facts(self.vlm.target.model, target), "drafter": None}
         if self.vlm.draft_model is not None:
-            found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
+            found["drafter"] = _facts(self.vlm.draft_model.model, drafter or target)
         found["heads"] = {name: head_facts(head, name) for name, head in self.heads.items()}
         return as_json(found)
 
@@ -143,6 +143,10 @@ def lacking(entry: MethodEntry) -> str:
         known = ", ".join(methods.get(entry.name).options) or "none"
         return f"method {entry.name} has no option {', '.join(unknown)}; its options are: {known}."
     return ""
+
+
+def _facts(model: Any, name: str) -> dict[str, Any]:
+    return {**model_facts(model, name), "digest": fingerprint(model)}
 
 
 def _refused(vlm: VLM, group: list[Question]) -> str:

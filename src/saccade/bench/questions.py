@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,12 +28,14 @@ class Turn:
         text: the question, for reports.
         images: sources of its pictures.
         score: marks an answer; None without ground truth.
+        reference: what it marks them against: right answers, or the facts of a picture.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     text: str
     images: tuple[Any, ...] = ()
     score: Score | None = None
+    reference: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,6 @@ def lacking(entry: TaskEntry) -> str:
     return ""
 
 
-def digest(questions: Sequence[Question]) -> str:
-    """Hash of ids and texts (16 hex digits), to notice that a file has changed."""
-    said = [[q.id, [t.text for t in q.turns]] for q in questions]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
-
-
 def _questions(entry: TaskEntry, seed: int) -> list[Question]:
     if entry.file is not None:
         from saccade.bench.jsonl import read_questions
@@ -132,6 +126,7 @@ def _draw(entry: TaskEntry, number: int) -> Question:
         text=sample.question,
         images=(*sample.images, *frames[:: max(1, -(-len(frames) // _SHOWN_FRAMES))]),
         score=partial(_mark, score, sample.task, sample.facts),
+        reference=sample.facts,
     )
     return Question(f"{entry.name}-{number}", entry.name, (turn,))
 
