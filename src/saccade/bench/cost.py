@@ -89,8 +89,8 @@ def measure(
 
     Args:
         prompt: for the target.
-        text: its words alone. Repeated to the prompt's length they stand in for the drafter's prompt: only the
-            number of KV entries counts.
+        text: its words alone. Repeated to the prompt's length, or as far as the drafter's context reaches, they stand
+            in for the drafter's prompt: only the number of KV entries counts.
         sizes: numbers of tokens besides `SIZES`, such as the trees of the methods that will run.
         heads: by name.
     """
@@ -98,8 +98,9 @@ def measure(
     kv, seconds = _passes(target, prompt, wanted)
     drafts: dict[int, float] = {}
     if draft is not None:
-        repeated = islice(cycle(text.ids), len(prompt))
-        _, drafts = _passes(draft, Prompt(tuple(repeated)), [s for s in wanted if s <= SIZES[3]])
+        few, limit = [s for s in wanted if s <= SIZES[3]], draft.family.context
+        length = len(prompt) if limit is None else min(len(prompt), max(limit - few[-1], 1))
+        _, drafts = _passes(draft, Prompt(tuple(islice(cycle(text.ids), length))), few)
     steps = {name: _head_step(head, target, prompt) for name, head in (heads or {}).items()}
     return Costs(kv, seconds, drafts, steps)
 
