@@ -1,0 +1,75 @@
+"""`saccade demo`: which pictures it draws, and what it says of the answers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Shell
+from typer import rich_utils
+
+from saccade.cli import demo, screen
+from saccade.errors import SaccadeError
+from saccade.output import Output
+from saccade.pocket import WORLD, Sample, draw
+
+
+def outputs(sample: Sample, method: str, text: str) -> dict[str, list[Output]]:
+    """Plain decoding tells the truth, the method says something."""
+
+    def output(said: str, lossless: bool) -> Output:
+        found = Output(list(said.encode()), ["target"] * len(said), said, "eos", lossless)
+        found.stats.times.total = 1.0
+        return found
+
+    return {"plain": [output(sample.answer, True)], method: [output(text, method != "lvspec")]}
+
+
+@pytest.mark.parametrize("method", ["lvspec", "chain"])
+@pytest.mark.parametrize("same", [True, False])
+def test_the_score_is_of_the_method_s_own_text(
+    method: str, same: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = draw(5, "chart")
+    demo._report(
+        screen.out(), sample, method, outputs(sample, method, sample.answer if same else "Two cats.")
+    )
+    shown = capsys.readouterr().out
+    truth = "count 100%, colour 100%, value 100%"
+    if same:
+        assert f"Against the truth: {truth}\n" in shown
+    else:
+        assert f"Against the truth, {method}: count 0%, colour 0%, value 0%\n" in shown
+        assert f"Against the truth, plain: {truth}\n" in shown
+    assert ("lvspec (lossy)" in shown) == ("lvspec is lossy" in shown) == (method == "lvspec")
+
+
+def test_a_lossy_method_says_so_from_the_command(shell: Shell, tmp_path: Path) -> None:
+    arguments = ("--task", "caption", "--seed", "3", "--repeats", "1", "--save", tmp_path / "a.png")
+    shown = shell("demo", "-m", "lvspec", *arguments).out
+    assert "lvspec is lossy: it may change the answer." in shown
+    assert "Against the truth" in shown
+
+
+def test_a_picture_at_random_is_one_that_the_target_reads_well(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise SaccadeError("Enough.")
+
+    monkeypatch.setattr(screen, "load_models", stop)
+    drawn = {
+        shell("demo", "--seed", seed, "--save", tmp_path / "a.png").out.split(":")[0] for seed in range(30)
+    }
+    assert drawn == {f"A new {task}" for task in ("caption", "chart", "line", "receipt", "scene")}
+
+
+def test_help_names_what_task_takes(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {name for name in WORLD if demo._shows_one_picture(draw(0, name))}
+    refused = shell("demo", "--task", "story").complaint
+    assert taken == set(refused.removesuffix(".").partition("one of ")[2].split(", "))
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", 400)
+    (words,) = [line for line in shell("demo", "--help").out.splitlines() if "--task" in line]
+    assert taken <= set(re.findall(r"\w+", words))
