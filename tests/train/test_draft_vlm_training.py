@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import signal
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -34,12 +35,14 @@ from checkpoints import picture, ready, saved_picture, says, text, tokenizer
 from saccade import VLM, load
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
 from saccade.loading import load_model
 from saccade.train import Listed, Recipe, Trainer, collate, read_recipe
 from saccade.train.draft_vlm import DraftVlmObjective
 from saccade.train.draft_vlm_learner import DraftVlmLearner
 from saccade.train.draft_vlm_model import new_draft_vlm
 from saccade.train.optimiser import Optimiser
+from saccade.train.order import set_apart
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
@@ -310,6 +313,48 @@ def alone(model: Any, prompt: Any, answer: tuple[int, ...]) -> Tensor:
     media = {name: value for medium in prompt.media for name, value in medium.tensors.items()}
     logits = model(input_ids=torch.tensor([[*prompt.ids, *answer]]), **media).logits[0]
     return logits[len(prompt) - 1 : -1].float()  # type: ignore[no-any-return]
+
+
+@cache
+def near(context: int) -> Path:
+    """A language model of a small context."""
+    return checkpoints.llama(Path(mkdtemp()), max_position_embeddings=context)
+
+
+def spread(context: int, lengths: Sequence[int]) -> Listed:
+    """Samples without pictures, so many tokens more than a context."""
+    return Listed((Prompt((40, 41) * ((context + n) // 2 - 1)), (42, 43)) for n in lengths)
+
+
+def test_prompts_beyond_the_language_models_context_are_not_measured_on(tmp_path: Path) -> None:
+    own, said = vlm("llava"), list[str]()
+    (first, _), _ = set_apart(20, 2, 0)
+    data = spread(200, [0 if n == first else -140 for n in range(20)])  # all can be learnt from
+    chosen = recipe(near(200), **{"stage1.steps": 1, "stage2.steps": 1, "validation_samples": 2})
+    run = Trainer(own.target, chosen, data, tmp_path, processor=own.processor, say=said.append)
+    outcome = run.run()
+    assert outcome.best is not None
+    [words] = [w for w in said if "not measured on" in w]
+    assert words.startswith("1 of 2 prompts kept apart")
+    assert "context of 200" in words
+
+
+def test_samples_longer_than_the_language_models_context_are_left_out_and_counted() -> None:
+    own, said = vlm("llava"), list[str]()
+    data = spread(200, [2, -100, 0, 4])
+    made = DraftVlmLearner(own.target, own.processor, recipe(near(200)), data, say=said.append)
+    batch = made.batch([0, 1, 2, 3], 0)
+    assert batch is not None
+    assert [s.name for part in batch for s in part.samples] == ["1", "2"]
+    assert made.batch([0, 3], 0) is None
+    [words] = said
+    assert words.startswith("Sample 0 has 202 tokens, more than 200")
+    made.close()
+    assert said[-1].startswith("2 samples were left out: they are longer than 200 tokens")
+    with pytest.raises(
+        TrainingError, match=r"context of 200 tokens \(of 2 looked at the shortest has 202\).*max_tokens=200"
+    ):
+        DraftVlmLearner(own.target, own.processor, recipe(near(200)), spread(200, [2, 8]))
 
 
 def test_in_the_first_stage_no_batch_is_blind() -> None:

@@ -66,9 +66,9 @@ def test_a_run_with_cached_features_resumes_bit_for_bit(tmp_path: Path, cache: s
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def stop_after(out: Path, steps: int, chosen: Recipe | None = None) -> None:
+def stop_after(out: Path, steps: int, chosen: Recipe | None = None, measure: Any = closeness) -> None:
     """A run that fails in the step after ``steps``."""
-    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, measure=closeness,
+    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, measure=measure,
                   say=lambda _: None)  # fmt: skip
     plain = cut.train_step
 
@@ -80,6 +80,79 @@ def stop_after(out: Path, steps: int, chosen: Recipe | None = None) -> None:
     cut.train_step = failing  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="planted"):
         cut.run()
+
+
+class Planted(Exception):
+    """What ends a run here."""
+
+
+def test_a_measurement_that_fails_costs_no_step_and_is_made_when_the_run_goes_on(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    def failing(head: torch.nn.Module) -> float:
+        torch.rand(3)
+        raise Planted
+
+    with pytest.raises(Planted):
+        run(tmp_path / "cut", measure=failing)
+    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir())[-1] == "step-00000004"
+    measured: list[int] = []
+    run(tmp_path / "cut", measure=counted(tmp_path / "cut", measured), resume=True)
+    assert measured == [4, 8, 12]
+    assert_same_run(unbroken, tmp_path / "cut")
+
+
+def counted(out: Path, steps: list[int]) -> Any:
+    """`closeness`, which notes after which step of the log it is asked."""
+
+    def measure(head: torch.nn.Module) -> float:
+        random.random(), torch.rand(3)  # what a measurement draws is no matter of the run
+        steps.append([json.loads(line)["step"] for line in (out / "log.jsonl").open()][-1])
+        return closeness(head)
+
+    return measure
+
+
+def test_nothing_is_measured_twice_and_what_a_measurement_draws_changes_nothing(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    out, measured = tmp_path / "cut", list[int]()
+    stop_after(out, 4, measure=counted(out, measured))
+    run(out, resume=True, measure=counted(out, measured))
+    run(out, resume=True, measure=counted(out, measured))
+    assert measured == [4, 8, 12]
+    assert_same_run(unbroken, out)
+
+
+def test_a_run_cut_between_a_measurement_and_its_note_says_it_once(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*given: Any) -> None:
+        raise Planted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "amend", cut)
+        with pytest.raises(Planted):
+            run(tmp_path / "cut")
+    run(tmp_path / "cut", resume=True)
+    assert_same_run(unbroken, tmp_path / "cut")
+
+
+def test_a_checkpoint_that_was_written_behind_its_measurement_is_gone_on_from_without_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Checkpoints.save
+
+    def as_before(self: Checkpoints, step: int, state: dict[str, Any]) -> None:
+        save(self, step, {k: v for k, v in state.items() if k != "unmeasured"})
+
+    out, measured = tmp_path / "cut", list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", as_before)
+        patch.setattr(Checkpoints, "amend", lambda *given: None)
+        stop_after(out, 4)
+    run(out, resume=True, measure=counted(out, measured))
+    assert measured == [8, 12]
 
 
 @pytest.mark.parametrize("lost", ["head", "optimiser"])

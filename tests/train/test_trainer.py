@@ -18,7 +18,8 @@ from training_run import as_rank, forked, recipe, run
 
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
-from saccade.train import Recipe, Sample, Stage, Trainer
+from saccade.inputs.prompt import Prompt
+from saccade.train import Listed, Recipe, Sample, Stage, Trainer
 from saccade.train.beginning import new_head
 from saccade.train.cache import FeatureCache
 from saccade.train.features import Features, read_features
@@ -195,6 +196,40 @@ def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> N
     assert 1.0 <= value < 3.0
     assert made.training
     assert all(torch.equal(w, before[n]) for n, w in made.state_dict().items())
+
+
+@pytest.mark.parametrize("fit", [True, False])
+def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counted(
+    tmp_path: Path, fit: bool
+) -> None:
+    own, said = target("llama"), list[str]()
+    short, context = samples("llama", 3), own.family.context
+    assert context is not None
+    full = [Prompt((5,) * n) for n in (context - 127, context, context + 1)]
+    prompts = [s.prompt for s in short] if fit else []
+    measure = EngineMeasure(
+        own, [*prompts, *full, Prompt((5,) * (context - 128))][: 7 if fit else 3], say=said.append
+    )
+    assert measure.prompts == ([*prompts, Prompt((5,) * (context - 128))] if fit else [])
+    [words] = said
+    assert words.startswith(
+        f"3 of {7 if fit else 3} prompts kept apart are not measured on: they leave no 128 tokens"
+    )
+    assert f"context of {context}" in words
+    assert ("no drafter is found to be the best" in words) != fit
+
+
+def test_a_run_whose_prompts_all_fill_the_context_ends_without_a_best(tmp_path: Path) -> None:
+    own, said = target("llama"), list[str]()
+    assert own.family.context is not None
+    prompt = Prompt((5, 6) * (own.family.context // 2 - 8))
+    chosen = replace(
+        recipe(), kind="eagle2", loss={}, stages=(Stage(2, 1e-3),), batch_size=2, validate_every=1
+    )
+    source = Listed((prompt, (7, 8 + n)) for n in range(10))
+    outcome = Trainer(own, replace(chosen, validation_samples=1), source, tmp_path, say=said.append).run()
+    assert outcome.best is None
+    assert len([words for words in said if "not measured on" in words]) == 1
 
 
 def test_a_plan_says_what_would_be_trained_and_changes_nothing(tmp_path: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from saccade.errors import TrainingError
-from saccade.train.folders import recover, write_folder
+from saccade.train.folders import recover, write_folder, writing
 
-_STATE, _ABOUT = "state.pt", "checkpoint.json"
+_STATE, _ABOUT, _LATER = "state.pt", "checkpoint.json", "later.json"
 
 
 class Checkpoints:
@@ -51,6 +53,23 @@ class Checkpoints:
         for old in self._found()[: -self._keep]:
             shutil.rmtree(old)
 
+    def amend(self, step: int, values: Mapping[str, Any]) -> None:
+        """Replace entries of the state after ``step`` steps, if that was kept, by JSON values found since.
+
+        Raises:
+            TrainingError: the disk is full or cannot be written.
+        """
+        place = self._folder / f"step-{step:08d}"
+        if not place.is_dir():
+            return
+        part = place / f"{_LATER}.part"
+        with writing(place / _LATER):
+            with part.open("w") as file:
+                file.write(json.dumps(values) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(place / _LATER)
+
     def load(self) -> tuple[int, dict[str, Any]] | None:
         """The newest whole checkpoint, with the random states put back.
 
@@ -70,7 +89,7 @@ class Checkpoints:
             self._check(about["run"], place)
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             _set_random_states(state.pop("random"))
-            return about["step"], state
+            return about["step"], {**state, **_later(place)}
         if found:
             raise TrainingError(
                 f"All checkpoints in {self._folder} are damaged; take them away, or start anew in another folder."
@@ -86,6 +105,14 @@ class Checkpoints:
                 f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give what it "
                 "was started with, or another --out folder."
             )
+
+
+def _later(place: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((place / _LATER).read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:
@@ -106,6 +133,14 @@ def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, 
             for found in _differences(ours.get(name), theirs.get(name), f"{key}.{name}" if key else name)
         ]
     return [] if ours == theirs else [(key, ours, theirs)]
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Put the random states that a checkpoint holds back after the block."""
+    states = _random_states()
+    yield
+    _set_random_states(states)
 
 
 def _random_states() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,11 @@ from saccade.train.identity import identity
 from saccade.train.losses import Tally
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.samples import Sample, Source
-from saccade.train.validate import Measure, block_efficiency
+from saccade.train.validate import Measure, block_efficiency, fitting
 
 _GAMMA, _ANSWER, _ROWS = 5, 128, 4
+_LOOKED_AT = 16
+"""Samples that are prepared before training to find out whether any fits the language model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,25 @@ class DraftVlmLearner:
 
     Args:
         processor: of the target.
+        say: takes lines of progress.
 
     Raises:
-        TrainingError: the recipe names no language model, or something that a draft VLM has not.
+        TrainingError: the recipe names no language model, or something that a draft VLM has not; or the samples are
+            longer than the language model's context.
         ModelError: the language model cannot be used.
     """
 
     word, folder = "drafter", "draft"
 
-    def __init__(self, target: Target, processor: InputProcessor, recipe: Recipe, source: Source) -> None:
+    def __init__(
+        self,
+        target: Target,
+        processor: InputProcessor,
+        recipe: Recipe,
+        source: Source,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> None:
         _check(recipe)
         self._target, self._processor, self._recipe, self._source = target, processor, recipe, source
         self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
@@ -70,6 +82,9 @@ class DraftVlmLearner:
         self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
         self.terms = [name for name in ("tokens", "kl") if getattr(self._objective, name)]
         self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
+        self._say, self._context = say, self._own.family.context
+        self._long: set[int] = set()
+        self._look()
 
     def weights(self, number: int) -> list[nn.Parameter]:
         """The projector in the first stage; the language model, too, in all later ones."""
@@ -79,7 +94,7 @@ class DraftVlmLearner:
         return "the projector alone" if number == 1 else "projector and language model"
 
     def batch(self, indices: Sequence[int], step: int) -> list[DraftBatch] | None:
-        found = [s for s in (self._source.sample(i) for i in indices) if s is not None]
+        found = [s for s in map(self._sample, indices) if s is not None]
         # The projector learns nothing from a batch without media.
         blind = self._recipe.at(step)[0] > 1 and self._objective.is_blind(step)
         return self._batches(found, blind) if found else None
@@ -132,22 +147,61 @@ class DraftVlmLearner:
         """Nothing is found that a run could find again."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing is left open; says how many samples were left out."""
+        if self._long:
+            self._say(
+                f"{len(self._long)} samples were left out: they are longer than {self._context} tokens, the draft "
+                "language model's context."
+            )
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the target's class and precision, with the target's tokenizer and image settings."""
         deepcopy(self.module).to(self._target.dtype).save_pretrained(folder)
         self._processor.save(folder)
 
-    def measure(self, prompts: Sequence[Prompt]) -> Measure:
+    def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
+        asked = fitting(prompts, _ANSWER + _GAMMA, [self._target, self._own], self._say)
+
         def measured(model: Any) -> float:
             mirror = deepcopy(model).to(self._target.dtype).requires_grad_(False)
             mirror = mirror.to(draft_dtype(mirror))  # as `saccade.load` puts it
             known = len(self._processor.tokenizer.get_vocab())
             drafter = ModelDrafter(Target(mirror), Chain(_GAMMA), known)
-            return block_efficiency(Engine(self._target, drafter), prompts, _ANSWER, _ROWS)
+            return block_efficiency(Engine(self._target, drafter), asked, _ANSWER, _ROWS)
 
-        return measured
+        return measured if asked else None
+
+    def _sample(self, index: int) -> Sample | None:
+        """A sample, or None where it cannot be used or is longer than the language model's context."""
+        sample = self._source.sample(index)
+        if sample is None or self._context is None or len(sample.ids) <= self._context:
+            return sample
+        if not self._long:
+            self._say(
+                f"Sample {sample.name} has {len(sample.ids)} tokens, more than {self._context}, the draft language "
+                "model's context; such samples are left out."
+            )
+        self._long.add(index)
+        return None
+
+    def _look(self) -> None:
+        """Refuse data of which nothing seems to fit, before a run that would learn nothing of them."""
+        if self._context is None:
+            return
+        count = len(self._source.lengths)
+        lengths = []
+        for index in range(0, count, max(count // _LOOKED_AT, 1)):
+            sample = self._source.sample(index)
+            lengths.append(0 if sample is None else len(sample.ids))
+            if 0 < lengths[-1] <= self._context:
+                return
+        if any(lengths):
+            shortest = min(n for n in lengths if n)
+            raise TrainingError(
+                f"The samples are longer than the draft language model's context of {self._context} tokens (of "
+                f"{len(lengths)} looked at the shortest has {shortest}); give a language model with a longer context, "
+                f"or cut them with max_tokens={self._context}."
+            )
 
     def _batches(self, samples: Sequence[Sample], blind: bool) -> list[DraftBatch]:
         prompts = [self._processor.text_only(s.prompt) if blind else s.prompt for s in samples]

@@ -118,8 +118,9 @@ class HeadLearner:
     def save(self, folder: Path) -> None:
         save_head(self.module, folder)
 
-    def measure(self, prompts: Sequence[Prompt]) -> Measure:
-        return EngineMeasure(self._target, prompts)
+    def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
+        measure = EngineMeasure(self._target, prompts, say=self._say)
+        return measure if measure.prompts else None
 
     def _wanted(self) -> list[Any]:
         """What decides, besides the head's layers, which features are read: DREAM's compression and inner state."""

@@ -79,6 +79,6 @@ class Learner(Protocol):
         """Write the drafter as it is loaded later."""
         ...
 
-    def measure(self, prompts: Sequence[Prompt]) -> Measure:
-        """What tells how long its drafts are accepted, over answers to these prompts."""
+    def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
+        """What tells how long its drafts are accepted, over answers to these prompts; None if none has room for one."""
         ...

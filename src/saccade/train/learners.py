@@ -35,4 +35,4 @@ def new_learner(
         return HeadLearner(target, recipe, source, out, rank=rank, say=say)
     if processor is None:
         raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")
-    return DraftVlmLearner(target, processor, recipe, source)
+    return DraftVlmLearner(target, processor, recipe, source, say=say)

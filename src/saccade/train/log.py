@@ -20,14 +20,21 @@ class Log:
         step: steps done; what an earlier process wrote about later ones is taken out, because they run again.
         steps: of the whole run.
         say: takes the line of progress.
+        again: a value that is found again after ``step`` steps; lines there that hold it are taken out, too.
     """
 
-    def __init__(self, folder: Path, step: int, steps: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, step: int, steps: int, say: Callable[[str], None], again: str | None = None
+    ) -> None:
         self._path, self._steps, self._say = folder / "log.jsonl", steps, say
         self._first, self._begun = step, time.monotonic()
         with writing(self._path):
             folder.mkdir(parents=True, exist_ok=True)
-            kept = [line for line in _lines(self._path) if _step_of(line) <= step]
+            kept = [
+                line
+                for line in _lines(self._path)
+                if _step_of(line) <= step and not (_step_of(line) == step and again in json.loads(line))
+            ]
             part = self._path.with_suffix(".part")
             part.write_text("".join(line + "\n" for line in kept))
             part.replace(self._path)

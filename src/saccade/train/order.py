@@ -11,6 +11,13 @@ _POOL = 32
 """Batches whose samples are sorted by length together: little padding, and still another mixture every epoch."""
 
 
+def set_apart(count: int, wanted: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to measure on, at most a tenth, and samples to learn from."""
+    some = min(wanted, count // 10)
+    apart = set(Random(f"apart/{seed}").sample(range(count), some))
+    return sorted(apart), [i for i in range(count) if i not in apart]
+
+
 class Order:
     """Batches of samples of similar length, in another order every epoch.
 

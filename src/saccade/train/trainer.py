@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
-from saccade.train.checkpoint import Checkpoints
+from saccade.train.checkpoint import Checkpoints, same_draws
 from saccade.train.folders import recover, write_folder
 from saccade.train.identity import identity
 from saccade.train.learner import Learner
@@ -26,7 +25,7 @@ from saccade.train.learners import new_learner
 from saccade.train.log import Log
 from saccade.train.losses import Tally
 from saccade.train.optimiser import Optimiser, rate_at
-from saccade.train.order import Order
+from saccade.train.order import Order, set_apart
 from saccade.train.processes import Processes
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
@@ -98,12 +97,13 @@ class Trainer:
             say=self._say,
         )
         self._optimiser = Optimiser(self.learner.module, recipe)
-        apart, chosen = _set_apart(len(source.lengths), recipe)
+        apart, chosen = set_apart(len(source.lengths), recipe.validation_samples, recipe.seed)
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
         self.apart, self._measure = apart, measure
+        self._unread = apart if measure is None else []
         self._checkpoints = Checkpoints(self._out / "checkpoints", self._about())
         self._step, self._best = 0, -math.inf
-        self._resume = resume
+        self._resume, self._unmeasured = resume, False
 
     def run(self) -> Outcome:
         """Train to the end.
@@ -115,7 +115,12 @@ class Trainer:
         self._restore()
         if self._measure is None and self.recipe.validation_samples and not self.apart:
             self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
-        log = Log(self._out, self._step, self.recipe.steps, self._say) if self.processes.leads else None
+        again = "block_efficiency" if self._unmeasured else None
+        log = (
+            Log(self._out, self._step, self.recipe.steps, self._say, again) if self.processes.leads else None
+        )
+        if self._unmeasured:
+            self._validate(log)
         begun = time.monotonic()
         for step in range(self._step, self.recipe.steps):
             values = self.train_step(step)
@@ -124,10 +129,12 @@ class Trainer:
                 values["seconds"] = round(time.monotonic() - begun, 3)
                 log.write(self._step, values)
                 log.progress(self._step, f"loss {values['loss']:.4f}")
-            if self._due(self.recipe.validate_every) or self._step == self.recipe.steps:
+            over = self._step == self.recipe.steps
+            self._unmeasured = self._due(self.recipe.validate_every) or over
+            if self._due(self.recipe.checkpoint_every) or over:
+                self._save()  # before measuring, which may fail where training did not
+            if self._unmeasured:
                 self._validate(log)
-            if self._due(self.recipe.checkpoint_every) or self._step == self.recipe.steps:
-                self._save()
         self.learner.close()
         last = self._out / self.learner.folder
         if log is not None:
@@ -242,6 +249,7 @@ class Trainer:
         self.processes.wait()
         if not self.processes.leads:
             found = self._checkpoints.load()
+        self.processes.wait()  # all have read it before one goes on to amend it
         if found is None:
             return
         if not self._resume:
@@ -251,7 +259,7 @@ class Trainer:
         self._step, state = found
         self.learner.load_state(state["head"])
         self._optimiser.load_state_dict(state["optimiser"])
-        self._best = state["best"]
+        self._best, self._unmeasured = state["best"], state.get("unmeasured", False)
         self._say(f"going on after step {self._step} of {self.recipe.steps}")
 
     def _save(self) -> None:
@@ -260,6 +268,7 @@ class Trainer:
                 "head": self.learner.state(),
                 "optimiser": self._optimiser.state_dict(),
                 "best": self._best,
+                "unmeasured": self._unmeasured,
             }
             self._checkpoints.save(self._step, state)
         self.learner.keep()
@@ -267,12 +276,18 @@ class Trainer:
 
     def _validate(self, log: Log | None) -> None:
         if log is not None and (measure := self._measuring()) is not None:
-            value = measure(self.learner.module)
+            with (
+                same_draws()
+            ):  # later steps are the same, whether they come after a measurement or a checkpoint
+                value = measure(self.learner.module)
             log.write(self._step, {"block_efficiency": value})
             self._say(f"step {self._step}: block efficiency {value:.3f}")
             if value > self._best:
                 self._best = value
                 write_folder(self._out / "best", self._write_best)
+        if log is not None:
+            self._checkpoints.amend(self._step, {"best": self._best, "unmeasured": False})
+        self._unmeasured = False
         self.processes.wait()
 
     def _write_best(self, part: Path) -> None:
@@ -281,17 +296,11 @@ class Trainer:
         (part / "validation.json").write_text(json.dumps(about) + "\n")
 
     def _measuring(self) -> Measure | None:
-        if self._measure is None and self.apart:
-            samples = [self._source.sample(i) for i in self.apart]
+        if self._unread:
+            samples = [self._source.sample(i) for i in self._unread]
+            self._unread = []
             self._measure = self.learner.measure([s.prompt for s in samples if s is not None])
         return self._measure
-
-
-def _set_apart(count: int, recipe: Recipe) -> tuple[list[int], list[int]]:
-    """Samples to measure on, at most a tenth, and samples to learn from."""
-    some = min(recipe.validation_samples, count // 10)
-    apart = set(Random(f"apart/{recipe.seed}").sample(range(count), some))
-    return sorted(apart), [i for i in range(count) if i not in apart]
 
 
 def _silent(_: str) -> None:

@@ -24,9 +24,13 @@ class EngineMeasure:
 
     Args:
         target: the model that the head drafts for.
-        prompts: asked together, ``rows`` at a time.
+        prompts: asked together, ``rows`` at a time; those that leave no room for an answer are left out.
         max_new_tokens: longest answer.
         policy: shape of the drafts; by default a chain of five, or shorter where the head reaches less far.
+        say: told how many prompts are left out.
+
+    Attributes:
+        prompts: those that are asked.
     """
 
     def __init__(
@@ -37,8 +41,9 @@ class EngineMeasure:
         max_new_tokens: int = 128,
         rows: int = 4,
         policy: TreePolicy | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
-        self._target, self._prompts = target, list(prompts)
+        self._target, self.prompts = target, fitting(prompts, max_new_tokens, [target], say)
         self._length, self._rows, self._policy = max_new_tokens, rows, policy
 
     def __call__(self, head: Head) -> float:
@@ -47,7 +52,24 @@ class EngineMeasure:
         mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
         policy = self._policy or Chain(min(5, mirror.reach or 5))
         engine = Engine(self._target, HeadDrafter(mirror, self._target, policy))
-        return block_efficiency(engine, self._prompts, self._length, self._rows)
+        return block_efficiency(engine, self.prompts, self._length, self._rows)
+
+
+def fitting(
+    prompts: Sequence[Prompt], room: int, models: Sequence[Target], say: Callable[[str], None]
+) -> list[Prompt]:
+    """Prompts that leave ``room`` tokens in the contexts of all models; says how many do not."""
+    contexts = [m.family.context for m in models if m.family.context is not None]
+    if not contexts:
+        return list(prompts)
+    fit = [p for p in prompts if len(p) + room <= min(contexts)]
+    if left := len(prompts) - len(fit):
+        say(
+            f"{left} of {len(prompts)} prompts kept apart are not measured on: they leave no {room} tokens for an "
+            f"answer in a context of {min(contexts)}"
+            + ("." if fit else ", so no drafter is found to be the best.")
+        )
+    return fit
 
 
 def block_efficiency(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, rows: int) -> float:
