@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from saccade.draft.heads.registry import HEADS
 from saccade.errors import TrainingError
-from saccade.train.recipe import OBJECTIVES, from_dict, read_recipe, recipe_names
+from saccade.train.recipe import OBJECTIVES, Recipe, Stage, from_dict, read_recipe, recipe_names
 
 
 def test_there_is_a_recipe_for_every_kind_that_can_be_trained() -> None:
@@ -101,3 +102,13 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.toml").write_text('kind = "eagle2"\n[[stages]]\nsteps = 3\n')
     with pytest.raises(TrainingError, match="lacks the setting 'rate'"):
         read_recipe(str(tmp_path / "b.toml"))
+
+
+def test_every_setting_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    names = {f.name for f in fields(Recipe)} - {"kind", "stages", "head", "loss"}
+    names |= {f"stageN.{f.name}" for f in fields(Stage)}
+    names |= {f"loss.{f.name}" for objective in OBJECTIVES.values() for f in fields(objective)}
+    names |= {f"head.{name}" for head in HEADS.values() for name in head.defaults}
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+    assert [name for name in recipe_names() if f"`{name}`" not in page] == []
