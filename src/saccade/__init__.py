@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from saccade.errors import InputError, MethodError, ModelError, SaccadeError
+from saccade.errors import InputError, MethodError, ModelError, SaccadeError, SaccadeWarning
 
 if TYPE_CHECKING:
     from saccade.chat import Chat
@@ -26,6 +26,7 @@ __all__ = [
     "ModelError",
     "Output",
     "SaccadeError",
+    "SaccadeWarning",
     "Stats",
     "Stream",
     "load",

@@ -1,4 +1,4 @@
-"""The errors that users meet; every message is one sentence: what was wrong, what was expected, what to do."""
+"""The errors and warnings that users meet; an error is one sentence: what was wrong, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -21,3 +21,7 @@ class MethodError(SaccadeError):
 
 class TrainingError(SaccadeError):
     """Training data, a recipe or a checkpoint is not usable, or training cannot go on."""
+
+
+class SaccadeWarning(UserWarning):
+    """Something is done in another way than was asked for, so that its speed may not be the method's."""

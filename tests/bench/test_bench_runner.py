@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,13 +21,14 @@ import torch
 from bench_kit import slow, suite, wrong
 
 import saccade
-from saccade.bench import metrics
+from saccade.bench import metrics, table
 from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.record import FILE, read
 from saccade.bench.resuming import begun
 from saccade.bench.runner import Progress, Runner, balanced
+from saccade.draft import pruning
 from saccade.errors import SaccadeError
 
 Prepare = Callable[..., Prepared]
@@ -134,6 +136,27 @@ def test_a_slow_method_is_found_slower(prepared: Prepare, vlm: saccade.VLM, fold
     assert chain_speedup is not None
     assert slow_speedup.value < chain_speedup.value
     assert results["slow"].shares["draft"] > results["chain"].shares["draft"]
+
+
+def test_a_method_that_could_not_do_as_asked_is_remarked_on(
+    prepared: Prepare, vlm: saccade.VLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dropped(*_: object) -> list[int]:
+        pruning._note("nothing fits")
+        return []
+
+    monkeypatch.setattr(pruning.Pruning, "dropped", dropped)
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+    run = Runner(prepared(methods=["chain", "specvlm"], per_task=2), folder).run()
+    warned = {r.method: r.warnings for r in run.records}
+    assert (warned["plain"], warned["chain"]) == ([], [])
+    (words,) = warned["specvlm"]
+    assert words.startswith(
+        "The target's attention says nothing about the drafter's visual tokens: nothing fits."
+    )
+    assert words in shown
+    assert f"specvlm warned at 2 of 2 answers: {words}" in table.remarks(run)
 
 
 def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Path) -> None:

@@ -93,6 +93,17 @@ def test_a_lossless_method_with_other_tokens_is_named_at_the_top() -> None:
     assert "lvspec: 2 of 2" not in text
 
 
+def test_what_a_method_warned_of_stands_in_the_report() -> None:
+    run = make_run(prompts=2, repeats=1)
+    for number, record in enumerate(run.records):
+        if record.method == "chain" and record.prompt_id == "scene-0":
+            run.records[number] = replace(record, warnings=["Nothing fits."])
+    contents = report.contents([run])
+    remark = "chain warned at 1 of 2 answers: Nothing fits."
+    assert remark in report.html(contents)
+    assert remark in report.markdown_tables(contents)
+
+
 def test_methods_stand_in_the_order_of_the_suite_whatever_ran_first(run: Run) -> None:
     turned = replace(run, records=run.records[::-1])
     assert list(content.groups(turned)[0].results) == ["plain", *(m for m in WAYS if m != "plain")]
@@ -196,6 +207,7 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
         ("trees", [{"tokens": [1, 2], "parents": [0, 1], "path": [0], "pieces": ["a", "b"]}]),
         ("trees", [{"tokens": [1], "parents": [0], "path": [0, 7], "pieces": ["a"]}]),
         ("trees", ["tree"]),
+        ("warnings", [3]),
     ],
 )
 def test_a_record_of_the_right_form_with_wrong_content_is_unusable(field: str, value: object) -> None:

@@ -37,6 +37,16 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
     assert result.err.count("\n") == 1, "libraries kept quiet"
 
 
+def test_a_drafter_that_cannot_do_as_asked_is_told_of_once(shell: Shell, image: str, tmp_path: Path) -> None:
+    """A language model sees no pictures, so that the target's attention to them says nothing."""
+    two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
+    arguments = ("-t", ready("llava"), "-d", ready("llama"), "-m", "specvlm", *two, "What?")
+    told, summary = shell("generate", *arguments).err.splitlines()
+    assert told.startswith("saccade: The target's attention says nothing about the drafter's visual tokens: ")
+    assert told.endswith("They are pruned evenly instead.")
+    assert summary.startswith("24 tokens")
+
+
 def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
     arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--set", "gamma=7", "What?")
     result = shell("generate", *arguments, "--json")

@@ -21,6 +21,7 @@ from saccade.draft.pruning import (
     transferred,
     two_stages,
 )
+from saccade.errors import SaccadeWarning
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Medium, Prompt
 
@@ -166,7 +167,7 @@ def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt)
     config = FAMILIES["llava"].model().config
     pruning, mine = Pruning("specvlm", images=0.5), prompt_of(image(4))
     columns = torch.rand(len(other))
-    with pytest.warns(UserWarning, match="pruned evenly instead"):
+    with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
         dropped = pruning.dropped(config, mine, other, columns, config)
     assert dropped == Pruning("uniform", images=0.5).dropped(config, mine)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from saccade.bench.memory import PeakMemory
 from saccade.bench.questions import Question, Turn
 from saccade.bench.record import Record
+from saccade.errors import SaccadeWarning
 from saccade.output import Output, TreeTrace
 from saccade.text import Detokenizer
 from saccade.vlm import VLM
@@ -59,7 +62,8 @@ def ask(
     answers = []
     for index, turn in enumerate(question.turns):
         seed_of_turn = zlib.crc32(f"{seed}/{question.turn_id(index)}/{repeat}".encode())
-        said = talk.say(turn, seed_of_turn)
+        with _heeding() as told:
+            said = talk.say(turn, seed_of_turn)
         traced = again.say(turn, seed_of_turn) if trace else None
         record = Record(
             prompt_id=question.turn_id(index),
@@ -78,6 +82,7 @@ def ask(
             scores=turn.score(said.output.text) if turn.score else {},
             peak_bytes=said.peak,
             trees=[_tree(vlm, tree) for tree in traced.trees] if traced else [],
+            warnings=list(dict.fromkeys(told)),
         )
         answers.append(Answer(record, said.asked, said.seconds, traced.seconds if traced else 0.0))
     return answers
@@ -118,6 +123,23 @@ class _Talk:
         answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
         self._messages = [*asked, answer]
         return _Said(output, asked, inputs, seconds, self._memory.read(), trees)
+
+
+@contextmanager
+def _heeding() -> Iterator[list[str]]:
+    """What Saccade itself warns of; whoever shows warnings still shows them."""
+    told: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", SaccadeWarning)
+        show = warnings.showwarning
+
+        def heed(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, SaccadeWarning):
+                told.append(str(message))
+            show(message, category, *where)
+
+        warnings.showwarning = heed  # type: ignore[assignment]
+        yield told
 
 
 def _stats(output: Output, inputs: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,6 +67,7 @@ class Record:
         peak_bytes: peak memory of the process or device during the answer; None when not measured.
         trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``); only where the run was
             asked to trace.
+        warnings: Saccade's own while the answer was made, each once.
     """
 
     prompt_id: str
@@ -87,6 +88,7 @@ class Record:
     difference: dict[str, Any] | None = None
     peak_bytes: int | None = None
     trees: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -182,6 +184,14 @@ def read(folder: Path) -> Run:
     if header is None or header.schema != SCHEMA:
         raise SaccadeError(f"{path} has no readable header of schema {SCHEMA}; run `saccade bench` again.")
     return Run(path.parent, header, list(records.values()), problems)
+
+
+def warned(records: Sequence[Record]) -> Iterator[str]:
+    """A sentence for every method that warned: of how many answers, and the first of its warnings."""
+    for method in dict.fromkeys(record.method for record in records if record.warnings):
+        own = [record for record in records if record.method == method]
+        bad = [record for record in own if record.warnings]
+        yield f"{method} warned at {len(bad)} of {len(own)} answers: {bad[0].warnings[0]}"
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from saccade.bench import metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import Predicted, predictions
-from saccade.bench.record import Run
+from saccade.bench.record import Run, warned
 from saccade.bench.statistics import Estimate
 from saccade.bench.suite import BASELINE
 
@@ -113,6 +113,7 @@ def remarks(run: Run) -> Iterator[str]:
             f"{d['plain']} with logits {d['logits']['ours']} and {d['logits']['plain']} "
             f"(ties within rounding in {header.models['target']['dtype']})."
         )
+    yield from warned(run.records)
     for left_out in header.config["missing"]:
         yield f"Missing: {left_out}"
     yield from run.problems

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from saccade.errors import InputError
+from saccade.errors import InputError, SaccadeWarning
 
 if TYPE_CHECKING:
     from saccade.chat import Turn
@@ -81,7 +81,7 @@ def load_models(
         heads: FOLDER or NAME=FOLDER each, to choose from.
     """
     if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # of libraries, about what the user of a command cannot change
+        _heed_own_warnings()
     with waiting(f"Loading {target}"):
         from transformers.utils import logging
 
@@ -96,6 +96,30 @@ def load_models(
         if heads:
             options["heads"] = _heads_by_name(heads)
         return load(target, drafter, method, **options)
+
+
+def _heed_own_warnings() -> None:
+    """Saccade's warnings as one line each, once; none of libraries, about what the user of a command cannot change."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("always", SaccadeWarning)
+    told: set[tuple[str, int]] = set()
+    before = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, SaccadeWarning):
+            before(message, category, filename, lineno, file, line)
+        elif (filename, lineno) not in told:
+            told.add((filename, lineno))  # not the words: they may count what differs from picture to picture
+            note(f"saccade: {message}", "yellow")
+
+    warnings.showwarning = show
 
 
 def _heads_by_name(given: list[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from saccade.errors import SaccadeWarning
 from saccade.inputs.batch import media_spans
 from saccade.inputs.counting import pixtral_grid
 from saccade.inputs.families import family_of, visual_ids
@@ -204,5 +205,6 @@ def _note(why: str) -> None:
     warnings.warn(
         f"The target's attention says nothing about the drafter's visual tokens: {why}. They are pruned evenly "
         "instead.",
+        SaccadeWarning,
         stacklevel=2,
     )

@@ -28,6 +28,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "difference": (dict, type(None)),
     "peak_bytes": (int, type(None)),
     "trees": list,
+    "warnings": list,
 }
 _COUNTS = ("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
 
@@ -53,8 +54,10 @@ def fault_of(record: Record) -> str | None:
         return "tokens, marks and pieces differ in length"
     if not record.tokens:
         return "the answer has no tokens"
-    if not all(isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media]):
-        return "marks, pieces or media are not all text"
+    if not all(
+        isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media, *record.warnings]
+    ):
+        return "marks, pieces, media or warnings are not all text"
     if not all(_is_number(value) for value in record.scores.values()):
         return "a score is no number"
     return _fault_of_stats(record.stats) or next(

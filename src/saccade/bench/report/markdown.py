@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from saccade.bench.record import warned
 from saccade.bench.report import tables
 from saccade.bench.report.content import Content
 
@@ -25,6 +26,7 @@ def document(contents: Sequence[Content]) -> str:
         by_fact = tables.scores(content.groups[0])
         if by_fact is not None:
             parts.append(table(by_fact))
+        parts += map(_escape, warned(content.run.records))
         if content.problems:
             parts.append(f"{len(content.problems)} lines of the run could not be read and are left out.")
     meanings = {

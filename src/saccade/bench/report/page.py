@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from saccade.bench.record import warned
 from saccade.bench.report import figures, formulas, tables, traces
 from saccade.bench.report.content import Content
 from saccade.bench.suite import BASELINE
@@ -100,7 +101,7 @@ def _notes(content: Content) -> list[str]:
     missing = config.get("missing")
     if isinstance(missing, list) and missing:
         texts.append("Left out: " + " ".join(map(str, missing)))
-    return [str(text) for text in texts if text]
+    return [*(str(text) for text in texts if text), *warned(content.run.records)]
 
 
 def _unequal(content: Content) -> list[str]:
