@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from families import FAMILIES
 from saccade.engine import Engine, Request
+from saccade.generation import plan
 from saccade.inputs.batch import split
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -61,6 +64,144 @@ def test_a_second_adapter_shares_the_first_ones_fused_weights() -> None:
     assert model.model.layers[0].self_attn.q_proj.weight.data_ptr() == place
     assert first.is_lean
     assert second.is_lean
+
+
+class LowRank(nn.Module):
+    """A linear map with something added, as adapters wrap it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.more(x)
+
+
+@torch.no_grad()
+def shift_biases(model: Any) -> None:
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            projection.bias.add_(torch.randn_like(projection.bias))
+
+
+def wrap_projections(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.self_attn.q_proj, layer.mlp.down_proj = (
+        LowRank(layer.self_attn.q_proj),
+        LowRank(layer.mlp.down_proj),
+    )
+
+
+def hook_a_layer(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, given, out: out + 0.7)
+
+
+def hook_a_projection_first(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+
+
+def hook_the_model(model: Any) -> None:
+    def doubled(module: Any, given: Any, out: Any) -> Any:
+        out.logits = -out.logits
+        return out
+
+    model.register_forward_hook(doubled)
+
+
+def replace_the_head(model: Any) -> None:
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+
+
+def replace_the_embedding(model: Any) -> None:
+    model.model.embed_tokens = nn.Embedding(*model.model.embed_tokens.weight.shape)
+
+
+def replace_a_norms_weight(model: Any) -> None:
+    norm = model.model.layers[1].input_layernorm
+    norm.weight = nn.Parameter(torch.randn_like(norm.weight))
+
+
+def give_a_weight_other_memory(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.data = torch.randn_like(weight)
+
+
+def add_a_layer(model: Any) -> None:
+    model.model.layers.append(model.model.layers[0])
+
+
+def give_a_layer_another_forward(model: Any) -> None:
+    layer = model.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
+
+
+CHANGES = [
+    shift_biases,
+    wrap_projections,
+    hook_a_layer,
+    hook_a_projection_first,
+    hook_the_model,
+    replace_the_head,
+    replace_the_embedding,
+    replace_a_norms_weight,
+    give_a_weight_other_memory,
+    give_a_layer_another_forward,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_model_after_loading_counts(change: Callable[[Any], None]) -> None:
+    case = FAMILIES["qwen2"]
+    target = Target(case.model())
+    assert target.is_lean
+    before = tree_logits(target, "text", case)
+    torch.manual_seed(0)
+    change(target.model)
+    ours = tree_logits(target, "text", case)
+    theirs = tree_logits(Target(target.model, lean=False), "text", case)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # as above
+    assert float((ours - before).abs().max()) > 0.1
+
+
+def test_a_layer_that_is_added_is_noticed() -> None:
+    target = Target(FAMILIES["qwen2"].model())
+    add_a_layer(target.model)
+    assert not target.is_lean
+
+
+def test_a_change_between_two_steps_counts_from_the_next_one() -> None:
+    case = FAMILIES["llama"]
+    tokens = []
+    for lean in (True, False):
+        target = Target(case.model(), lean=lean)
+        prompts = split(target.config, case.inputs("text", rows=1))
+        engine = Engine(target)
+        run = engine.start([Request(prompts[0])], plan(target, prompts, max_new_tokens=30))
+        for number, _ in enumerate(run.steps):
+            if number == 9:
+                hook_a_layer(target.model)
+        tokens.append(run.outputs[0].tokens)
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != case.reference("text", rows=1, n=30)[0]
+
+
+def test_a_model_that_has_hooks_when_it_is_loaded_never_becomes_lean_unseen() -> None:
+    model = FAMILIES["llama"].model()
+    handle = model.register_forward_hook(lambda module, given, out: out)
+    target = Target(model)
+    handle.remove()
+    assert not target.is_lean
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_a_model_that_is_cast_later_gives_what_a_new_adapter_of_it_gives(name: str) -> None:
+    case = FAMILIES[name]
+    target = Target(case.model())
+    target.model.to(torch.float64)
+    ours, theirs = (tree_logits(t, "image", case) for t in (target, Target(target.model, lean=False)))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_weights_that_move_later_send_the_adapter_back_to_the_stock_modules() -> None:

@@ -62,8 +62,8 @@ class Target:
         self.family = Family.of(self.config)
         self.decoder = _decoder(self.model)
         self.layers: nn.ModuleList = self.decoder.layers
-        self.device: torch.device = _place(self.model.get_input_embeddings())
-        self.dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        self._embeddings: Any = self.model.get_input_embeddings()
+        self.device: torch.device = _place(self._embeddings)
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         base = getattr(self.model, "base_model", self.model)
         self._rope_index = getattr(base, "get_rope_index", None)
@@ -72,6 +72,12 @@ class Target:
         self._lean: LeanDecoder | None = None
         if lean and self.family.tested:
             self.use_lean()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's weights as they are now; a mask of another one would be misread."""
+        dtype: torch.dtype = self._embeddings.weight.dtype
+        return dtype
 
     @property
     def is_lean(self) -> bool:

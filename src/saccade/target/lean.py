@@ -2,8 +2,9 @@
 
 Stock modules spend most of a decoding step of a small model around the matrix products. For decoders built of
 (RMSNorm, rotary attention, RMSNorm, gated MLP) blocks, the query, key and value products become one, gate and up
-become one, and nothing else runs per layer. The stock modules keep working: their weights become views of the
-fused ones, so no memory is added. A lean decoder is used only after it has given the stock model's logits.
+become one, and nothing else runs per layer. The stock modules keep working: their weights and biases become views
+of the fused ones, so no memory is added. A lean decoder is used only after it has given the stock model's logits, and
+for as long as the model stays built of the same parts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from saccade.target.cache import SlotCache
 from saccade.target.features import Hidden
+from saccade.target.watch import Watch
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred
@@ -53,14 +55,14 @@ class LeanDecoder:
         self._kv_heads = kv_heads
         self._heads = attention.q_proj.out_features // self._head_dim
         self._scale: float = attention.scaling
-        self._watched = [
-            (m, m.weight.data_ptr()) for m in (attention.q_proj, decoder.layers[-1].mlp.gate_proj)
-        ]
+        fused = [m for layer in decoder.layers for group in _groups(layer) for m in group]
+        joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
+        self._watch = Watch(model, (decoder, self._head), joined)
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's weights are still the ones that were fused (not moved, cast or replaced)."""
-        return all(module.weight.data_ptr() == pointer for module, pointer in self._watched)
+        """Whether the model is still built of the modules and weights that were fused, and without hooks on them."""
+        return self._watch.is_current
 
     def __call__(
         self,
@@ -139,13 +141,14 @@ def lean_decoder(model: Any, decoder: Any) -> LeanDecoder | None:
     if not _fits(model, decoder, layers):
         return None
     attention = layers[0].self_attn
-    return LeanDecoder(
+    lean = LeanDecoder(
         model,
         decoder,
         [_fuse(layer) for layer in layers],
         kv_heads=attention.k_proj.out_features // attention.head_dim,
         eps=layers[0].input_layernorm.variance_epsilon,
     )
+    return lean if lean.is_current else None  # hooks on the model itself
 
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
@@ -194,31 +197,36 @@ def _layer_fits(layer: Any, eps: float) -> bool:
 @torch.no_grad()
 def _fuse(layer: Any) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [p.bias for p in projections]
-    with_bias = all(b is not None for b in biases)
+    projections, gates = _groups(layer)
+    with_bias = all(m.bias is not None for m in projections)
     return _Block(
         norm_in=layer.input_layernorm.weight,
-        qkv=_joined(projections),
-        qkv_bias=torch.cat(biases) if with_bias else None,
+        qkv=_joined([m.weight for m in projections]),
+        qkv_bias=_joined([m.bias for m in projections]) if with_bias else None,
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
         out=attention.o_proj.weight,
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        gate_up=_joined([m.weight for m in gates]),
         down=mlp.down_proj.weight,
     )
 
 
-def _joined(modules: list[Any]) -> Tensor:
-    """The modules' weights in one tensor, of which each module then holds its part."""
-    weights: list[Tensor] = [m.weight.detach() for m in modules]
-    first, rows = weights[0], sum(w.shape[0] for w in weights)
-    if _already_joined(weights):  # by an earlier adapter of the same model
-        return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
-    fused = torch.cat(weights)
-    for module, part in zip(modules, fused.split([w.shape[0] for w in weights]), strict=True):
-        module.weight.data = part
+def _groups(layer: Any) -> tuple[list[Any], list[Any]]:
+    """The layer's modules whose products become one, and those of the MLP."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+
+
+def _joined(parameters: list[Any]) -> Tensor:
+    """The parameters in one tensor, of which each then holds its part."""
+    parts: list[Tensor] = [p.detach() for p in parameters]
+    first, rows = parts[0], sum(p.shape[0] for p in parts)
+    if _already_joined(parts):  # by an earlier adapter of the same model
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    fused = torch.cat(parts)
+    for parameter, part in zip(parameters, fused.split([p.shape[0] for p in parts]), strict=True):
+        parameter.data = part
     return fused
 
 
