@@ -60,20 +60,26 @@ class MergedDrafter:
 
     def open(self, batch: int, target: Context) -> MergedSession:
         sessions = self.first.open(batch, target), self.second.open(batch, target)
-        return MergedSession(sessions, self.total)
+        return MergedSession(sessions, self.total, self.max_depth)
 
 
 class MergedSession:
-    """Two draft sessions over the same rows."""
+    """Two draft sessions over the same rows.
 
-    def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int) -> None:
+    Args:
+        total: as of `MergedDrafter`.
+        depth: upper bound of the merged trees' depth.
+    """
+
+    def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int, depth: int) -> None:
         self._sessions = sessions
         self._total = total
+        self._block = depth + 1  # tokens of a row at once: more than the shallower session counts on
         self.reading_seconds = 0.0
 
     def grow(self, capacity: int) -> None:
         for session in self._sessions:
-            session.grow(capacity)
+            session.grow(capacity + self._block)
 
     def load(self, row: int, prompt: Prompt) -> None:
         for session in self._sessions:

@@ -82,9 +82,9 @@ class HeadDraftSession:
         self._shaping = policy.open(batch, self._device)
         self.cache: SlotCache = self._head.new_cache(batch, 0)
         self._room = 0
-        self._known = [
-            0
-        ] * batch  # tokens of every row whose entries have run, or would if they were not hidden
+        # Tokens of every row whose entries have run, or would if they were not hidden; and tokens whose states
+        # are there, which the last block may have brought.
+        self._known, self._fed = [0] * batch, [0] * batch
         self._prompts = [0] * batch  # length of the prompt that each row has read last
         self._active = [False] * batch
         weight = next(self._head.parameters())
@@ -105,7 +105,7 @@ class HeadDraftSession:
     def load(self, row: int, prompt: Prompt) -> None:
         start, count = self._context.reused[row], len(prompt)
         states = self._states()
-        if states.shape[1] != count - start or start > self._known[row] + self._drafter.max_depth:
+        if states.shape[1] != count - start or start > self._fed[row]:
             raise ModelError(
                 "The head has not been fed all that the target has read; give both the same prompt, in one session."
             )
@@ -120,7 +120,7 @@ class HeadDraftSession:
             self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
         if start < self._prompts[row]:  # no next turn of the same conversation
             self._shaping.restart(row)
-        self._known[row] = self._prompts[row] = count
+        self._known[row] = self._fed[row] = self._prompts[row] = count
         self._feed_answer(row, prompt)
 
     def _feed_answer(self, row: int, prompt: Prompt) -> None:
@@ -157,6 +157,8 @@ class HeadDraftSession:
         rows, first = torch.tensor([going, firsts], device=self._device)
         places = first[:, None] + torch.arange(along.shape[1], device=self._device)
         self._features[rows[:, None], places] = along[rows]
+        for row, place in zip(going, firsts, strict=True):
+            self._fed[row] = place + along.shape[1]
         self._shaping.learn(verdict)
 
     def _states(self) -> Tensor:
