@@ -168,6 +168,20 @@ def test_the_token_that_ends_an_answer_is_left_out(written: Written, pictures: P
         expected = ids[: ids.index(end)] if end in ids else ids
         assert short[row["id"]]["answer_ids"] == expected
         assert short[row["id"]]["finish"] == ("eos" if end in ids else "length")
+        assert short[row["id"]].get("eos_id") == (end if end in ids else None)
+    read = {answer.id: answer.eos_id for answer in read_answers(source.parent / "short")}
+    assert read == {name: row.get("eos_id") for name, row in short.items()}
+
+
+def test_the_token_that_ended_an_answer_is_told_where_several_could(written: Written, pictures: Path) -> None:
+    source = written(asks("What?"))
+    [long] = rows(run(source, sampled_share=0))
+    target = saccade.load(ready("llava"), method="plain")
+    never = next(n for n in range(90) if n not in long["answer_ids"])
+    end = long["answer_ids"][3]
+    target.target.model.generation_config.eos_token_id = [never, end]
+    [short] = rows(run(source, sampled_share=0, out="short", target=target))
+    assert short["eos_id"] == end
 
 
 def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> None:
@@ -178,6 +192,7 @@ def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> 
     item = Item("x", 1, 0, 0, False, (0, 0))
     line = asker._line(item, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
     assert (line["answer_ids"], line["finish"]) == ([5, 6], "visual")
+    assert "eos_id" not in line
     assert line["answer"] == target.processor.decode([5, 6])
 
 

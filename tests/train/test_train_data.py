@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from checkpoints import ready, saved_picture, says, text
+from checkpoints import ready, saved_picture, says, template, text, tokenizer
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.train.data import Answers
@@ -75,6 +76,51 @@ def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(
     assert cut.answer == (71, 71, 72)
 
 
+def several(after: str, *ends: str) -> InputProcessor:
+    """Of a target with several end tokens, whose template puts one behind the assistant's turns."""
+    tok = tokenizer(more=ends)
+    source = template("<image>").replace("\n{% endfor %}", after + "\n{% endfor %}")
+    config = AutoConfig.from_pretrained(ready("llama"))
+    ids = [int(tok.convert_tokens_to_ids(end)) for end in ends]
+    return InputProcessor.from_parts(config, tok, chat_template=source, eos_token_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("after", "number"),
+    [
+        ("<turn>", 1),
+        ("{% if m['role'] == 'assistant' %}<turn><over>{% else %}<over>{% endif %}", 1),
+        ("{% if m['role'] == 'user' %}<turn>{% endif %}", 0),
+        ("{% if m['role'] == 'assistant' %}{{ raise_exception('no turns') }}{% endif %}", 0),
+    ],
+)
+def test_of_several_ends_the_one_is_learnt_that_the_template_puts_behind_answers(
+    write: Write, after: str, number: int
+) -> None:
+    made = several(after, "<text>", "<turn>", "<over>")
+    given = line(0, finish="eos", messages=says(text("What?")))
+    sample = Answers(write(given), made).sample(0)
+    assert sample is not None
+    assert sample.answer == (70, 71, 72, made.eos_token_ids[number])
+    sample = Answers(write({**given, "eos_id": made.eos_token_ids[2]}), made).sample(0)
+    assert sample is not None
+    assert sample.answer[3:] == (made.eos_token_ids[2],)
+
+
+def test_an_empty_answer_is_its_end_or_left_out_and_counted(write: Write, processor: InputProcessor) -> None:
+    empty = {"answer": "", "answer_ids": []}
+    path = write(
+        line(0, finish="eos", **empty),
+        line(1, finish="visual", **empty),
+        line(2, finish="eos", eos_id=60, **empty),
+        line(3),
+    )
+    answers = Answers(path, processor)
+    read = [answers.sample(i) for i in range(len(answers.lengths))]
+    assert [s.answer for s in read if s is not None] == [processor.eos_token_ids[:1], (60,), (73, 71, 72)]
+    assert answers.bad == {2: "the answer is empty, and the target did not end it there."}
+
+
 def test_a_folder_of_answers_says_where_its_media_lie(
     write: Write, processor: InputProcessor, tmp_path: Path
 ) -> None:
@@ -116,6 +162,7 @@ def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: I
         ("[]", "it is not a JSON object"),
         (line(answer_ids=[]), "at least one token id"),
         (line(answer_ids=[True]), "at least one token id"),
+        (line(eos_id="</s>"), "eos_id must be a token id"),
         (line(answer=None), "no string named answer"),
         ({"id": "x"}, "no list named messages"),
         (line(messages=[{"role": "user", "content": [{"type": "smell"}]}]), "'smell' is not usable"),

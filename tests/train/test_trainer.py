@@ -19,7 +19,7 @@ from training_run import as_rank, forked, recipe, run
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt
-from saccade.train import Listed, Recipe, Sample, Stage, Trainer
+from saccade.train import Listed, Recipe, Sample, Stage, Trainer, read_recipe
 from saccade.train.beginning import new_head
 from saccade.train.cache import FeatureCache
 from saccade.train.features import Features, read_features
@@ -69,6 +69,17 @@ def test_two_processes_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
 def test_micro_batches_add_up_to_the_batch(whole: Path, tmp_path: Path) -> None:
     run(tmp_path, replace(recipe(), micro_batch=4))
     assert_close(whole, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis", "vispec", "dream", "medusa", "kangaroo"])
+def test_an_answer_that_ends_at_once_is_learnt(tmp_path: Path, kind: str) -> None:
+    settings = {"batch_size": 2, "stage1.steps": 1, "stage1.draft_steps": 2 if kind != "kangaroo" else 1}
+    more = {"stage2.steps": 0, "loss.early_stop": False} if kind == "hivis" else {}
+    chosen = read_recipe(kind).with_settings({**settings, **more})
+    source = Listed((s.prompt, (7,)) for s in samples("llava", 2))
+    values = Trainer(target("llava"), chosen, source, tmp_path, say=lambda _: None).train_step(0)
+    assert values["examples"][0] == 2
+    assert values["gradient"] > 0
 
 
 def test_a_lost_micro_batch_is_noticed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,17 +89,19 @@ class Asker:
 
     def _line(self, item: Item, messages: Messages, output: Output) -> dict[str, Any]:
         ids, finish = list(output.tokens), str(output.finish_reason)
+        ending: dict[str, int] = {}
         if finish == "eos":
-            ids = ids[:-1]
+            *ids, ending["eos_id"] = ids
         pictures = set(visual_ids(self.vlm.target.config).values())
         cut = next((i for i, token in enumerate(ids) if token in pictures), None)
         if cut is not None:  # a reader would look for an image there
-            ids, finish = ids[:cut], "visual"
+            ids, finish, ending = ids[:cut], "visual", {}
         return {
             "id": item.id,
             "messages": messages,
             "answer": decode(self.vlm.processor.tokenizer, ids),
             "answer_ids": ids,
             "finish": finish,
+            **ending,
             "temperature": float(self.options.temperature) if item.sampled else 0.0,
         }

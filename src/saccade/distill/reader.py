@@ -31,6 +31,7 @@ class Answered:
         finish: ``eos`` when the target ended the answer itself; otherwise it was cut (``length``, ``stop``, or
             ``visual`` before a placeholder of an image), and nothing is known about what comes next.
         temperature: 0 for a greedy answer.
+        eos_id: the token that ended the answer, where ``finish`` is ``eos``; files of older versions do not tell.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Answered:
     answer_ids: list[int]
     finish: str
     temperature: float
+    eos_id: int | None = None
 
 
 class Answers(Sequence[Answered]):

@@ -15,6 +15,7 @@ from saccade.errors import InputError, TrainingError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.chat import normalise
 from saccade.inputs.processor import InputProcessor
+from saccade.train.ending import end_token
 from saccade.train.samples import Sample
 
 OnBadLine = Literal["stop", "skip"]
@@ -26,8 +27,9 @@ _PER_MEDIUM = 500
 class Answers:
     """The file that `saccade distill` writes, as a source of samples.
 
-    A line is ``{"id", "messages", "answer", "answer_ids", "finish"?}``; images and videos in the messages are
-    ``data:`` URIs or files, relative to the JSON lines file, or to where its ``distill.json`` says.
+    A line is ``{"id", "messages", "answer", "answer_ids", "finish"?, "eos_id"?}``; images and videos in the messages
+    are ``data:`` URIs or files, relative to the JSON lines file, or to where its ``distill.json`` says. An answer
+    that is empty is the token that ended it, or is left out where none did.
 
     Args:
         path: the file, or its folder.
@@ -37,7 +39,7 @@ class Answers:
         max_tokens: the answer's end is cut where a sample is longer; prompts that leave no room are bad lines.
 
     Attributes:
-        bad: line number -> what is wrong, of the skipped lines that were met so far.
+        bad: line number -> what is wrong, of the lines left out that were met so far.
         short: answers left out for their shortness.
 
     Raises:
@@ -54,7 +56,7 @@ class Answers:
         max_tokens: int | None = None,
     ) -> None:
         self._path, self._media = _places(Path(path).expanduser())
-        self._processor, self._max_tokens = processor, max_tokens
+        self._processor, self._max_tokens, self._end = processor, max_tokens, end_token(processor)
         self._stop = on_bad_line == "stop"
         self.bad: dict[int, str] = {}
         self.short = 0
@@ -90,7 +92,7 @@ class Answers:
         except (InputError, TrainingError) as problem:
             self._refuse(number, str(problem))
             return None
-        answer = _answer(row, self._processor.eos_token_ids)
+        answer = self._answer(row)
         if visual_mask(self._processor.config, answer).any():
             self._refuse(
                 number, "the answer holds a placeholder of an image or video, which stands for none."
@@ -129,9 +131,20 @@ class Answers:
         if min_words and len(row["answer"].split()) < min_words:
             self.short += 1
             return
+        if not self._answer(row):
+            self.bad[number] = "the answer is empty, and the target did not end it there."
+            return
         self._offsets.append(offset)
         self._numbers.append(number)
         self._lengths.append(_length(row))
+
+    def _answer(self, row: Mapping[str, Any]) -> tuple[int, ...]:
+        """The answer's ids; where the file says that it came to its end, that end is learnt, too."""
+        ids, end = tuple(row["answer_ids"]), row.get("eos_id")
+        end = self._end if end is None else end
+        if row.get("finish") != "eos" or end is None or ids[-1:] == (end,):
+            return ids
+        return ids if ids and ids[-1] in self._processor.eos_token_ids else (*ids, end)
 
     def _refuse(self, number: int, why: str) -> None:
         if self._stop:
@@ -166,18 +179,13 @@ def _row(line: bytes) -> dict[str, Any]:
         if not isinstance(row.get(key), kind):
             raise TrainingError(f"it has no {word} named {key}.")
     ids = row["answer_ids"]
-    if not ids or not all(type(i) is int and i >= 0 for i in ids):
+    if not (ids or row.get("finish")) or not all(type(i) is int and i >= 0 for i in ids):
         raise TrainingError("answer_ids must be a list of at least one token id.")
+    end = row.get("eos_id")
+    if end is not None and (type(end) is not int or end < 0):
+        raise TrainingError("eos_id must be a token id; leave it out where it is not known.")
     normalise(row["messages"])
     return row
-
-
-def _answer(row: Mapping[str, Any], eos: Sequence[int]) -> tuple[int, ...]:
-    """The answer's ids; where the file says that it came to its end, that end is learnt, too."""
-    ids = tuple(row["answer_ids"])
-    if row.get("finish") == "eos" and eos and ids[-1] not in eos:
-        return (*ids, eos[0])
-    return ids
 
 
 def _length(row: Mapping[str, Any]) -> int:
