@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertLMHeadModel, CLIPConfig, T5Config
+from transformers import AutoConfig, BertConfig, BertLMHeadModel, CLIPConfig, T5Config
 
 import checkpoints
 from checkpoints import ready, tokenizer
@@ -103,15 +103,49 @@ def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path)
         ("/nowhere/at/all", "There is no folder '/nowhere/at/all'"),
         ("./nowhere", "There is no folder"),
         ("~/nowhere-at-all", "There is no folder"),
+        # hub ids, and the tests have no network
+        ("some/model", "There is no folder some/model here, and the hub could not give it "),
         (
-            "some/model",
-            "The checkpoint some/model cannot be loaded",
-        ),  # a hub id, and the tests have no network
+            "drfat",
+            r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); check the spelling, the ",
+        ),
     ],
 )
 def test_what_is_no_checkpoint_is_told_from_one_that_cannot_be_reached(given: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         load(given)
+
+
+ConnectError = type("ConnectError", (Exception,), {"__module__": "httpx"})
+"""As the hub's client raises them."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (
+            OSError("You are trying to access a gated repo.\nMake sure"),
+            "(You are trying to access a gated repo);",
+        ),
+        (ConnectError("403 Forbidden: no."), "(403 Forbidden: no); check the spelling, the"),
+        (
+            ValueError("Unrecognized model in some/model. Should"),
+            "some/model cannot be loaded (Unrecognized model in",
+        ),
+    ],
+)
+def test_what_the_hub_cannot_give_is_told_from_what_cannot_be_used(
+    problem: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_pretrained(*_: object, **__: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelError) as caught:
+        load("some/model")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("." if "cannot be loaded" in words else "your access (hf auth login).")
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:

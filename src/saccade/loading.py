@@ -252,10 +252,20 @@ def _refusing(path: str | Path) -> Iterator[None]:
                 f"The checkpoint {path} needs code of its own, which is never run; give a model whose architecture "
                 "transformers has built in."
             ) from None
+        if _is_of_the_hub(problem) and not Path(path).is_dir():
+            raise ModelError(
+                f"There is no folder {path} here, and the hub could not give it ({_first_sentence(problem)}); check "
+                "the spelling, the connection, or your access (hf auth login)."
+            ) from problem
         raise ModelError(
             f"The checkpoint {path} cannot be loaded ({_first_sentence(problem)}); give a complete checkpoint that "
             "this version of transformers knows."
         ) from problem
+
+
+def _is_of_the_hub(problem: Exception) -> bool:
+    """Whether files could not be had, rather than used: transformers' own OSError, or its hub client's errors."""
+    return isinstance(problem, OSError) or type(problem).__module__.startswith(("huggingface_hub", "httpx"))
 
 
 @contextmanager
