@@ -174,7 +174,8 @@ def check_options(config: Any) -> None:
             )
     if config.do_sample and config.temperature is not None and config.temperature <= 0:
         raise InputError(
-            f"temperature must be above 0 for sampling, not {config.temperature}; use do_sample=False for greedy."
+            f"temperature must be above 0 for sampling, not {config.temperature}; use do_sample=False for greedy "
+            "(--temperature 0 on the command line)."
         )
 
 

@@ -259,12 +259,13 @@ def build(name: str, parts: Parts, **options: Any) -> Engine:
     check_options(name, options)
     if method.needs == "draft model" and parts.draft_model is None:
         raise MethodError(
-            f"Method {name} needs a draft model; give one with drafter=... (or use prompt-lookup, which needs none)."
+            f"Method {name} needs a draft model; give one with drafter=... (--drafter on the command line), or use "
+            "prompt-lookup, which needs none."
         )
     if method.needs == "head" and parts.head is None:
         raise MethodError(
-            f"Method {name} needs a trained head; give its folder with drafter=... (or use prompt-lookup, which "
-            "needs none)."
+            f"Method {name} needs a trained head; give its folder with drafter=... (--drafter or --head on the "
+            "command line), or use prompt-lookup, which needs none."
         )
     try:
         return method.compose(parts, **options)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import Shell
 
+from checkpoints import ready
 from saccade import __version__
 from saccade.methods import METHODS
 from saccade.pocket.folders import head_paths
@@ -38,6 +40,17 @@ def test_without_a_command_there_is_help(shell: Shell) -> None:
 )
 def test_wrong_arguments_are_one_sentence(shell: Shell, arguments: list[str], words: str) -> None:
     assert words in shell(*arguments).complaint
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("chain", "(--drafter on the"), ("hivis", "(--drafter, --head on the command line)")],
+)
+def test_a_bench_without_a_drafter_says_which_option_gives_one(
+    shell: Shell, method: str, words: str, tmp_path: Path
+) -> None:
+    arguments = ("--suite", "quick", "--methods", method, "--out", tmp_path / "run")
+    assert words in shell("bench", *arguments, "-t", ready("llama")).complaint
 
 
 def test_every_method_is_listed_with_what_it_needs(shell: Shell) -> None:

@@ -116,6 +116,16 @@ def test_sampling_repeats_with_its_seed(shell: Shell) -> None:
     assert tokens("-n", "5") == vlm("llama").generate("Tell").tokens[:5]
 
 
+def test_temperature_0_is_greedy_whatever_the_checkpoint_says(shell: Shell, tmp_path: Path) -> None:
+    """Its own generation_config.json may ask for sampling."""
+    folder = shutil.copytree(ready("llama"), tmp_path / "model")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, "temperature": 2.0}))
+    for options in ((), ("--top-p", "0.5")):
+        result = shell("generate", "-t", folder, "--json", "--temperature", "0", *options, "Tell")
+        assert json.loads(result.out)["tokens"] == vlm("llama").generate("Tell").tokens
+
+
 @pytest.mark.parametrize(
     ("has_gpu", "asked", "place"), [(True, None, "cuda"), (True, "cpu", "cpu"), (False, None, None)]
 )
@@ -205,7 +215,21 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         "gamma of method chain must be a whole number": ["-t", llava, "-d", draft, "--set", "gamma=x", "?"],
         "--set takes NAME=VALUE": ["-t", llava, "-d", draft, "--set", "gamma", "?"],
         "max_new_tokens must be": ["-t", llava, "-n", "0", "?"],
-        "temperature must be above 0": ["-t", llava, "--temperature", "0", "?"],
+        "use do_sample=False for greedy (--temperature 0 on the command line).": [
+            "-t",
+            llava,
+            "--temperature",
+            "-1",
+            "?",
+        ],
+        "--temperature 0 is greedy decoding, which --sample is not": [
+            "-t",
+            llava,
+            "--temperature",
+            "0",
+            "--sample",
+            "?",
+        ],
         "top_p must be a number from 0 to 1": ["-t", llava, "--top-p", "2", "?"],
         "context is 1024": ["-t", llava, "-n", "5000", "?"],
         "The dtype 'half' is not one of auto, float32": ["-t", llava, "--dtype", "half", "?"],

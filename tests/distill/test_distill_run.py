@@ -129,7 +129,8 @@ def test_bad_lines_stop_the_run_or_are_left_out(written: Written, pictures: Path
     ]
     for number, reason in {2: "not valid JSON", 3: "gone.png does not exist", 4: "not an image"}.items():
         source = written(lines[0], *[""] * (number - 2), lines[number - 1])
-        with pytest.raises(SaccadeError, match=f"line {number}.*{reason}.*skip"):
+        skip = r"on_bad_line='skip' \(--on-bad-line skip on the command line\)"
+        with pytest.raises(SaccadeError, match=f"line {number}.*{reason}.*{skip}"):
             run(source, out=f"stop{number}")
     source = written(*lines)
     report = distill(
@@ -200,7 +201,7 @@ def test_wrong_options_are_told(written: Written, pictures: Path) -> None:
     source = written(asks("?"))
     wrong: dict[str, dict[str, Any]] = {
         "sampled_share must be from 0": {"sampled_share": 1.5},
-        "temperature must be above 0": {"temperature": 0},
+        r"set sampled_share to 0 \(--sampled-share 0 on the command line\)": {"temperature": 0},
         "batch must be": {"batch": 0},
         "history must be": {"history": "mine"},
         "on_bad_line must be": {"on_bad_line": "maybe"},

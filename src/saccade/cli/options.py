@@ -88,7 +88,10 @@ Sample = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Below 1 sharpens, above 1 flattens; implies --sample.", rich_help_panel="Decoding"),
+    typer.Option(
+        help="Below 1 sharpens, above 1 flattens; implies --sample, but for 0: greedy decoding.",
+        rich_help_panel="Decoding",
+    ),
 ]
 TopP = Annotated[
     float | None,
@@ -149,7 +152,14 @@ def decoding(
     repetition_penalty: float | None,
     stop: list[str] | None,
 ) -> dict[str, Any]:
-    """Generation options that were given; those not given are left to the checkpoint."""
+    """Generation options that were given; those not given are left to the checkpoint. Temperature 0 is greedy decoding.
+
+    Raises:
+        InputError: greedy decoding and sampling are asked for at once.
+    """
+    is_greedy = temperature == 0
+    if is_greedy and sample:
+        raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -160,7 +170,13 @@ def decoding(
         "stop_strings": stop or None,
     }
     options = {name: value for name, value in options.items() if value is not None}
-    if sample or {"temperature", "top_p", "top_k", "min_p"} & set(options):
+    of_sampling = {"temperature", "top_p", "top_k", "min_p"} & set(options)
+    if is_greedy:
+        return {
+            **{name: value for name, value in options.items() if name not in of_sampling},
+            "do_sample": False,
+        }
+    if sample or of_sampling:
         options["do_sample"] = True
     return options
 

@@ -56,7 +56,8 @@ class Options:
             raise InputError(f"sampled_share must be from 0 (all greedy) to 1, not {self.sampled_share}.")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise InputError(
-                f"temperature must be above 0, not {self.temperature}; for greedy answers set sampled_share to 0."
+                f"temperature must be above 0, not {self.temperature}; for greedy answers set sampled_share to 0 "
+                "(--sampled-share 0 on the command line)."
             )
         if self.history not in ("reference", "own"):
             raise InputError(f"history must be reference or own, not {self.history!r}.")

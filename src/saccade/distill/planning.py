@@ -158,7 +158,9 @@ def refuse(problems: list[str], sentence: str, on_bad_line: str) -> None:
     """Note what is wrong with a line, or raise `SaccadeError` if it ends the run."""
     if on_bad_line == "stop":
         raise SaccadeError(
-            sentence.rstrip(".") + "; correct the line, or leave such lines out with on-bad-line skip."
+            sentence.rstrip(".")
+            + "; correct the line, or leave such lines out with on_bad_line='skip' (--on-bad-line "
+            "skip on the command line)."
         )
     problems.append(sentence)
 
