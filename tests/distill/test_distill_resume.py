@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -204,6 +205,26 @@ def test_another_runs_folder_is_refused_by_the_name_of_what_differs(source: Path
         run(source, out)
     assert (out / ANSWERS).read_bytes() == before
     assert len(rows(out)) == 6
+
+
+def test_other_image_settings_are_refused_and_a_header_that_does_not_tell_them_is_taken(
+    source: Path, tmp_path: Path
+) -> None:
+    out, place = tmp_path / "out", tmp_path / "other" / "preprocessor_config.json"
+    run(source, out)
+    whole = (out / ANSWERS).read_bytes()
+    shutil.copytree(ready("llava"), tmp_path / "other")
+    settings = json.loads(place.read_text())
+    place.write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
+    other = saccade.load(tmp_path / "other", method="plain")
+    with pytest.raises(SaccadeError, match="another processor's digest"):
+        run(source, out, target=other)
+    header = json.loads((out / HEADER).read_text())
+    assert header.pop("processor")
+    (out / HEADER).write_text(json.dumps(header))
+    (out / ANSWERS).write_bytes(whole[: len(whole) // 2])
+    run(source, out)
+    assert (out / ANSWERS).read_bytes() == whole
 
 
 def test_a_folder_of_something_else_is_refused(source: Path, tmp_path: Path) -> None:

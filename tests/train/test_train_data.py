@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,44 @@ def test_another_line_or_another_cut_is_another_fingerprint(write: Write, proces
     assert Answers(path, processor).fingerprint == first
     assert Answers(path, processor, max_tokens=99).fingerprint != first
     assert Answers(write(line(1)), processor).fingerprint != first
+
+
+def test_another_picture_under_the_same_name_is_told_and_a_copied_folder_is_the_same(
+    write: Write, processor: InputProcessor, tmp_path: Path
+) -> None:
+    frames = {"type": "video", "video": ["images/a.png", "images/b.png"]}
+    saved_picture(tmp_path / "images" / "b.png", 1)
+    path = write(line(0), line(1, messages=says(frames, text("What?"))))
+    first = Answers(path, processor)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    os.utime(tmp_path / "copy" / "images" / "a.png", (1, 1))
+    copy = Answers(tmp_path / "copy", processor)
+    assert (copy.fingerprint, copy.inputs) == (first.fingerprint, first.inputs)
+    seen = {first.inputs["media"]}
+    for name in ("a.png", "b.png"):
+        saved_picture(tmp_path / "images" / name, 7)
+        again = Answers(path, processor)
+        assert again.fingerprint == first.fingerprint
+        seen.add(again.inputs["media"])
+    (tmp_path / "images" / "b.png").unlink()
+    seen.add(Answers(path, processor).inputs["media"])
+    assert len(seen) == 4
+
+
+def test_other_image_settings_are_told(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
+    shutil.copytree(ready("llava"), tmp_path / "other")
+    place = tmp_path / "other" / "preprocessor_config.json"
+    settings = json.loads(place.read_text())
+    place.write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
+    other = InputProcessor.load(tmp_path / "other")
+    first, again = (Answers(write(line(0)), p).inputs for p in (processor, other))
+    assert first["media"] == again["media"]
+    assert first["processor"] != again["processor"]
+    processor.save(tmp_path / "saved")
+    processor.config.save_pretrained(tmp_path / "saved")
+    assert InputProcessor.load(tmp_path / "saved").digest == processor.digest
+    (tmp_path / "saved" / "chat_template.jinja").write_text(template("<image>") + " ")
+    assert InputProcessor.load(tmp_path / "saved").digest != processor.digest
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, processor: InputProcessor) -> None:

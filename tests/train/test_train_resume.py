@@ -19,7 +19,7 @@ from train_kit import listed, target
 from training_run import STEPS, closeness, forked, recipe, run, slow_run
 
 from saccade.errors import TrainingError
-from saccade.train import Recipe, Trainer, folders
+from saccade.train import Listed, Recipe, Trainer, folders
 from saccade.train.checkpoint import Checkpoints
 
 
@@ -239,6 +239,38 @@ def test_a_checkpoint_of_another_target_or_other_data_is_refused(unbroken: Path)
             run(unbroken, resume=True)
     finally:
         other.copy_(kept)
+
+
+def sourced(**inputs: str) -> Listed:
+    source = listed("llama", 24)
+    source.inputs = inputs
+    return source
+
+
+def test_other_pictures_or_image_settings_are_refused_by_name(tmp_path: Path) -> None:
+    chosen = replace(recipe(), feature_cache="disk")
+    for step, inputs in enumerate(({"media": "a", "processor": "b"}, {"media": "c", "processor": "b"})):
+        trainer = Trainer(target("llama"), chosen, sourced(**inputs), tmp_path, measure=closeness, resume=True,
+                          say=lambda _: None)  # fmt: skip
+        assert trainer.learner.feeder.cache.samples == 0
+        if step:
+            with pytest.raises(
+                TrainingError, match=r"its inputs\.media is 'a', here it is 'c'; give what it was"
+            ):
+                trainer.run()
+        else:
+            trainer.run()
+
+
+def test_a_checkpoint_that_tells_nothing_of_pictures_is_gone_on_from(tmp_path: Path) -> None:
+    stop_after(tmp_path, 6)
+    for place in (tmp_path / "checkpoints").glob("*/checkpoint.json"):
+        about = json.loads(place.read_text())
+        del about["run"]["inputs"]
+        place.write_text(json.dumps(about))
+    Trainer(target("llama"), recipe(), sourced(media="a"), tmp_path, measure=closeness, resume=True,
+            say=lambda _: None).run()  # fmt: skip
+    assert (tmp_path / "head").is_dir()
 
 
 def test_pace_may_change_when_a_run_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from saccade.errors import SaccadeError
 HEADER = "distill.json"
 ANSWERS = "answers.jsonl"
 SCHEMA = 1
-_COMPARED = ("source", "options", "target", "drafter")
+_COMPARED = ("source", "options", "target", "processor", "drafter")
 
 
 class Folder:
@@ -24,7 +24,8 @@ class Folder:
 
     Args:
         path: of the folder; it need not exist yet.
-        header: what makes the run: ``source``, ``options``, ``target``, ``drafter`` must be the same in every attempt.
+        header: what makes the run: ``source``, ``options``, ``target``, ``processor`` and ``drafter`` must be the same
+            in every attempt.
 
     Raises:
         SaccadeError: the folder holds something else, or a run whose header differs.
@@ -156,6 +157,7 @@ class Folder:
         try:
             theirs = json.loads(path.read_text(encoding="utf-8"))
             schema = theirs["schema"]
+            theirs.setdefault("processor", self._header.get("processor"))  # older headers do not tell
         except (ValueError, KeyError, TypeError, OSError):
             raise SaccadeError(f"{path} is damaged or of another program; choose another folder.") from None
         if schema != SCHEMA:

@@ -35,6 +35,7 @@ def header(
         "prompts": prompts,
         "source": dict(source),
         "target": _facts(vlm.target),
+        "processor": {"digest": vlm.processor.digest},
         "drafter": None if drafts is None else _facts(drafts),
         "options": {**chosen, "method": vlm.method, "method_options": dict(method_options)},
         "versions": {name: metadata.version(name) for name in ("saccade", "torch", "transformers")},

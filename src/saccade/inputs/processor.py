@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from saccade.inputs.blind import without_media
 from saccade.inputs.chat import Message, Slot, as_text, normalise, render
 from saccade.inputs.expanding import Words
 from saccade.inputs.families import family_of, kind_of
+from saccade.inputs.identity import settings_digest
 from saccade.inputs.loading import Parts, clean_video_settings, load_parts, read_eos
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.inputs.saving import save_parts
@@ -39,6 +41,11 @@ class InputProcessor:
         self._parts = parts
         self._family = family_of(parts.config)
         self._words = Words.of(parts.config, parts.tokenizer)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of image and video settings and chat template."""
+        return settings_digest(self._parts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:

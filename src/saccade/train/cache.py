@@ -31,7 +31,7 @@ class FeatureCache:
         target: whose features they are.
         limit: bytes; what comes after is not kept.
         folder: of the files; None keeps everything in memory.
-        fingerprint: of target, layers and data; files of another one are thrown away.
+        fingerprint: of target, layers, data and what these are made of; files of another one are thrown away.
         say: told about damaged files.
 
     Attributes:

@@ -100,7 +100,8 @@ class Checkpoints:
         return sorted(self._folder.glob("step-*"))
 
     def _check(self, run: Mapping[str, Any], place: Path) -> None:
-        for key, ours, theirs in _differences(self._about, run):
+        known = {key: value for key, value in self._about.items() if key in run}  # older ones tell less
+        for key, ours, theirs in _differences(known, run):
             raise TrainingError(
                 f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give what it "
                 "was started with, or another --out folder."

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,9 @@ OnBadLine = Literal["stop", "skip"]
 
 _PER_MEDIUM = 500
 """Tokens that an image counts for where only batches of similar length are made by it."""
+
+_END = 1 << 14
+"""Bytes of either end of a media file that are looked at."""
 
 
 class Answers:
@@ -61,12 +66,17 @@ class Answers:
         self.bad: dict[int, str] = {}
         self.short = 0
         self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
-        content = hashlib.sha256(repr((min_words, max_tokens)).encode())
+        content, self._seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
+        self._mark = lru_cache(maxsize=4096)(_mark)  # questions about a picture are not far apart
         self._each_line(
             lambda number, offset, line: self._index(number, offset, line, min_words), content.update
         )
         self.lengths: Sequence[int] = self._lengths
         self.fingerprint = content.hexdigest()
+        self.inputs: Mapping[str, str] = {
+            "media": self._seen.hexdigest()[:16],
+            "processor": processor.digest,
+        }
         if not self._offsets:
             left_out = f" ({self.short} are shorter than {min_words} words)" if self.short else ""
             raise TrainingError(
@@ -136,7 +146,16 @@ class Answers:
             return
         self._offsets.append(offset)
         self._numbers.append(number)
-        self._lengths.append(_length(row))
+        messages, slots = normalise(row["messages"])
+        self._lengths.append(len(row["answer_ids"]) + _length(messages) + _PER_MEDIUM * len(slots))
+        for slot in slots:
+            self._seen.update(repr(self._marked(_place(slot.source, self._media))).encode())
+
+    def _marked(self, source: Any) -> Any:
+        """What tells a medium's files from others; what the line holds itself needs no mark."""
+        if isinstance(source, list):
+            return [self._marked(frame) for frame in source]
+        return self._mark(source) if isinstance(source, str) and not source.startswith("data:") else None
 
     def _answer(self, row: Mapping[str, Any]) -> tuple[int, ...]:
         """The answer's ids; where the file says that it came to its end, that end is learnt, too."""
@@ -188,8 +207,7 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _length(row: Mapping[str, Any]) -> int:
-    messages, slots = normalise(row["messages"])
+def _length(messages: Sequence[Mapping[str, Any]]) -> int:
     text = sum(
         len(part.get("text", ""))
         for m in messages
@@ -197,7 +215,19 @@ def _length(row: Mapping[str, Any]) -> int:
             m["content"] if isinstance(m.get("content"), list) else [{"text": m.get("content") or ""}]
         )
     )
-    return len(row["answer_ids"]) + text // 4 + _PER_MEDIUM * len(slots)
+    return text // 4
+
+
+def _mark(source: str) -> tuple[int, bytes] | None:
+    """A file's size and both its ends, in which pictures differ; a copy of the file, unlike its time, has the same."""
+    try:
+        with open(source, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first = file.read(_END)
+            file.seek(max(size - _END, len(first)))
+            return size, hashlib.blake2b(first + file.read(_END), digest_size=16).digest()
+    except (OSError, ValueError):
+        return None
 
 
 def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:

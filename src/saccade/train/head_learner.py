@@ -69,7 +69,7 @@ class HeadLearner:
             target,
             recipe.cache_gb * 1e9,
             out / "features" / str(rank),
-            json.dumps([identity(target), source.fingerprint, *layers]),
+            json.dumps([identity(target), source.fingerprint, dict(source.inputs), *layers]),
             say,
         )
         self.feeder = new_feeder(

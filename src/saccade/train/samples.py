@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,10 +37,12 @@ class Source(Protocol):
     Attributes:
         lengths: of every sample, in tokens as far as can be told without preparing it; batches are made by it.
         fingerprint: names the content, so that a checkpoint knows whether it is still the same.
+        inputs: what else samples are made of, as digests by name.
     """
 
     lengths: Sequence[int]
     fingerprint: str
+    inputs: Mapping[str, str]
 
     def sample(self, index: int) -> Sample | None:
         """One sample, or None where it cannot be used and is to be skipped."""
@@ -70,6 +72,7 @@ class Listed:
             content.update(repr((sample.prompt.ids, sample.answer)).encode())
             content.update(repr([m.digest for m in sample.prompt.media]).encode())
         self.fingerprint = content.hexdigest()
+        self.inputs: Mapping[str, str] = {}
 
     def sample(self, index: int) -> Sample:
         return self._samples[index]

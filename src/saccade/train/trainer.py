@@ -238,6 +238,7 @@ class Trainer:
             "head": self.learner.about,
             "target": identity(self.target),
             "data": self._source.fingerprint,
+            "inputs": dict(self._source.inputs),
         }
 
     def _restore(self) -> None:
