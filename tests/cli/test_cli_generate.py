@@ -19,7 +19,9 @@ from rich.console import Console
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
 from saccade import engine
 from saccade.cli import screen
+from saccade.methods import METHODS
 from saccade.output import Mark
+from saccade.pocket import draft_path, head_path
 from saccade.stream import Chunk
 
 
@@ -55,6 +57,13 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
     assert result.err == ""
     assert answer["method"] == "chain"
     assert answer["target"] == str(ready("llava"))
+    assert {k: answer[k] for k in ("drafter", "head", "options", "dtype", "draft_dtype")} == {
+        "drafter": str(ready("llava-draft")),
+        "head": None,
+        "options": {"gamma": 7},
+        "dtype": "float32",
+        "draft_dtype": "float32",
+    }
     assert {k: answer[k] for k in ("text", "tokens", "marks", "finish_reason")} == {
         "text": expected.text,
         "tokens": expected.tokens,
@@ -62,6 +71,26 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
         "finish_reason": "length",
     }
     assert answer["stats"]["drafted_tokens"] == expected.stats.drafted_tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drafter", "head", "option"),
+    [
+        ((), draft_path(), None, {"gamma": 5}),
+        (("-m", "hivis", "--set", "depth=3"), head_path("hivis"), "hivis", {"depth": 3, "top": 10}),
+        (("-d", head_path("eagle2")), head_path("eagle2"), "eagle2", {"depth": 6}),
+        (("-m", "prompt-lookup"), None, None, {"gamma": 10}),
+    ],
+)
+def test_json_says_what_drafted_although_the_user_did_not(
+    shell: Shell, arguments: tuple[Any, ...], drafter: Path | None, head: str | None, option: dict[str, int]
+) -> None:
+    answer = json.loads(shell("generate", "-t", "pocket", "-n", "3", *arguments, "--json", "Hello").out)
+    assert (answer["drafter"], answer["head"]) == (drafter and str(drafter), head)
+    assert option.items() <= answer["options"].items()
+    assert set(answer["options"]) == set(METHODS[answer["method"]].options)
+    assert answer["dtype"] == "bfloat16"
+    assert answer["draft_dtype"] == (drafter and "float32")
 
 
 def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:

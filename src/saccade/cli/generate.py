@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from saccade.cli import options as o
 from saccade.cli import screen
 from saccade.errors import InputError
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
 
 
 def generate(
@@ -37,7 +40,11 @@ def generate(
     stop: o.Stop = None,
     seed: o.Seed = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with text, tokens, marks and statistics.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object: models, method and its options, text, tokens, marks, statistics.",
+        ),
     ] = False,
     marks: o.Marks = False,
 ) -> None:
@@ -71,9 +78,40 @@ def generate(
     stream = vlm.stream(question, images, videos, seed=seed, num_frames=num_frames, **decoding)
     if as_json:
         output = screen.finish(stream, lambda _: None)
-        print(json.dumps({"target": target, "drafter": drafter, "method": vlm.method, **output.as_dict()}))
+        print(json.dumps({"target": target, **_used(vlm, drafter, settings), **output.as_dict()}))
     else:
         output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
         screen.note(screen.summary(output, vlm.method))
     if output.finish_reason == "interrupted":
         raise typer.Exit(130)
+
+
+def _used(vlm: VLM, given: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """What drafted, and how: the drafter's folder or hub id, its head's name, every option of the method, the dtypes.
+
+    Args:
+        given: what the user named as drafter.
+        settings: options of the method that the user set.
+    """
+    from saccade import methods
+    from saccade.loading import name_of
+    from saccade.pocket import head_path
+
+    method, drafter, draft_dtype = methods.get(vlm.method), None, None
+    if vlm.head is not None:
+        drafter = given or str(head_path(vlm.head.kind))
+        draft_dtype = _name(next(vlm.head.parameters()).dtype)
+    elif vlm.draft_model is not None and method.needs == "draft model":
+        drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
+    return {
+        "drafter": drafter,
+        "head": vlm.head_name,
+        "method": vlm.method,
+        "options": {**method.options, **settings},
+        "dtype": _name(vlm.target.dtype),
+        "draft_dtype": draft_dtype,
+    }
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
