@@ -110,6 +110,19 @@ def test_ids_are_unique_whatever_the_lines_say(written: Written, pictures: Path)
     assert set(shaped(out)) == {"x", "x@2", "line-3", "x@2@4"}
 
 
+def test_no_question_of_a_conversation_has_another_conversations_id(written: Written, pictures: Path) -> None:
+    two = (("One?", "1"), ("Two?", "2"))
+    lines = [talks("a", *two), asks("Three?", name="a/1"), asks("Four?", name="b/2"), talks("b", *two[::-1])]
+    out = run(written(*lines))
+    whole = (out / "answers.jsonl").read_bytes()
+    assert set(shaped(out)) == {"a/1", "a/2", "a/1@2", "b/2", "b@4/1", "b@4/2"}
+    first = next(row for row in rows(out) if row["id"] == "a/1@2")
+    assert first["messages"][-1]["content"] == [{"type": "text", "text": "Three?"}]
+    (out / "answers.jsonl").write_bytes(whole[: len(whole) // 2])
+    run(written(*lines))
+    assert (out / "answers.jsonl").read_bytes() == whole
+
+
 def test_limit_asks_the_first_questions(written: Written, pictures: Path) -> None:
     source = written(talks("x", ("One?", "1"), ("Two?", "2")), asks("Three?", name="y"), "not read any more")
     assert set(shaped(run(source, limit=3))) == {"x/1", "x/2", "y"}

@@ -137,7 +137,7 @@ def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
             refuse(plan.problems, f"{prompts.where(number)}: {problem}.", on_bad_line)
             continue
         plan.conversations += 1
-        name = _unique(conversation.id or f"line-{number}", number, names)
+        name = _unique(conversation.id or f"line-{number}", number, len(conversation.questions), names)
         for round_, item, is_new in _items(conversation, name, number, offset, options, seen):
             if not is_new:
                 plan.duplicates += 1
@@ -174,12 +174,17 @@ def _read(line: bytes, root: Path) -> Conversation:
     return conversation
 
 
-def _unique(name: str, line: int, names: set[str]) -> str:
-    """The name, with the line behind it when an earlier conversation has it too."""
-    while name in names:
+def _unique(name: str, line: int, count: int, names: set[str]) -> str:
+    """The name, with the line behind it when something earlier is called so, or as one of its questions would be."""
+    while not names.isdisjoint({name, *_ids(name, count)}):
         name = f"{name}@{line}"
-    names.add(name)
+    names.update({name, *_ids(name, count)})
     return name
+
+
+def _ids(name: str, count: int) -> list[str]:
+    """Of a conversation's questions."""
+    return [name] if count == 1 else [f"{name}/{number}" for number in range(1, count + 1)]
 
 
 def _items(
@@ -187,10 +192,11 @@ def _items(
 ) -> Iterator[tuple[int, Item, bool]]:
     """Round, item, and whether nobody has asked it before, for every question of a conversation."""
     questions = conversation.questions
+    ids = _ids(name, len(questions))
     own = options.history == "own"
     before: tuple[tuple[int, str], ...] = ()
     for round_, message in enumerate(questions):
-        item = name if len(questions) == 1 else f"{name}/{round_ + 1}"
+        item = ids[round_]
         history = conversation.messages[: message + 1]
         answered = {index for index, _ in before}
         compared = [
