@@ -44,10 +44,16 @@ class Request:
 
 @dataclass(slots=True)
 class Session:
-    """KV caches of B rows that outlive one generation, so that a conversation goes on from them."""
+    """KV caches of B rows that outlive one generation, so that a conversation goes on from them.
+
+    Attributes:
+        drafter, rule: of the engine that opened it; no other may use it.
+    """
 
     context: Context
     drafting: DraftSession | None
+    drafter: Drafter | None
+    rule: Rule | None
     judges: dict[bool, Judge] = field(default_factory=dict)
 
 
@@ -100,8 +106,8 @@ class Engine:
 
     def open_on(self, context: Context) -> Session:
         """A session on a context of the target."""
-        batch = context.cache.batch
-        return Session(context, None if self.drafter is None else self.drafter.open(batch, context))
+        drafting = None if self.drafter is None else self.drafter.open(context.cache.batch, context)
+        return Session(context, drafting, self.drafter, self._rule)
 
     def generate(
         self,
@@ -129,8 +135,8 @@ class Engine:
             trace: let every step carry the trees that were verified (for reports; costs a few transfers a step).
 
         Raises:
-            InputError: no request, one that does not fit the model's context, or another number of them than the
-                session has rows.
+            InputError: no request, one that does not fit the model's context, another number of them than the
+                session has rows, or a session that another engine opened.
         """
         if not requests:
             raise InputError("There is nothing to generate; give at least one request.")
@@ -139,6 +145,11 @@ class Engine:
                 f"The session has {session.context.cache.batch} rows but {len(requests)} requests were given; open "
                 "a session of as many rows as there are requests."
             )
+        if session is not None and not self._opened(session):
+            raise InputError(
+                "The session was opened with another method, other options or another model; open a session with the "
+                "same method, by the engine that is to use it."
+            )
         for request, row in zip(requests, decoding.rows, strict=True):
             self.target.check_length(len(request.prompt) + row.max_new_tokens)
         session = session or self.open(len(requests))
@@ -146,6 +157,11 @@ class Engine:
         run = Run(rows, Clock(self.target.device), self.rule(decoding.do_sample).lossless)
         run.steps = _Loop(self, requests, decoding, session, run, trace).steps()
         return run
+
+    def _opened(self, session: Session) -> bool:
+        """Whether a session's caches, bounds and judges are those of this engine."""
+        opened = session.context.target, session.drafter, session.rule
+        return all(a is b for a, b in zip(opened, (self.target, self.drafter, self._rule), strict=True))
 
 
 class _Loop:

@@ -329,6 +329,8 @@ def recorded(
     recording = policy if isinstance(policy, Recording) else Recording(policy)
     recording.steps.clear()
     under_test = engine(name, head, recording)
+    if session is not None:  # which no other engine may use
+        under_test = Engine(under_test.target, session.drafter)
     from saccade.generation import plan
 
     requests = [Request(prompt) for prompt in asked]
