@@ -42,6 +42,16 @@ def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int,
     assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
 
 
+def test_a_finished_row_keeps_nobody_drafting() -> None:
+    policy, model, live = ConfidentChain(6, 0.4), PathModel(VOCAB, 5), [True, False, True]
+    tree = model.grow(policy.begin(ROOTS, TopProposer(), live), BATCH)
+    assert_consistent(tree)
+    expected = [naive(model, row, policy) if live[row] else () for row in range(BATCH)]
+    assert len(naive(model, 1, policy)) > max(map(len, expected))
+    assert [token_paths(tree, row)[-1] for row in range(BATCH)] == expected
+    assert tree.size == max(map(len, expected)) + 1
+
+
 class Drawing:
     """Gives the likeliest token as if drawn, with the distribution."""
 

@@ -47,8 +47,8 @@ class _Noting:
     def __init__(self, policy: Watched) -> None:
         self._policy = policy
 
-    def begin(self, roots: torch.Tensor, proposer: Proposer) -> Growth:
-        return self._policy.begin(roots, proposer)
+    def begin(self, roots: torch.Tensor, proposer: Proposer, live: Any = None) -> Growth:
+        return self._policy.begin(roots, proposer, live)
 
     def learn(self, verdict: Verdict) -> None:
         pass

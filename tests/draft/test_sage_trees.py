@@ -84,6 +84,38 @@ def test_trees_are_those_of_a_naive_recursion(
             row.learn(count)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    POLICIES,
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=BATCH, max_size=BATCH).filter(
+            lambda rows: any(live for _, live in rows)
+        ),
+        min_size=3,
+        max_size=5,
+    ),
+)
+def test_finished_rows_change_no_tree_and_learn_nothing(
+    policy: SageTree, steps: list[list[tuple[int, bool]]]
+) -> None:
+    shaping = policy.open(BATCH, torch.device("cpu"))
+    naive = [NaiveSage(policy) for _ in range(BATCH)]
+    for step, rows in enumerate(steps):
+        model, live = Sharper(VOCAB, seed=step), [going for _, going in rows]
+        tree = model.grow(shaping.begin(ROOTS, TopProposer(), live), BATCH)
+        assert_consistent(tree)
+        expected = [naive[i].step(model, i) if live[i] else {()} for i in range(BATCH)]
+        assume(min(row.margin for row in naive) > MARGIN)
+        for row in range(BATCH):
+            paths = token_paths(tree, row)
+            assert set(paths) == expected[row] if live[row] else len(paths) <= 2
+        assert tree.size == max(2, *map(len, expected))
+        shaping.learn(verdict([count for count, _ in rows]))
+        for row, (count, going) in zip(naive, rows, strict=True):
+            if going:
+                row.learn(count)
+
+
 def grown(policy: SageTree, alpha: float, model: PathModel, steps: int = 1) -> DraftTree:
     """One row's tree at a given confidence."""
     shaping = policy.open(1, torch.device("cpu"))

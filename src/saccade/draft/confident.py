@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,9 @@ class ConfidentChain(Chain):
     """Stop drafting when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
 
     A guess made with less confidence is still verified, but nothing is guessed behind it. Rows end where they are; the
-    drafter stops once all have. Confidence is the drafter's largest probability, before temperature or any other
-    processing. It is known before a token is drawn, and depends on the tokens above alone, so that sampling with
-    drawn guesses stays exact.
+    drafter stops once all have that are still generated. Confidence is the drafter's largest probability, before
+    temperature or any other processing. It is known before a token is drawn, and depends on the tokens above alone,
+    so that sampling with drawn guesses stays exact.
 
     Attributes:
         gamma: most guesses.
@@ -35,19 +36,21 @@ class ConfidentChain(Chain):
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be from 0 to 1, not {self.threshold}.")
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> ConfidentGrowth:
-        return ConfidentGrowth(self, roots, proposer)
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> ConfidentGrowth:
+        return ConfidentGrowth(self, roots, proposer, live)
 
 
 class ConfidentGrowth:
     """One step's chains."""
 
-    def __init__(self, policy: ConfidentChain, roots: Tensor, proposer: Proposer) -> None:
+    def __init__(
+        self, policy: ConfidentChain, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None
+    ) -> None:
         self._policy, self._proposer = policy, proposer
         self._tokens = [roots[:, None]]
         alive = torch.ones_like(roots, dtype=torch.bool)[:, None]
         self._valid = [alive]  # each [B, 1]; of the root first
-        self._going = alive
+        self._going = alive if live is None or all(live) else torch.tensor(live, device=roots.device)[:, None]
         self._q: list[Tensor] = []
 
     def expand(self, logits: Tensor) -> Frontier | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ class DynamicTree:
     def open(self, batch: int, device: torch.device) -> DynamicTree:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
         return _DynamicGrowth(self, roots)
 
     def learn(self, verdict: Verdict) -> None:

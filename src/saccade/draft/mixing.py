@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,9 +54,10 @@ class Mixture:
     def open(self, batch: int, device: torch.device) -> Mixture:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
-        growth = self._shaping.begin(roots[: self._batch], proposer)
-        return growth if self.views == 1 else MixedGrowth(growth, self)
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
+        live = None if live is None else live[: self._batch]
+        growth = self._shaping.begin(roots[: self._batch], proposer, live)
+        return growth if self.views == 1 else MixedGrowth(growth, self, live)
 
     def learn(self, verdict: Verdict) -> None:
         self._shaping.learn(verdict)
@@ -73,11 +76,12 @@ class MixedGrowth:
     Args:
         growth: of B rows.
         mixing: what the views have said of the roots is left there.
+        live: as in `Shaping.begin`.
     """
 
-    def __init__(self, growth: Growth, mixing: Mixture) -> None:
+    def __init__(self, growth: Growth, mixing: Mixture, live: Sequence[bool] | None = None) -> None:
         batch, views = mixing.weights.shape
-        chosen = heard(mixing.weights)
+        chosen = heard(mixing.weights, live)
         self._growth = growth
         self._mixing = mixing
         self._batch = batch
@@ -114,15 +118,17 @@ def _repeated(tokens: Tensor, views: int) -> Tensor:
     return tokens.expand(views, -1) if len(tokens) == 1 else tokens.repeat(views, 1)
 
 
-def heard(weights: Tensor) -> slice:
-    """The neighbouring views that hold all that have a weight in any row; an accelerator is not waited for.
+def heard(weights: Tensor, live: Sequence[bool] | None = None) -> slice:
+    """The neighbouring views that hold all that have a weight in any live row; an accelerator is not waited for.
 
     Args:
         weights: ``[B, m]``.
+        live: as in `Shaping.begin`.
     """
     if weights.device.type != "cpu":
         return slice(0, weights.shape[1])
-    used = [view for row in weights.tolist() for view, weight in enumerate(row) if weight > 0]
+    rows = [row for index, row in enumerate(weights.tolist()) if live is None or live[index]]
+    used = [view for row in rows for view, weight in enumerate(row) if weight > 0]
     return slice(min(used), max(used) + 1)
 
 

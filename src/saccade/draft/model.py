@@ -100,7 +100,7 @@ class ModelDraftSession:
             last = said[:, -1:]
         else:
             last = said[self._rows, self._tensor([max(len(tokens) - 1, 0) for tokens in new])][:, None]
-        growth = self._shaping.begin(roots, proposer)
+        growth = self._shaping.begin(roots, proposer, [bool(tokens) for tokens in new])
         frontier = growth.expand(last)
         levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,12 +48,17 @@ class Growth(Protocol):
 class Shaping(Protocol):
     """A tree policy at work on the rows of one session."""
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
-        """Start this step's trees below ``roots`` ``[B]``."""
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
+        """Start this step's trees below ``roots`` ``[B]``.
+
+        Args:
+            live: which rows are still generated, None for all. The others' trees are thrown away: they must not decide
+                how long the drafter runs, and nothing is to be learned of them.
+        """
         ...
 
     def learn(self, verdict: Verdict) -> None:
-        """How far the rows went down the last trees, for policies that adapt."""
+        """How far the rows went down the last trees, for policies that adapt; of finished rows it says nothing."""
         ...
 
     def restart(self, row: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -209,6 +210,7 @@ class SageShaping:
     def __init__(self, policy: SageTree, batch: int) -> None:
         self.policy = policy
         self._rows = [self._fresh() for _ in range(batch)]
+        self._live = list(range(batch))
         self._confidence: _Arriving | None = None
         self._accepted: _Arriving | None = None
 
@@ -217,8 +219,9 @@ class SageShaping:
         self._catch_up()
         self._rows[row] = self._fresh()
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
         self._catch_up()
+        self._live = [i for i in range(len(self._rows)) if live is None or live[i]]
         return SageGrowth(self, roots)
 
     def learn(self, verdict: Verdict) -> None:
@@ -228,37 +231,40 @@ class SageShaping:
         """The form of this step's trees, given the k largest probabilities after the roots ``[B, k]``."""
         confidence = self.policy.confidence(top).nan_to_num(START)
         if not self.policy.lookahead:
-            for row, value in zip(self._rows, confidence.tolist(), strict=True):
-                row.confidence = value
+            self._measured(confidence.tolist())
         shape = self._form(top.device)
-        for row in self._rows:
-            row.starting = False
+        for index in self._live:
+            self._rows[index].starting = False
         if self.policy.lookahead:
             self._confidence = _Arriving(confidence)
         return shape
 
     def _form(self, device: torch.device) -> Shape:
-        policy, rows = self.policy, self._rows
-        depths = [policy.depth_at(row.confidence, row.deepest) for row in rows]
-        widths = [policy.width_at(row.confidence) for row in rows]
-        starting = any(row.starting for row in rows)
-        sizes = policy.levels(max(row.deepest for row in rows), starting)
-        last = max(
-            policy.start.max_depth if row.starting else rounded(depth)
-            for row, depth in zip(rows, depths, strict=True)
-        )
-        numbers = torch.tensor([depths, widths, [float(row.starting) for row in rows]], device=device)
-        return Shape.of(policy, sizes[:last], max(widths), numbers, starting)
+        """A finished row has depth 0: of its tree the root's best child is left."""
+        policy, going = self.policy, [self._rows[index] for index in self._live]
+        starting = any(row.starting for row in going)
+        sizes = policy.levels(max(row.deepest for row in going), starting)
+        numbers = [[0.0, 0.0, 0.0] for _ in self._rows]
+        for index, row in zip(self._live, going, strict=True):
+            depth, width = policy.depth_at(row.confidence, row.deepest), policy.width_at(row.confidence)
+            numbers[index] = [depth, width, float(row.starting)]
+        last = max(policy.start.max_depth if first else rounded(depth) for depth, _, first in numbers)
+        widest = max(width for _, width, _ in numbers)
+        return Shape.of(policy, sizes[:last], widest, torch.tensor(numbers, device=device).T, starting)
 
     def _catch_up(self) -> None:
-        """Take in what the last step said of every row."""
+        """Take in what the last step said of the rows that were live in it."""
         if self._accepted is not None:
-            for row, length in zip(self._rows, self._accepted.values(), strict=True):
-                self._remember(row, int(length))
+            lengths = self._accepted.values()
+            for index in self._live:
+                self._remember(self._rows[index], int(lengths[index]))
         if self._confidence is not None:
-            for row, value in zip(self._rows, self._confidence.values(), strict=True):
-                row.confidence = value
+            self._measured(self._confidence.values())
         self._accepted = self._confidence = None
+
+    def _measured(self, confidence: Sequence[float]) -> None:
+        for index in self._live:
+            self._rows[index].confidence = confidence[index]
 
     def _remember(self, row: _Row, length: int) -> None:
         """Adaptive history tracking (Section 3.3)."""

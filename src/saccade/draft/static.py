@@ -73,7 +73,7 @@ class StaticTree:
     def open(self, batch: int, device: torch.device) -> StaticTree:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
         return _StaticGrowth(self.plan(roots.device), roots, proposer)
 
     def learn(self, verdict: Verdict) -> None:
@@ -131,7 +131,7 @@ class Chain:
     def open(self, batch: int, device: torch.device) -> Self:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
         return self._static.begin(roots, proposer)
 
     def learn(self, verdict: Verdict) -> None:

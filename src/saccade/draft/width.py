@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class WidthTree:
     def open(self, batch: int, device: torch.device) -> WidthTree:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
         return _Beam(self, roots)
 
     def learn(self, verdict: Verdict) -> None:

@@ -296,9 +296,9 @@ class _RecordingShaping:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shaping, name)
 
-    def begin(self, roots: Tensor, proposer: Any) -> Any:
+    def begin(self, roots: Tensor, proposer: Any, live: Any = None) -> Any:
         self._owner.steps.append(Drafted([]))
-        return _RecordingGrowth(self._owner.steps[-1], self._shaping.begin(roots, proposer), roots)
+        return _RecordingGrowth(self._owner.steps[-1], self._shaping.begin(roots, proposer, live), roots)
 
 
 class _RecordingGrowth:

@@ -53,7 +53,7 @@ class AheadDraftSession:
     def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
         self._active = [len(tokens) > 0 for tokens in new]
         roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._device)
-        growth = self._shaping.begin(roots, proposer)
+        growth = self._shaping.begin(roots, proposer, self._active)
         ran = roots[:, None]  # [B, 1 + F], root first
         frontier = growth.expand(self._logits(ran[:, :, None]))
         while frontier is not None:

@@ -137,7 +137,7 @@ class HeadDraftSession:
         last = torch.tensor([max(c - 1, 0) for c in counts], device=self._device)
         ran = hidden[torch.arange(len(new), device=self._device), last][:, None]  # [B, 1 + F, d], root first
         roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._device)
-        growth = self._shaping.begin(roots, proposer)
+        growth = self._shaping.begin(roots, proposer, self._active)
         frontier = growth.expand(self._logits(ran))
         while frontier is not None:
             guessed = self._run(frontier, ran)
