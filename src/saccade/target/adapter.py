@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.draft.tree import ancestors_of
-from saccade.errors import InputError, ModelError
+from saccade.errors import ModelError
 from saccade.inputs.batch import join, media_spans, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
@@ -225,6 +225,8 @@ class Target:
         if min(cache.lengths) != max(cache.lengths):
             lengths = starts(tuple(cache.lengths), self.device)
         positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
+        ahead = None if self._rope_index is None else deltas
+        positions = self.family.limits.within(positions, cache.lengths, ahead)
         return mask, positions if self._rope_index is None else positions.expand(3, -1, -1)
 
     def _run(self, cache: SlotCache, tokens: Tensor, mask: Mask, positions: Tensor) -> Tensor:
@@ -271,14 +273,7 @@ class Target:
 
     def check_length(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""
-        if length < 1:
-            raise InputError("The prompt is empty; give at least one token of text.")
-        limit = self.family.context
-        if limit is not None and length > limit:
-            raise InputError(
-                f"The sequence needs {length} tokens but this model's context is {limit}; shorten the prompt, "
-                "use fewer or smaller images, or lower max_new_tokens."
-            )
+        self.family.limits.check(length)
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
         """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE."""

@@ -21,11 +21,16 @@ from saccade.target.selected import Merged, held_of, shift_of
 
 @dataclass(slots=True)
 class _Held:
-    """Ids in a row's cache, where its media stand (first, last, digest), and which ids it has left out."""
+    """Ids in a row's cache, where its media stand (first, last, digest), and which ids it has left out.
+
+    Attributes:
+        is_long: whether they were read with a longrope embedding's long factors.
+    """
 
     ids: list[int] = field(default_factory=list)
     media: list[tuple[int, int, str]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    is_long: bool = False
 
 
 class Context:
@@ -68,6 +73,8 @@ class Context:
     ) -> Prefill:
         """Make the row hold ``prompt``: what it shares with the row's content is reused, the rest prefilled.
 
+        Everything is, once the prompt has become so long that its rotary embedding is another one.
+
         Args:
             dropped: ascending positions of visual tokens that the decoder never sees. In the part that is reused,
                 what was left out then stays left out.
@@ -76,7 +83,8 @@ class Context:
         held = self._held[row]
         spans = media_spans(self.target.config, prompt)
         marks = [(a, b, m.digest) for (a, b), m in zip(spans, prompt.media, strict=True)]
-        start = _shared(held, prompt.ids, marks)
+        is_long = self.target.family.limits.is_long(len(prompt))
+        start = _shared(held, prompt.ids, marks) if is_long == held.is_long else 0
         held.ids, held.media = list(prompt.ids[:start]), [m for m in marks if m[1] <= start]
         held.dropped = [d for d in held.dropped if d < start]
         gone = [*held.dropped, *(d for d in dropped if d >= start)]
@@ -88,7 +96,7 @@ class Context:
             if self.merged is not None:
                 readers.enter_context(self.merged.reading(self.target.decoder, prompt, start))
             result = self.target.prefill(self.cache, row, prompt, start, self.hidden, gone, merged)
-        held.ids, held.media, held.dropped = list(prompt.ids), marks, gone
+        held.ids, held.media, held.dropped, held.is_long = list(prompt.ids), marks, gone, is_long
         self.deltas[row] = result.rope_delta
         self._note_gaps(row, len(prompt), gone)
         return result

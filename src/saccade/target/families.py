@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from saccade.target.limits import Limits
 from saccade.target.masks import MaskPlan
 
 TESTED = {
@@ -42,14 +43,19 @@ class Family:
         tested: whether the conformance suite covers it.
         masks: the masks that its decoder takes.
         bidirectional_images: whether image tokens attend to later tokens of the same image.
-        context: longest sequence that the model supports, or None when it does not say.
+        limits: how long its sequences may become.
     """
 
     model_type: str
     tested: bool
     masks: MaskPlan
     bidirectional_images: bool
-    context: int | None
+    limits: Limits
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence that the model supports, or None when it does not say."""
+        return self.limits.context
 
     @classmethod
     def of(cls, config: Any) -> Family:
@@ -65,7 +71,7 @@ class Family:
             tested=config.model_type in TESTED,
             masks=MaskPlan(window=window, kinds=kinds),
             bidirectional_images=config.model_type in BIDIRECTIONAL_IMAGES,
-            context=getattr(text, "max_position_embeddings", None),
+            limits=Limits.of(text),
         )
 
 
