@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import WORLD, draw
 from saccade.pocket.train.alignment import align_projector
@@ -22,6 +24,7 @@ from saccade.pocket.train.loop import _optimisers
 from saccade.pocket.train.models import PocketModel, build, embed
 from saccade.pocket.train.processor import wrap, write_processor
 from saccade.pocket.train.recipe import LanguageShape, Schedule, TowerShape, quick_recipe
+from saccade.pocket.train.run import run
 from saccade.pocket.train.tokens import train_tokenizer
 
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
@@ -205,6 +208,27 @@ def test_a_twice_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: P
         assert AutoTokenizer.from_pretrained(broken / name).convert_tokens_to_ids("<video>") == VIDEO
         assert "| scene | colour |" in (broken / name / "README.md").read_text()
     assert not list(broken.glob("*.part"))
+
+
+def test_stage_files_of_another_recipe_are_refused_by_the_name_of_the_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = quick_recipe()
+    run(quick, tmp_path, until="tokenizer")
+    run(replace(quick, checkpoint_seconds=9.0, evaluation_samples=3), tmp_path, until="tokenizer")
+    for other, words in (
+        (quick.scaled(2.0), r"tower_schedule\.steps is 4, here it is 8; repeat the command"),
+        (quick.scaled(1.0, 3), r"tower_schedule\.batch is 4, here it is 12"),
+        (replace(quick, seed=8), r"its seed is 7, here it is 8"),
+    ):
+        with pytest.raises(TrainingError, match=words):
+            run(other, tmp_path, until="tokenizer")
+    assert not capsys.readouterr().out
+    (tmp_path / "recipe.json").unlink()
+    run(quick, tmp_path, until="tokenizer")
+    assert "does not tell of which recipe" in capsys.readouterr().out
+    with pytest.raises(TrainingError, match="its seed is 7"):
+        run(replace(quick, seed=8), tmp_path, until="tokenizer")
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ class Checkpoints:
 
     def _check(self, run: Mapping[str, Any], place: Path) -> None:
         known = {key: value for key, value in self._about.items() if key in run}  # older ones tell less
-        for key, ours, theirs in _differences(known, run):
+        for key, ours, theirs in differences(known, run):
             raise TrainingError(
                 f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give what it "
                 "was started with, or another --out folder."
@@ -126,12 +126,13 @@ def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:
     return (about, content) if whole else (None, b"")
 
 
-def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+def differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """Key, our value and theirs, of what differs in nested dictionaries."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return [
             found
             for name in dict.fromkeys([*ours, *theirs])
-            for found in _differences(ours.get(name), theirs.get(name), f"{key}.{name}" if key else name)
+            for found in differences(ours.get(name), theirs.get(name), f"{key}.{name}" if key else name)
         ]
     return [] if ours == theirs else [(key, ours, theirs)]
 

@@ -1,10 +1,13 @@
 """The stages of a run in their order, each skipped when its file is there."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
+from saccade.errors import TrainingError
 from saccade.pocket.train.answers import target_answers
 from saccade.pocket.train.draft import train_draft, train_follower
 from saccade.pocket.train.export import Provenance, export, write_folder
@@ -13,9 +16,34 @@ from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tokens import train_tokenizer
 from saccade.pocket.train.tower import train_tower
 from saccade.train import folders
+from saccade.train.checkpoint import differences
 
 STAGES = ("tokenizer", "tower", "shallow", "deep", "draft", "answers", "follow", "export")
+_FREE = ("checkpoint_seconds", "evaluation_samples")  # settings that no weight depends on
 _SPEAKER, _GUESSER = "answering", "guessing"  # folders of the target and the draft that have no card yet
+
+
+def _hold(recipe: Recipe, folder: Path) -> None:
+    """Write down of which recipe the folder's stage files are, or refuse those of another one."""
+    path = folder / "recipe.json"
+    ours = {
+        name: value for name, value in json.loads(json.dumps(asdict(recipe))).items() if name not in _FREE
+    }
+    if path.exists():
+        for key, here, there in differences(ours, json.loads(path.read_text())):
+            raise TrainingError(
+                f"{folder} holds stage files of another recipe: its {key} is {there!r}, here it is {here!r}; repeat "
+                "the command that began it, or give another --out folder."
+            )
+        return
+    if (folder / "tokenizer.json").exists():
+        print(
+            f"{folder} does not tell of which recipe its stage files are; taken to be of this one.",
+            flush=True,
+        )
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(ours, indent=1) + "\n")
+    part.replace(path)
 
 
 def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
@@ -35,8 +63,13 @@ def _hardware(device: torch.device) -> str:
 
 
 def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
-    """Run every stage up to `until`, going on from what is in `folder`."""
+    """Run every stage up to `until`, going on from what is in `folder`.
+
+    Raises:
+        TrainingError: the folder holds stage files of another recipe.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    _hold(recipe, folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     last = STAGES.index(until)
     tokenizer = _tokenizer(recipe, folder)
