@@ -19,11 +19,15 @@ NO_TARGET: Any = None  # lookup reads nothing of the target
 
 
 def naive_guess(ids: list[int], gamma: int, max_ngram: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest last n-gram that has one."""
+    """What followed the latest earlier occurrence of the longest last n-gram that has one, token by token, so that
+    what is copied may be copied again."""
     for n in range(min(max_ngram, len(ids)), 0, -1):
         for end in range(len(ids) - 1, n - 1, -1):
             if ids[end - n : end] == ids[-n:]:
-                return ids[end : end + gamma]
+                text = list(ids)
+                for _ in range(gamma):
+                    text.append(text[len(text) - len(ids) + end])
+                return text[len(ids) :]
     return []
 
 
@@ -51,12 +55,21 @@ def test_guesses_are_those_of_a_naive_search(
             assert int(tree.tokens[row, 0]) == texts[row][-1]
 
 
+@pytest.mark.parametrize("pattern", [[7], [5, 6], [1, 2, 3, 4, 5]])
+def test_text_that_repeats_is_guessed_to_repeat_on(pattern: list[int]) -> None:
+    text = pattern * 20
+    session = PromptLookup(10, 3).open(1, NO_TARGET)
+    session.load(0, Prompt(tuple(text[:40])))
+    tree = session.propose([text[40:41]], TopProposer())
+    assert tree.tokens[0, 1:].tolist() == text[41:51]
+
+
 def test_a_finished_row_guesses_nothing() -> None:
     session = PromptLookup(3, 2).open(2, NO_TARGET)
     for row in range(2):
         session.load(row, Prompt((1, 2, 1, 2)))
     tree = session.propose([[1], []], TopProposer())
-    assert token_paths(tree, 0)[-1] == (2, 1)
+    assert token_paths(tree, 0)[-1] == (2, 1, 2)
     assert token_paths(tree, 1) == [()]
 
 

@@ -19,8 +19,11 @@ from saccade.verify.rule import Verdict
 class PromptLookup:
     """Copies what followed the latest earlier occurrence of the last tokens.
 
+    Where the text ends before the guess does, the copy goes on with what it has itself copied: text that repeats is
+    guessed to repeat on.
+
     Attributes:
-        gamma: longest guess.
+        gamma: length of a guess.
         max_ngram: longest n-gram that is matched; shorter ones are tried in turn.
         device: where the trees are made; the target's device.
         vocab_size: ids from here on are never guessed; for prompts of a drafter with a larger vocabulary.
@@ -96,7 +99,8 @@ class LookupSession:
         for n in range(min(self._drafter.max_ngram, len(ids)), 0, -1):
             end = ends.get(tuple(ids[-n:]))
             if end is not None:
-                return self._guessable(ids[end : end + self._drafter.gamma])
+                period = len(ids) - end
+                return self._guessable([ids[end + i % period] for i in range(self._drafter.gamma)])
         return []
 
     def _guessable(self, ids: list[int]) -> list[int]:
