@@ -95,8 +95,9 @@ class Engine:
         """
         if self._rule is not None and do_sample and not self._rule.samples:
             raise InputError(
-                f"The rule {type(self._rule).__name__} is for greedy decoding; leave out do_sample and temperature, "
-                "or choose a method that samples."
+                f"The rule {type(self._rule).__name__} is for greedy decoding; leave out do_sample and temperature "
+                "(--sample, --temperature, --top-p, --top-k and --min-p on the command line), or choose a method that "
+                "samples."
             )
         return self._rule or (Sampling() if do_sample else Greedy())
 
