@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from saccade.output import DRAFTED, Mark, Output, Step, TreeTrace
 from saccade.row import Row
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.target.limits import ContextError
 from saccade.timing import Clock
 from saccade.verify.greedy import Greedy
 from saccade.verify.processing import Processing
@@ -151,8 +153,8 @@ class Engine:
                 "The session was opened with another method, other options or another model; open a session with the "
                 "same method, by the engine that is to use it."
             )
-        for request, row in zip(requests, decoding.rows, strict=True):
-            self.target.check_length(len(request.prompt) + row.max_new_tokens)
+        new = [row.max_new_tokens for row in decoding.rows]
+        self.target.family.limits.check_rows([len(r.prompt) for r in requests], new)
         session = session or self.open(len(requests))
         rows = [Row(list(r.prompt.ids), p) for r, p in zip(requests, decoding.rows, strict=True)]
         run = Run(rows, Clock(self.target.device), self.rule(decoding.do_sample).lossless)
@@ -226,7 +228,7 @@ class _Loop:
             self._rows[index].stats.reused_tokens = context.reused[index]
             self._judge.read(index, request.prompt)
             if self._session.drafting is not None:
-                with self._clock.stage("draft_prefill"):
+                with self._clock.stage("draft_prefill"), _of_the_drafter():
                     self._session.drafting.load(index, request.draft_prompt or request.prompt)
                 captions = self._session.drafting.reading_seconds
                 self._clock.add("caption", captions)
@@ -303,6 +305,18 @@ class _Loop:
         if not from_prefill:
             self._session.context.keep(kept, kept_ids)
         return Step(tuple(tokens), tuple(marks), tuple(row.done for row in self._rows), trees)
+
+
+@contextmanager
+def _of_the_drafter() -> Iterator[None]:
+    """Say of a prompt that is too long for a draft model that it is that model which it is too long for."""
+    try:
+        yield
+    except ContextError as problem:
+        raise InputError(
+            f"The draft model's prompt has {problem.length} tokens but that model's context is {problem.context}; "
+            "give a draft model of a longer context, choose a method without one, or shorten the prompt."
+        ) from None
 
 
 def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:

@@ -1,0 +1,131 @@
+"""Where a model's positions end or its rotary embedding turns into another, guesses beyond change nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from families import FamilyCase, _language_model, reference_greedy
+from saccade.draft.drafter import Drafter
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.model import ModelDrafter
+from saccade.draft.static import Chain, StaticTree
+from saccade.engine import Engine, Request
+from saccade.errors import InputError
+from saccade.inputs.prompt import Prompt
+from saccade.loading import adapt
+
+CONTEXT, TURN = 48, 40
+OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+    "original_max_position_embeddings": TURN,
+    "factor": 8.0,
+}
+CASES = {
+    "learned": FamilyCase("learned", _language_model("opt", max_position_embeddings=CONTEXT, **OPT)),
+    "roomy": FamilyCase("roomy", _language_model("opt", max_position_embeddings=2 * CONTEXT, **OPT)),
+    "dynamic": FamilyCase(
+        "dynamic", _language_model("llama", max_position_embeddings=CONTEXT, rope_parameters=DYNAMIC)
+    ),
+    "longrope": FamilyCase("longrope", _language_model("llama", rope_parameters=LONG)),
+}
+
+
+def policies() -> dict[str, Any]:
+    return {"chain": Chain(8), "static": StaticTree([(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1, 0)])}
+
+
+def drafter(name: str, policy: str) -> Drafter:
+    """Guesses that are often wrong, so that many of them reach beyond the end."""
+    if policy == "lookup":
+        return PromptLookup(10)
+    return ModelDrafter(adapt(CASES[name].draft_model()), policies()[policy])
+
+
+POLICY = pytest.mark.parametrize("policy", ["lookup", "chain", "static"])
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    """A prompt that repeats itself."""
+    some = torch.randint(8, 180, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return (some * count)[:count]
+
+
+@cache
+def reference(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt))}
+    return reference_greedy(CASES[name].model(), inputs, count)[0]
+
+
+def asked(*prompts: list[int]) -> list[Request]:
+    return [Request(Prompt(tuple(p))) for p in prompts]
+
+
+@POLICY
+@pytest.mark.parametrize("name", ["learned", "dynamic"])
+def test_rows_that_fill_the_context_equal_generate_whatever_is_guessed_beyond(name: str, policy: str) -> None:
+    target = adapt(CASES[name].model())
+    engine = Engine(target, drafter(name, policy))
+    rows = [words(25), words(30, seed=1), words(12, seed=2)]
+    for some in (rows, rows[:1], rows[2:]):
+        count = CONTEXT - max(map(len, some))
+        outputs = engine.generate(asked(*some), max_new_tokens=count)
+        assert [o.tokens for o in outputs] == [reference(name, tuple(p), count) for p in some]
+
+
+@pytest.mark.parametrize("policy", ["chain", "static"])
+def test_a_draft_model_of_a_smaller_context_guesses_badly_behind_it_and_breaks_nothing(policy: str) -> None:
+    target = adapt(CASES["roomy"].model())
+    engine = Engine(target, drafter("learned", policy))
+    prompt = words(25)
+    output = engine.generate(asked(prompt), max_new_tokens=60)[0]
+    assert output.tokens == reference("roomy", tuple(prompt), 60)
+
+
+def test_a_prompt_too_long_for_the_draft_model_is_refused_in_its_name() -> None:
+    engine = Engine(adapt(CASES["roomy"].model()), drafter("learned", "chain"))
+    with pytest.raises(InputError, match=r"draft model's prompt has 60 tokens .* context is 48"):
+        engine.generate(asked(words(60)), max_new_tokens=5)
+
+
+@POLICY
+@pytest.mark.parametrize("lengths", [[20], [TURN + 1], [22, 9, 17], [60, TURN + 1]])
+def test_rows_on_one_side_of_a_longrope_turn_equal_generate(policy: str, lengths: list[int]) -> None:
+    target = adapt(CASES["longrope"].model())
+    assert target.is_lean
+    rows = [words(n, seed) for seed, n in enumerate(lengths)]
+    count = TURN - max(lengths) if max(lengths) <= TURN else 30
+    outputs = Engine(target, drafter("longrope", policy)).generate(asked(*rows), max_new_tokens=count)
+    assert [o.tokens for o in outputs] == [reference("longrope", tuple(p), count) for p in rows]
+
+
+@pytest.mark.parametrize(("lengths", "new"), [([30], 11), ([TURN], 1), ([12, 60], 10)])
+def test_rows_on_both_sides_of_a_longrope_turn_are_refused(lengths: list[int], new: int) -> None:
+    engine = Engine(adapt(CASES["longrope"].model()))
+    rows = [words(n, seed) for seed, n in enumerate(lengths)]
+    with pytest.raises(InputError, match=r"longrope.* changes behind 40 tokens"):
+        engine.generate(asked(*rows), max_new_tokens=new)
+
+
+@POLICY
+def test_a_conversation_that_passes_a_longrope_turn_is_read_anew(policy: str) -> None:
+    engine = Engine(adapt(CASES["longrope"].model()), drafter("longrope", policy))
+    session = engine.open()
+    text: list[int] = words(12)
+    for more, count, reuses in (([], 10, False), (words(6, 1), 8, True), (words(9, 2), 20, False)):
+        text += more
+        output = engine.generate(asked(text), session=session, max_new_tokens=count)[0]
+        assert output.tokens == reference("longrope", tuple(text), count)
+        assert bool(output.stats.reused_tokens) == reuses
+        text += output.tokens
+    output = engine.generate(asked(text[:20]), session=session, max_new_tokens=15)[0]  # and back
+    assert output.tokens == reference("longrope", tuple(text[:20]), 15)
+    assert not output.stats.reused_tokens
