@@ -190,7 +190,7 @@ class _Loop:
         self._session = session
         self._rows = run.rows
         self._clock = run.clock
-        self._processing = Processing([r.processors for r in decoding.rows])
+        self._processing = Processing([r.processors for r in decoding.rows], [r.eos for r in decoding.rows])
         self._generators = [torch.Generator().manual_seed(r.seed) for r in requests]
         self._step = 0
         nodes = self._drafter.max_nodes if self._drafter else 1
@@ -265,7 +265,8 @@ class _Loop:
     def _settle(self, tree: DraftTree, logits: Tensor, from_prefill: bool = False) -> Step:
         """Judge, bring the verdict to the host in one transfer, cut every row where it ends, and commit."""
         with self._clock.stage("verify" if not from_prefill else "prefill"):
-            scores = self._processing(tree, logits, [row.ids for row in self._rows])
+            prefixes, room = [row.ids for row in self._rows], [row.room for row in self._rows]
+            scores = self._processing(tree, logits, prefixes, room)
             numbers = None if self._uniforms is None else self._uniforms.judging
             verdict = self._judge.judge(tree, scores, numbers)
             packed = _pack(tree, verdict, logits)

@@ -34,6 +34,11 @@ class Row:
         """Whether the row has ended."""
         return self._reason is not None
 
+    @property
+    def room(self) -> int:
+        """How many tokens may still come; 0 once the row has ended."""
+        return 0 if self.done else self._plan.max_new_tokens - len(self.output)
+
     def take_new(self) -> list[int]:
         """Tokens emitted since the last call; none once the row has ended."""
         if self.done:
