@@ -74,11 +74,10 @@ def fitting(
 
 def block_efficiency(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, rows: int) -> float:
     """Tokens per verification pass over greedy answers to all prompts, asked ``rows`` at a time."""
-    accepted, passes = 0, 0
+    emitted, passes = 0, 0
     for start in range(0, len(prompts), rows):
         requests = [Request(p) for p in prompts[start : start + rows]]
         for out in engine.generate(requests, max_new_tokens=max_new_tokens, do_sample=False):
-            histogram = out.stats.accepted_histogram
-            accepted += sum(a * n for a, n in enumerate(histogram))
-            passes += sum(histogram)
-    return accepted / passes + 1 if passes else 0.0
+            emitted += max(out.stats.new_tokens - 1, 0)  # the first comes from prefill
+            passes += out.stats.target_passes
+    return emitted / passes if passes else 0.0
