@@ -9,13 +9,15 @@ not given; `saccade.load` has it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin
+from transformers.utils.generic import TransformersKwargs
 
 from saccade import drafters, methods
 from saccade.draft.drafter import Drafter
@@ -31,12 +33,13 @@ from saccade.hf.rows import Rows
 from saccade.hf.sheet import Sheet
 from saccade.inputs.batch import check, media_spans, split
 from saccade.inputs.cutting import VISUAL_KEYS
-from saccade.inputs.families import kind_of, visual_ids
+from saccade.inputs.families import family_of, kind_of, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.output import Output
 from saccade.parts import Parts
 from saccade.target.adapter import Target
+from saccade.target.placing import TYPES, check_types
 
 
 def speculate(
@@ -229,9 +232,10 @@ def _hand_over(
         raise InputError(
             "past_key_values must be empty; the whole prompt is read anew, so leave the cache out."
         )
-    check(model.config, kwargs)
+    _check_inputs(model, kwargs)
+    takes = inspect.signature(model.forward).parameters
     taken = {
-        "visuals": {name: kwargs.pop(name) for name in VISUAL_KEYS if name in kwargs},
+        "visuals": {name: kwargs.pop(name) for name in VISUAL_KEYS if name in kwargs and name in takes},
         "assistant_inputs": kwargs.pop("assistant_inputs", None),
         "tokenizer": kwargs.pop("tokenizer", None),
         "streamer": streamer,
@@ -239,8 +243,32 @@ def _hand_over(
     return {name: value for name, value in taken.items() if value is not None}
 
 
+_READ = ("input_ids", "attention_mask", "past_key_values", "logits_to_keep", "assistant_inputs", "tokenizer")
+"""Inputs besides pictures that are read, or that change nothing."""
+
 _extract = GenerationMixin._extract_generation_mode_kwargs
 GenerationMixin._extract_generation_mode_kwargs = _hand_over
+
+
+def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse inputs of the model that would not reach it: it would answer as if they were not there.
+
+    Args:
+        given: all keyword arguments; those that no model takes are left to `generate`, which calls them typos.
+    """
+    check(model.config, given)
+    present = {name for name, value in given.items() if value is not None} - vars(GenerationConfig()).keys()
+    if present.intersection(VISUAL_KEYS):
+        check_types(model)
+    family = family_of(model.config)
+    read = {*_READ, *VISUAL_KEYS, None if family is None else family.types}
+    takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
+    for name in sorted(present & takes - read):
+        if name not in TYPES or bool(torch.as_tensor(given[name]).any()):  # types of text say nothing
+            raise InputError(
+                f"The input {name} does not reach the model in speculative decoding, which makes the model's inputs "
+                "anew; leave it out, or leave out custom_generate."
+            )
 
 
 def _check_outputs(config: Any) -> None:

@@ -20,7 +20,7 @@ from saccade.target.families import Family, ordinary_ids
 from saccade.target.features import FeatureTap, Hidden
 from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
 from saccade.target.masks import starts
-from saccade.target.placing import continuation_mask, rope_positions
+from saccade.target.placing import check_types, continuation_mask, rope_positions
 from saccade.target.selected import Mask, Merged, held_of, kept_of, only
 from saccade.target.stopwatch import Stopwatch
 
@@ -118,8 +118,11 @@ class Target:
 
         Raises:
             InputError: the prompt is empty or longer than the model's context.
+            ModelError: it has images that nothing here can tell the model to read.
         """
         self.check_length(len(prompt))
+        if prompt.media:
+            check_types(self.model)
         held = held_of(start, dropped)
         if cache.lengths[row] != held:
             raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {held} to go on from.")

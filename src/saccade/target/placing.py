@@ -10,12 +10,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from saccade.errors import ModelError
 from saccade.inputs.batch import join, media_spans, type_ids
+from saccade.inputs.families import FAMILIES, kind_of
 from saccade.inputs.prompt import Prompt
 from saccade.target.selected import Mask, held_of, shift_of
 
 if TYPE_CHECKING:
     from saccade.target.adapter import Target
+
+
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that tell image tokens from text."""
+
+
+def check_types(model: Any) -> None:
+    """Refuse media for a family outside the table whose model wants to be told which tokens are images.
+
+    What its types mean (positions, attention both ways) is unknown, and without them it would read images wrongly.
+
+    Raises:
+        ModelError: the model is of such a family.
+    """
+    if kind_of(model.config) in FAMILIES:
+        return
+    base = getattr(model, "base_model", model)
+    calls = [model.forward, base.forward, getattr(base, "get_rope_index", None)]
+    wanted = {name for call in calls if call is not None for name in inspect.signature(call).parameters}
+    types = next((name for name in TYPES if name in wanted), None)
+    if types is not None:
+        raise ModelError(
+            f"Images cannot be given to the family {kind_of(model.config)!r}, whose model is told by {types} which "
+            "tokens they are and how to read them; ask it without images, or use a model of a tested family."
+        )
 
 
 def rope_positions(rope_index: Any, config: Any, ids: Tensor, prompt: Prompt) -> tuple[Tensor, int]:

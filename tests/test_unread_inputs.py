@@ -1,0 +1,186 @@
+"""What a model would be asked without is refused: images of families whose token types are unknown, other inputs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import saccade.hf
+from families import (
+    FAMILIES,
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCAB,
+    FamilyCase,
+    _qwen_image,
+    _text,
+    _vision_language_model,
+)
+from saccade.engine import Engine, Request
+from saccade.errors import InputError, ModelError
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.loading import adapt
+
+GLM = _vision_language_model(
+    "glm4v",
+    text={
+        "model_type": "glm4v_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 3, 3],
+            "partial_rotary_factor": 1.0,
+        },
+    },
+    vision={
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "image_size": 16,
+    },
+    video_token_id=VIDEO,
+    image_start_token_id=VISION_START,
+    image_end_token_id=VISION_END,
+    video_start_token_id=5,
+    video_end_token_id=6,
+)
+
+
+def gemma4(layers: int | None) -> Any:
+    """Its images see themselves both ways, which it is told by token types."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = _text(
+        4,
+        model_type="gemma4_text",
+        vocab_size_per_layer_input=VOCAB,
+        head_dim=16,
+        global_head_dim=16,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=12,
+        use_bidirectional_attention="vision",
+        final_logit_softcapping=None,
+    )
+    vision = {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+        "default_output_length": 16,
+    }
+    config = AutoConfig.for_model(
+        "gemma4",
+        tie_word_embeddings=False,
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=100_000,
+        boi_token_id=VISION_START,
+        eoi_token_id=VISION_END,
+    )
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+
+
+CASES = {"glm4v": FamilyCase("glm4v", GLM), "gemma4": FamilyCase("gemma4", gemma4)}
+WORDS = [1, 9, 10, 33, 44, 55, 33, 44]
+
+
+@cache
+def model(name: str) -> Any:
+    return (CASES.get(name) or FAMILIES[name]).model()
+
+
+def pictured(name: str) -> dict[str, Tensor]:
+    """Inputs of one row with an image, as the family's processor gives them."""
+    if name == "glm4v":
+        piece = _qwen_image(torch.Generator().manual_seed(1), 0)
+        ids, tensors = list(piece.ids), dict(piece.tensors)
+    else:
+        ids = [VISION_START, *[IMAGE] * 16, VISION_END]
+        grid = torch.meshgrid(torch.arange(8), torch.arange(8), indexing="xy")
+        places = torch.stack(grid, -1).reshape(1, 64, 2)
+        tensors = {"pixel_values": torch.rand(1, 64, 48), "image_position_ids": places}
+    row = torch.tensor([[1, 9, *ids, 33, 44]])
+    types = (row == IMAGE).long()
+    return {"input_ids": row, "attention_mask": torch.ones_like(row), "mm_token_type_ids": types, **tensors}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_of_a_family_that_tells_them_by_unknown_types_are_refused(name: str) -> None:
+    given = pictured(name)
+    tensors = {
+        k: v for k, v in given.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    count = int((given["input_ids"] == IMAGE).sum())
+    prompt = Prompt(tuple(given["input_ids"][0].tolist()), (Medium("image", tensors, count, "one"),))
+    with pytest.raises(ModelError, match=rf"'{name}', whose model is told by mm_token_type_ids"):
+        Engine(adapt(model(name))).generate([Request(prompt)], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generate_refuses_such_images_too(name: str) -> None:
+    speculation = saccade.hf.speculate(method="prompt-lookup")
+    with pytest.raises(ModelError, match=rf"'{name}', whose model is told by mm_token_type_ids"):
+        model(name).generate(**pictured(name), max_new_tokens=3, custom_generate=speculation)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_stays_possible_for_such_families(name: str) -> None:
+    row = torch.tensor([WORDS])
+    inputs = {
+        "input_ids": row,
+        "attention_mask": torch.ones_like(row),
+        "mm_token_type_ids": torch.zeros_like(row),
+    }
+    expected = model(name).generate(**inputs, max_new_tokens=20)
+    speculation = saccade.hf.speculate(method="prompt-lookup")
+    assert torch.equal(
+        model(name).generate(**inputs, max_new_tokens=20, custom_generate=speculation), expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {"position_ids": torch.arange(len(WORDS))[None] + 5}),
+        ("llava", {"vision_feature_layer": -1}),
+        ("gemma4", {"image_position_ids": torch.zeros(1, 64, 2, dtype=torch.long)}),
+        ("gemma4", {"mm_token_type_ids": torch.ones(1, len(WORDS), dtype=torch.long)}),
+    ],
+)
+def test_an_input_that_would_not_reach_the_model_is_refused(name: str, more: dict[str, Any]) -> None:
+    speculation = saccade.hf.speculate(method="prompt-lookup")
+    with pytest.raises(InputError, match=rf"{next(iter(more))} does not reach the model"):
+        model(name).generate(torch.tensor([WORDS]), **more, max_new_tokens=3, custom_generate=speculation)
+
+
+def test_pictures_that_the_model_does_not_take_are_refused_as_by_generate() -> None:
+    speculation = saccade.hf.speculate(method="prompt-lookup")
+    pixels = torch.zeros(1, 3, 16, 16)
+    with pytest.raises(ValueError, match="not used by the model"):
+        model("llama").generate(
+            torch.tensor([WORDS]), pixel_values=pixels, max_new_tokens=3, custom_generate=speculation
+        )
