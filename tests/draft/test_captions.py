@@ -113,6 +113,44 @@ def test_a_drafter_is_asked_about_the_image_as_if_it_were_given_it(name: str) ->
     assert [m.digest for m in asking.prompt(told[0]).media] == [m.digest for m in expected.media]
 
 
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> None:
+    processor = kit(name).ours
+    films = [
+        np.stack([np.asarray(gradient(shade, (56, 56))) for shade in shades])
+        for shades in ([0, 1, 2, 3], [4])
+    ]
+    prompt = processor.prompt("What is it?", images=[gradient(5, (56, 56))], videos=films[:1])
+    told: list[Seen] = []
+
+    def tell(seen: Seen) -> str:
+        told.append(seen)
+        return f"a {len(told)}"
+
+    view = Caption(processor.config, processor.tokenizer, tell)
+    words = processor.tokenizer.decode(view.read(prompt).ids)
+    assert sorted(seen.kind for seen in told) == ["image", "video"]
+    assert words.count("image: a") == words.count("video: a") == 1
+    assert sum(len(seen.media) for seen in told) == len(prompt.media)
+    film = next(seen for seen in told if seen.kind == "video")
+    assert close(picture(processor, film.medium), gradient(2, (56, 56))) < 12  # one in the middle
+    view.read(processor.prompt("And now?", videos=films))
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_drafter_is_asked_about_the_video_as_if_it_were_given_it(name: str) -> None:
+    processor = kit(name).ours
+    film = np.stack([np.asarray(gradient(shade, (56, 56))) for shade in range(6)])
+    told: list[Seen] = []
+    prompt = processor.prompt("What is it?", videos=[film])
+    Caption(processor.config, processor.tokenizer, lambda seen: told.append(seen) or "").read(prompt)  # type: ignore[func-returns-value]
+    asking = OwnCaptions.__new__(OwnCaptions)
+    asking._processor, asking._question = processor, "Describe the {kind}."
+    expected = processor.prompt("Describe the video.", videos=[film])
+    assert asking.prompt(told[0]) == expected
+
+
 @pytest.mark.parametrize("name", ["llava", "qwen"])
 @torch.no_grad()
 def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str) -> None:
@@ -140,7 +178,7 @@ def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str) -> None:
 def test_a_drafter_s_own_caption_ends_where_the_drafter_ends_it() -> None:
     model, processor = loaded("llava")
     prompt = processor.prompt("Anything.", images=[gradient(1)])
-    seen = Seen(prompt.media[0], tuple(i for i in prompt.ids if i == processor.config.image_token_id))
+    seen = Seen(prompt.media, tuple(i for i in prompt.ids if i == processor.config.image_token_id))
     own = OwnCaptions(model, processor, max_new_tokens=9)
     ids = processor.tokenizer.encode(own(seen), add_special_tokens=False)
     stopped = InputProcessor.load(str(ready("llava")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from saccade.draft.pruning import (
@@ -25,6 +28,9 @@ from saccade.errors import SaccadeWarning
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Medium, Prompt
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
+from kits import VIDEO, kit
+
 SCORES = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
 """Whole numbers: their sums are exact, so that a threshold is met or not."""
 
@@ -38,6 +44,28 @@ def numpy_two_stages(scores: np.ndarray[Any, Any], budget: int, mass: float) -> 
     rest = budget - len(first)
     steps = (2 * np.arange(rest) + 1) * len(others) // max(2 * rest, 1)
     return sorted(np.concatenate([first, others[steps]]).astype(int).tolist())
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
+    processor = kit(name).ours
+    film = np.random.default_rng(0).integers(0, 256, (8, 112, 112, 3), np.uint8)
+    images = [Image.fromarray(film[0])]
+    prompt = processor.prompt("What?", images=images, videos=[film])
+    left = {}
+    for images_share, videos_share in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
+        pruning = Pruning("uniform", images=images_share, videos=videos_share)
+        dropped = set(pruning.dropped(processor.config, prompt))
+        left[images_share, videos_share] = [
+            sum(place not in dropped for place in places) for places in places_of(processor.config, prompt)
+        ]
+    whole = left[1.0, 1.0]
+    for medium, here, image_cut, video_cut in zip(
+        prompt.media, whole, left[0.5, 1.0], left[1.0, 0.5], strict=True
+    ):
+        cut, kept = (video_cut, image_cut) if medium.is_of_video else (image_cut, video_cut)
+        assert cut == (here + 1) // 2 < here == kept
+    assert {medium.is_of_video for medium in prompt.media} == {True, False}
 
 
 @given(SCORES, st.floats(0, 0.99), st.data())

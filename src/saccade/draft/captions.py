@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,15 +25,28 @@ from saccade.target.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A medium as it stands in a prompt.
+    """An image or a video as it stands in a prompt.
 
     Attributes:
-        medium: the image or video.
-        ids: its placeholders, with what is between and around them.
+        media: one; of a video that the family takes as images, all its frames.
+        ids: placeholders, with what is between and around them.
     """
 
-    medium: Medium
+    media: tuple[Medium, ...]
     ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> Literal["image", "video"]:
+        return "video" if self.medium.is_of_video else "image"
+
+    @property
+    def medium(self) -> Medium:
+        """The only one, or the middle frame."""
+        return self.media[len(self.media) // 2]
+
+    @property
+    def digest(self) -> str:
+        return " ".join(medium.digest for medium in self.media)
 
 
 Captioner = Callable[[Seen], str]
@@ -46,11 +59,11 @@ class Caption(PlainView):
     Args:
         config: the draft model's Hugging Face configuration.
         tokenizer: its tokenizer.
-        captioner: asked once for every medium, when a prompt with it is first read; `OwnCaptions`, or `PictureCaptions`
-            around any function of a PIL image.
+        captioner: asked once for every image or video, when a prompt with it is first read; `OwnCaptions`, or
+            `PictureCaptions` around any function of a PIL image.
 
     Attributes:
-        captions: what was told, by the medium's digest.
+        captions: what was told, by the digest of what was seen.
         seconds: spent on captions so far.
     """
 
@@ -66,17 +79,20 @@ class Caption(PlainView):
     def read(self, prompt: Prompt) -> Prompt:
         if not prompt.media:
             return prompt
-        spans = spans_with_wrappers(self._config, self._tokenizer, prompt)
+        spans = iter(spans_with_wrappers(self._config, self._tokenizer, prompt))
         ids: list[int] = []
         end = 0
-        for (start, stop), medium in zip(spans, prompt.media, strict=True):
-            words = f"{medium.kind}: {self._caption(Seen(medium, prompt.ids[start:stop]))}"
+        for media in prompt.given:
+            places = [next(spans) for _ in media]
+            start, stop = places[0][0], places[-1][1]
+            seen = Seen(media, prompt.ids[start:stop])
+            words = f"{seen.kind}: {self._caption(seen)}"
             ids += [*prompt.ids[end:start], *self._tokenizer.encode(words, add_special_tokens=False)]
             end = stop
         return Prompt((*ids, *prompt.ids[end:]))
 
     def _caption(self, seen: Seen) -> str:
-        digest = seen.medium.digest
+        digest = seen.digest
         if digest not in self.captions:
             started = time.perf_counter()
             self.captions[digest] = " ".join(self._captioner(seen).split())
@@ -107,14 +123,16 @@ class OwnCaptions:
         self._question = question
 
     def prompt(self, seen: Seen) -> Prompt:
-        """The question about a medium: as it is asked about an empty picture, with the medium in its place."""
-        question = self._question.format(kind=seen.medium.kind)
-        if seen.medium.kind == "image":
+        """The question about what is seen: as it is asked about an empty picture, with the media in its place."""
+        question = self._question.format(kind=seen.kind)
+        if seen.kind == "image":
             empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
         else:
-            empty = self._processor.prompt(question, videos=[np.zeros((4, 32, 32, 3), np.uint8)])
-        start, stop = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)[0]
-        return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), (seen.medium,))
+            count = len(seen.media) if seen.medium.frame else 4
+            empty = self._processor.prompt(question, videos=[np.zeros((count, 32, 32, 3), np.uint8)])
+        spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
+        start, stop = spans[0][0], spans[-1][1]
+        return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), seen.media)
 
     @torch.inference_mode()
     def __call__(self, seen: Seen) -> str:

@@ -34,7 +34,7 @@ class Pruning:
             target's words; ``specvlm``: the fewest that get ``mass`` of that attention, and the rest of the share
             evenly spread over the others.
         images: share of an image's tokens that stays.
-        videos: share of a video's tokens that stays.
+        videos: share of a video's tokens that stays; also where the family takes its frames as images.
         mass: of the attention, for the first stage of ``specvlm`` (0.4 in its authors' released code).
         layers: of the target whose attention counts, None for all (as there); ``(-1,)`` is the last one.
     """
@@ -66,7 +66,7 @@ class Pruning:
             config: of the model whose tokens they are.
             scores: ``[n_tokens]`` attention that each gets; None spreads evenly.
         """
-        share = self.videos if medium.kind == "video" else self.images
+        share = self.videos if medium.is_of_video else self.images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
         if self.select == "uniform" or scores is None:
             return spread(frames_of(config, medium), budget)

@@ -19,12 +19,20 @@ class Medium:
             (for example ``pixel_values`` and ``image_grid_thw``).
         n_tokens: number of placeholder tokens in the prompt that it fills.
         digest: hash of the content; equal digests mean interchangeable features.
+        frame: which frame it is and of how many, where it is an image to the family but one frame of a video to who
+            gave it; None for all others, and for prompts that others have made.
     """
 
     kind: Literal["image", "video"]
     tensors: Mapping[str, torch.Tensor] = field(compare=False, hash=False)
     n_tokens: int
     digest: str
+    frame: tuple[int, int] | None = None
+
+    @property
+    def is_of_video(self) -> bool:
+        """Whether it is a video or a frame of one."""
+        return self.kind == "video" or self.frame is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +49,14 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def given(self) -> list[tuple[Medium, ...]]:
+        """The media as they were given: the frames of one video together, all others alone."""
+        found: list[tuple[Medium, ...]] = []
+        for medium in self.media:
+            if medium.frame is not None and medium.frame[0] and found:
+                found[-1] = (*found[-1], medium)
+            else:
+                found.append((medium,))
+        return found

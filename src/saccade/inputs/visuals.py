@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,8 +85,10 @@ class Visuals:
         video = load_video(source, lambda total, fps: sample(total, fps, settings))
         tensors = _video_tensors(kind_of(config), family, video, settings)
         text = expand_video(config, self.words, tensors, video, int(settings.get("temporal_patch_size", 1)))
-        kind = "image" if family.video.form == "frames" else "video"
-        return Placed(text, tuple(self._medium(kind, t) for t in tensors))
+        if family.video.form == "frames":
+            frames = enumerate(self._medium("image", t) for t in tensors)
+            return Placed(text, tuple(replace(medium, frame=(i, len(tensors))) for i, medium in frames))
+        return Placed(text, tuple(self._medium("video", t) for t in tensors))
 
     def _image(self, features: Mapping[str, Any]) -> Placed:
         tensors = {name: value for name, value in features.items() if name in VISUAL_KEYS}
