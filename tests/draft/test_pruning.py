@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ def numpy_two_stages(scores: np.ndarray[Any, Any], budget: int, mass: float) -> 
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
     processor = kit(name).ours
-    film = np.random.default_rng(0).integers(0, 256, (8, 112, 112, 3), np.uint8)
+    film = np.random.default_rng(0).integers(0, 256, (8, 100, 100, 3), np.uint8)
     images = [Image.fromarray(film[0])]
     prompt = processor.prompt("What?", images=images, videos=[film])
     left = {}
@@ -198,6 +199,14 @@ def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt)
     with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
         dropped = pruning.dropped(config, mine, other, columns, config)
     assert dropped == Pruning("uniform", images=0.5).dropped(config, mine)
+
+
+def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
+    """View R reads a batch's rows of words again once an image row has come, behind that row's attention."""
+    config, other = FAMILIES["llava"].model().config, prompt_of(image(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Pruning().dropped(config, Prompt((1, 2, 3)), other, torch.rand(len(other)), config) == []
 
 
 def test_media_of_unknown_families_stay_whole() -> None:

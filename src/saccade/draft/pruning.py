@@ -88,6 +88,8 @@ class Pruning:
             columns: ``[S]`` attention that each of its positions gets; None spreads evenly.
             target: configuration of the target.
         """
+        if not prompt.media:
+            return []
         attention: list[Tensor | None] = [None] * len(prompt.media)
         if self.select != "uniform" and seen is not None and columns is not None:
             attention = _carried(config, prompt, target, seen, columns.cpu())
