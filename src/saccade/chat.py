@@ -54,10 +54,6 @@ class Chat:
         stream = self._vlm.stream(asked, session=self._session, **options)
         return Turn(self, asked, stream)
 
-    def _forget_caches(self) -> None:
-        """Start from empty caches, as after an interruption in the middle of a step."""
-        self._session = self._vlm.engine.open(1)
-
 
 class Turn:
     """One answer of a chat under way."""
@@ -71,12 +67,8 @@ class Turn:
         failed = False
         try:
             yield from self._stream
-        except KeyboardInterrupt:
-            self._chat._forget_caches()
-            raise
         except Exception:
             failed = True
-            self._chat._forget_caches()
             raise
         finally:
             output = self.output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +112,11 @@ class Engine:
         drafting = None if self.drafter is None else self.drafter.open(context.cache.batch, context)
         return Session(context, drafting, self.drafter, self._rule)
 
+    def renew(self, session: Session) -> None:
+        """Empty a session, of which a step that was broken off has left nobody knows what."""
+        fresh = self.open(session.context.cache.batch)
+        session.context, session.drafting, session.judges = fresh.context, fresh.drafting, fresh.judges
+
     def generate(
         self,
         requests: Sequence[Request],
@@ -180,12 +185,11 @@ class _Loop:
         trace: bool,
     ) -> None:
         self._trace = trace
+        self._engine = engine
         self._target = engine.target
         self._drafter = engine.drafter
         self._rule = engine.rule(decoding.do_sample)
-        if decoding.do_sample not in session.judges:
-            session.judges[decoding.do_sample] = self._rule.open(session.context)
-        self._judge = session.judges[decoding.do_sample]
+        self._plan = decoding
         self._requests = requests
         self._session = session
         self._rows = run.rows
@@ -200,21 +204,33 @@ class _Loop:
         self._judging = self._rule.uniforms(depth, children)
         self._drafting = nodes * max(children, 1) if self._draws else 0
         self._uniforms: Uniforms | None = None
-        room = max(len(r.prompt) + p.max_new_tokens for r, p in zip(requests, decoding.rows, strict=True))
-        session.context.cache.grow(room + nodes)
-        if session.drafting is not None:
-            room = max(
-                len(r.draft_prompt or r.prompt) + p.max_new_tokens
-                for r, p in zip(requests, decoding.rows, strict=True)
-            )
-            session.drafting.grow(room)
 
     def steps(self) -> Iterator[Step]:
-        first = self._prefill()
-        yield first
+        self._begin()
+        yield self._whole(self._prefill)
         while not all(row.done for row in self._rows):
             self._step += 1
-            yield self._advance()
+            yield self._whole(self._advance)
+
+    def _begin(self) -> None:
+        """Take the session as it is now: its judge, and room in its caches."""
+        session, do_sample = self._session, self._plan.do_sample
+        if do_sample not in session.judges:
+            session.judges[do_sample] = self._rule.open(session.context)
+        self._judge = session.judges[do_sample]
+        rows = list(zip(self._requests, self._plan.rows, strict=True))
+        nodes = self._drafter.max_nodes if self._drafter else 1
+        session.context.cache.grow(max(len(r.prompt) + p.max_new_tokens for r, p in rows) + nodes)
+        if session.drafting is not None:
+            session.drafting.grow(max(len(r.draft_prompt or r.prompt) + p.max_new_tokens for r, p in rows))
+
+    def _whole(self, step: Callable[[], Step]) -> Step:
+        """A step, or if it is broken off an empty session."""
+        try:
+            return step()
+        except BaseException:
+            self._engine.renew(self._session)
+            raise
 
     @torch.inference_mode()
     def _prefill(self) -> Step:

@@ -94,9 +94,13 @@ class SlotCache(Cache):
     # -- where the next forward writes -----------------------------------------------------------------
 
     def writing_prompt(self, row: int, count: int) -> None:
-        """The next forward is one row's prompt: ``count`` entries after that row's committed ones."""
+        """The next forward is one row's prompt: ``count`` entries after that row's committed ones.
+
+        What is pending goes, as a draft that was broken off may have left some.
+        """
         self._require(self.lengths[row] + count)
-        self._row, self._start, self.pending = row, self.lengths[row], 0
+        self.drop_pending()
+        self._row, self._start = row, self.lengths[row]
         self._stop = self._start + count
 
     def writing_nodes(self, count: int) -> int:

@@ -1,0 +1,67 @@
+"""A session serves on after an exception, wherever in a step it came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import picture, vlm
+from saccade.target.adapter import Target
+from saccade.target.cache import SlotCache
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("chain", {}), ("dynamic-tree", {}), ("tabed", {}), ("tabed", {"tree": "static"}), ("specvlm", {})],
+    ids=["chain", "dynamic-tree", "tabed", "tabed-static", "specvlm"],
+)
+def test_what_was_broken_off_leaves_nothing_behind(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = vlm("llava", "llava-draft").using(method, **options)
+    expected = model.generate("What?", [picture(1)]).tokens
+    forward = Target.forward
+    for at in range(1, 20, 2):
+        session, calls = model.engine.open(1), 0
+
+        def breaking(self: Target, *given: Any, at: int = at, **named: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            logits = forward(self, *given, **named)
+            if calls == at:
+                raise KeyboardInterrupt
+            return logits
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Target, "forward", breaking)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate("What?", [picture(1)], session=session)
+        assert model.generate("What?", [picture(1)], session=session).tokens == expected
+
+
+def test_a_prompt_drops_what_is_pending_in_parts_too() -> None:
+    cache = SlotCache([torch.device("cpu")], batch=2, capacity=9)
+    cache.writing_prompt(0, 1)
+    cache.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
+    cache.keep_first(0, 1)
+    assert cache.part(slice(0, 1)).writing_nodes(2) == 3
+    cache.writing_prompt(1, 1)
+    assert cache.part(slice(0, 1)).writing_nodes(2) == 3
+
+
+def test_a_stream_that_was_asked_for_before_serves_on_too() -> None:
+    """What it needs of the session is made when it begins, not when it is asked for."""
+    model = vlm("llava", "llava-draft")
+    session = model.engine.open(1)
+    stream = model.stream("What?", [picture(1)], session=session)
+
+    def breaking(ids: torch.Tensor, scores: Any) -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        model.generate("And?", session=session, stopping_criteria=[breaking])
+    for _ in stream:
+        pass
+    assert stream.output.tokens == model.generate("What?", [picture(1)]).tokens
