@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,29 @@ def test_an_image_is_told_once_in_one_line_and_its_time_is_counted() -> None:
     assert all(seen.ids == (IMAGE,) * 16 for seen in asked)
     assert set(view.captions.values()) == {"a cat on a mat"}
     assert view.seconds > 0
+
+
+def test_what_the_device_still_has_to_do_is_no_part_of_a_caption_s_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A captioner is the first to wait for the target's prefill."""
+    case, done = FAMILIES["llava"], list[str]()
+
+    def tell(seen: Seen) -> str:
+        done.append("told")
+        return "a cat"
+
+    def wait(device: torch.device) -> None:
+        time.sleep(0.05)
+        done.append(f"waited for {device}")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    config = case.model().config
+    view = Caption(config, WORDS, tell, torch.device("cuda", 1))
+    for _ in range(2):
+        view.read(split(config, case.row_inputs("image", 0))[0])
+    assert done == ["waited for cuda:1", "told"]
+    assert 0 < view.seconds < 0.05
 
 
 # --------------------------------------------------------------------------- the drafter's own captions

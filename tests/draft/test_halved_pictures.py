@@ -14,6 +14,7 @@ from PIL import Image
 
 from checkpoints import picture
 from families import FAMILIES, VISUAL_FAMILIES
+from saccade.draft import pooled
 from saccade.draft.pooled import HalvedPictures
 from saccade.errors import InputError
 from saccade.inputs.batch import split
@@ -45,6 +46,22 @@ def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
 
 def read(name: str, prompt: Prompt) -> Prompt:
     return HalvedPictures(config(name)).read(prompt)
+
+
+def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(
+        pooled, "halved", lambda config, medium: made.append(medium.digest) or halved(config, medium)
+    )
+    monkeypatch.setattr(pooled, "KEPT", 2)
+    view, given = HalvedPictures(config("qwen2_vl")), prompts("qwen2_vl")
+    assert view.read(given[0]) == view.read(given[0]) == read("qwen2_vl", given[0])
+    assert len(made) == 2  # one of them is that of `read`, which has a view of its own
+    for prompt in given:
+        view.read(prompt)
+    assert len(made) == len(given) + 1
+    view.read(given[0])
+    assert len(made) == len(given) + 2, "it keeps two"
 
 
 @pytest.mark.parametrize(("name", "kind"), MEDIA)

@@ -61,6 +61,8 @@ class Caption(PlainView):
         tokenizer: its tokenizer.
         captioner: asked once for every image or video, when a prompt with it is first read; `OwnCaptions`, or
             `PictureCaptions` around any function of a PIL image.
+        device: where the captioner computes. What is still queued there (the target's prefill) is waited for first, so
+            that it does not count as time spent on captions.
 
     Attributes:
         captions: what was told, by the digest of what was seen.
@@ -69,10 +71,13 @@ class Caption(PlainView):
 
     name = "C"
 
-    def __init__(self, config: Any, tokenizer: Any, captioner: Captioner) -> None:
+    def __init__(
+        self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._captioner = captioner
+        self._device = device
         self.captions: dict[str, str] = {}
         self.seconds = 0.0
 
@@ -94,6 +99,8 @@ class Caption(PlainView):
     def _caption(self, seen: Seen) -> str:
         digest = seen.digest
         if digest not in self.captions:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             started = time.perf_counter()
             self.captions[digest] = " ".join(self._captioner(seen).split())
             self.seconds += time.perf_counter() - started

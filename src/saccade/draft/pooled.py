@@ -24,6 +24,9 @@ from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 
+KEPT = 16
+"""Halved pictures that are kept for later turns."""
+
 SQUARES = (
     "llava",
     "llava_next",
@@ -72,15 +75,24 @@ class HalvedPictures(PlainView):
 
     def __init__(self, config: Any) -> None:
         self._config = config
+        self._halved: dict[str, Medium] = {}  # the last `KEPT`, by the digest of the whole picture
 
     def read(self, prompt: Prompt) -> Prompt:
         dropped: set[int] = set()
         media = []
         for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
-            small = halved(self._config, medium)
+            small = self._half(medium)
             dropped.update(self._surplus(places, medium, small))
             media.append(small)
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
+
+    def _half(self, medium: Medium) -> Medium:
+        """The medium at half its resolution; every turn of a conversation asks for its pictures again."""
+        small = self._halved.pop(medium.digest, None) or halved(self._config, medium)
+        self._halved[medium.digest] = small
+        if len(self._halved) > KEPT:
+            del self._halved[next(iter(self._halved))]
+        return small
 
     def _surplus(self, places: list[int], medium: Medium, small: Medium) -> Iterator[int]:
         """Positions that a medium has no use for any more: of its placeholders, and of the breaks between rows."""

@@ -14,9 +14,11 @@ class View(Protocol):
 
     Attributes:
         name: as the paper writes it.
+        seconds: spent on putting pictures into words so far; 0 for views that do not.
     """
 
     name: str
+    seconds: float
 
     def open(self, target: Context) -> None:
         """Start on a session of the target; a view that needs to know how the target reads a prompt says so here."""
@@ -35,6 +37,7 @@ class PlainView:
     """A view that is prefilled as any other prompt."""
 
     name = ""
+    seconds = 0.0
 
     def open(self, target: Context) -> None:
         """Nothing is asked of the target."""

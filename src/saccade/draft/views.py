@@ -37,7 +37,7 @@ def by_names(
     makers: dict[str, Callable[[], View]] = {
         "M": Multimodal,
         "T": lambda: TextOnly(config, tokenizer),
-        "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor)),
+        "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor), model.device),
         "P": lambda: pooled(model),
         "R": Pruned,
     }
@@ -83,6 +83,7 @@ class Pruned:
     """
 
     name = "R"
+    seconds = 0.0
 
     def __init__(self, pruning: Pruning | None = None) -> None:
         self._pruning = pruning or Pruning()
