@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from saccade.asking import one_or_more
+from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.output import Output
 from saccade.stream import Chunk, Stream
@@ -27,6 +28,7 @@ class Chat:
             self.messages.append({"role": "system", "content": [{"type": "text", "text": system}]})
         self._vlm = vlm
         self._session = vlm.engine.open(1)
+        self._moves = 0  # how often a turn began or became part of the conversation
 
     def send(
         self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
@@ -42,8 +44,8 @@ class Chat:
     ) -> Turn:
         """Say something and read the answer as it comes; arguments as in `VLM.stream`.
 
-        The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, or
-        is stopped before its first token, leaves the conversation as it was.
+        The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
+        stopped before its first token, or is overtaken by another one, leaves the conversation as it was.
         """
         content: list[dict[str, Any]] = [
             *({"type": "image", "image": load_image(i)} for i in one_or_more(images)),
@@ -56,14 +58,21 @@ class Chat:
 
 
 class Turn:
-    """One answer of a chat under way."""
+    """One answer of a chat under way; iterating it raises `InputError` once another turn has begun."""
 
     def __init__(self, chat: Chat, asked: list[dict[str, Any]], stream: Stream) -> None:
         self._chat = chat
         self._asked = asked
         self._stream = stream
+        self._moves = chat._moves
 
     def __iter__(self) -> Generator[Chunk, None, None]:
+        if not self._is_latest:
+            raise InputError(
+                "The conversation has gone on since this turn was asked; ask it again, and read a turn as far as you "
+                "want it before you ask the next."
+            )
+        self._move()
         failed = False
         try:
             yield from self._stream
@@ -72,9 +81,18 @@ class Turn:
             raise
         finally:
             output = self.output
-            if output.tokens and not failed:
+            if output.tokens and not failed and self._is_latest:
                 answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
                 self._chat.messages = [*self._asked, answer]
+                self._move()
+
+    @property
+    def _is_latest(self) -> bool:
+        return self._moves == self._chat._moves
+
+    def _move(self) -> None:
+        self._chat._moves += 1
+        self._moves = self._chat._moves
 
     @property
     def output(self) -> Output:

@@ -50,6 +50,7 @@ class Session:
 
     Attributes:
         drafter, rule: of the engine that opened it; no other may use it.
+        turns: generations that have begun in it; the latest alone may go on.
     """
 
     context: Context
@@ -57,11 +58,15 @@ class Session:
     drafter: Drafter | None
     rule: Rule | None
     judges: dict[bool, Judge] = field(default_factory=dict)
+    turns: int = 0
 
 
 @dataclass(slots=True)
 class Run:
-    """One generation under way: iterate `steps`, then read `outputs` (complete up to the last step)."""
+    """One generation under way: iterate `steps`, then read `outputs` (complete up to the last step).
+
+    A step raises `InputError` once another generation has begun in the same session.
+    """
 
     rows: list[Row]
     clock: Clock
@@ -209,12 +214,19 @@ class _Loop:
         self._begin()
         yield self._whole(self._prefill)
         while not all(row.done for row in self._rows):
+            if self._session.turns != self._turn:
+                raise InputError(
+                    "Another generation has begun in this session, whose caches no longer hold this one; read an "
+                    "answer as far as you want it before you ask for the next."
+                )
             self._step += 1
             yield self._whole(self._advance)
 
     def _begin(self) -> None:
-        """Take the session as it is now: its judge, and room in its caches."""
+        """Take the session as it is now: a turn of it, its judge, and room in its caches."""
         session, do_sample = self._session, self._plan.do_sample
+        session.turns += 1
+        self._turn = session.turns
         if do_sample not in session.judges:
             session.judges[do_sample] = self._rule.open(session.context)
         self._judge = session.judges[do_sample]
