@@ -199,7 +199,8 @@ class _Loop:
         self._session = session
         self._rows = run.rows
         self._clock = run.clock
-        self._processing = Processing([r.processors for r in decoding.rows], [r.eos for r in decoding.rows])
+        self._processors = [r.processors for r in decoding.rows]
+        self._processing = Processing(self._processors, [r.eos for r in decoding.rows])
         self._generators = [torch.Generator().manual_seed(r.seed) for r in requests]
         self._step = 0
         nodes = self._drafter.max_nodes if self._drafter else 1
@@ -297,7 +298,7 @@ class _Loop:
             scores = self._processing(tree, logits, prefixes, room)
             numbers = None if self._uniforms is None else self._uniforms.judging
             verdict = self._judge.judge(tree, scores, numbers)
-            packed = _pack(tree, verdict, logits)
+            packed = _pack(tree, verdict, logits, scores if self._rule.samples else None)
         if self._session.drafting is not None and not from_prefill:
             with self._clock.stage("draft"):
                 self._session.drafting.learn(tree, scores, verdict)
@@ -306,7 +307,8 @@ class _Loop:
         marks: list[tuple[Mark, ...]] = []
         kept: list[list[int]] = []
         kept_ids: list[list[int]] = []
-        for row, (count, token, drafted, unsound, *rest) in zip(self._rows, host, strict=True):
+        for index, (count, token, drafted, unsound, barred, *rest) in enumerate(host):
+            row = self._rows[index]
             if row.done:
                 tokens.append(())
                 marks.append(())
@@ -324,6 +326,12 @@ class _Loop:
             if not from_prefill:
                 row.count_pass(count, drafted)
             emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
+            if barred and len(emitted) > count:
+                raise InputError(
+                    f"The logits processors of row {index} ({_names(self._processors[index])}) leave nothing to sample "
+                    f"from after {len(row.output) - 1} new tokens: every score is -inf, or one is inf or NaN; let them "
+                    "leave at least one token a finite score."
+                )
             tokens.append(tuple(emitted))
             marks.append(tuple(row.marks[len(row.marks) - len(emitted) :]))
             kept.append(path[: len(emitted)])
@@ -348,13 +356,26 @@ def _of_the_drafter() -> Iterator[None]:
         ) from None
 
 
-def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor) -> Tensor:
-    """``[B, 4 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
-    path nodes, path tokens, path marks."""
+def _names(processors: Sequence[Any]) -> str:
+    """What to call logits processors, objects of a class or functions."""
+    return ", ".join(getattr(p, "__name__", type(p).__name__) for p in processors) or "none"
+
+
+def _pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:
+    """``[B, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
+    whether the token was sampled from scores without a finite maximum, path nodes, path tokens, path marks.
+
+    Args:
+        sampled: scores ``[B, N, V]`` that tokens were sampled from; None when decoding greedily.
+    """
     unsound = ~torch.isfinite(logits.amax((1, 2)))
+    barred = torch.zeros_like(unsound)
+    if sampled is not None:  # only the path's last node can be such a one: nothing is accepted below it
+        last = verdict.path.gather(1, verdict.count[:, None])[:, 0]
+        barred = ~torch.isfinite(sampled[torch.arange(len(last), device=last.device), last].amax(-1))
     path_tokens = tree.tokens.gather(1, verdict.path)
     drafted = (tree.valid.sum(1) - 1).expand(tree.tokens.shape[0])
-    head = torch.stack([verdict.count, verdict.token, drafted, unsound.long()], 1)
+    head = torch.stack([verdict.count, verdict.token, drafted, unsound.long(), barred.long()], 1)
     marks = torch.zeros_like(path_tokens) if verdict.marks is None else verdict.marks
     return torch.cat([head, verdict.path, path_tokens, marks], 1)
 
