@@ -10,8 +10,11 @@ import torch
 from numpy import integer
 
 from saccade.errors import InputError
+from saccade.inputs.families import family_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
+from saccade.inputs.video import load_video
+from saccade.inputs.visuals import _settings
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""
@@ -85,6 +88,28 @@ def seeds_of(seed: int | Sequence[int] | None, rows: int) -> list[int]:
 
 def _is_seed(seed: Any) -> bool:
     return isinstance(seed, (int, integer)) and not isinstance(seed, bool) and 0 <= int(seed) < 2**63
+
+
+def kept_video(
+    processor: InputProcessor, source: Any, num_frames: float | None = None, fps: float | None = None
+) -> Any:
+    """A video's frames as a prompt with this sampling takes them, so that later prompts take the same ones.
+
+    Returns:
+        A `Video`; the source as it is where no prompt can be made of it, which the prompt will say.
+
+    Raises:
+        InputError: the video cannot be read.
+    """
+    family = family_of(processor.config)
+    if family is None:  # its own processor takes all frames
+        return load_video(source)
+    given = {name: n for name, n in (("num_frames", num_frames), ("fps", fps)) if n is not None}
+    if family.video is None or len(given) > 1 or any(n <= 0 for n in given.values()):
+        return source
+    settings = _settings(family.video, processor._parts.video_settings, given)
+    sample = family.video.sample
+    return load_video(source, lambda total, fps: sample(total, fps, settings))
 
 
 def one_or_more(media: Any) -> list[Any]:

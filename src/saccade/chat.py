@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saccade.asking import one_or_more
+from saccade.asking import kept_video, one_or_more
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.output import Output
@@ -19,7 +19,8 @@ class Chat:
     """A conversation with one model.
 
     Attributes:
-        messages: what was said so far, in content-list form; may be cut or edited between turns.
+        messages: what was said so far, in content-list form, pictures and videos as they were decoded; may be
+            cut or edited between turns.
     """
 
     def __init__(self, vlm: VLM, system: str | None = None) -> None:
@@ -44,12 +45,15 @@ class Chat:
     ) -> Turn:
         """Say something and read the answer as it comes; arguments as in `VLM.stream`.
 
+        Pictures and videos are read once: later turns see the frames that ``num_frames`` or ``fps`` chose now.
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
         stopped before its first token, or is overtaken by another one, leaves the conversation as it was.
         """
+        sampling = {name: options.get(name) for name in ("num_frames", "fps")}
+        films = [kept_video(self._vlm.processor, video, **sampling) for video in one_or_more(videos)]
         content: list[dict[str, Any]] = [
             *({"type": "image", "image": load_image(i)} for i in one_or_more(images)),
-            *({"type": "video", "video": v} for v in one_or_more(videos)),
+            *({"type": "video", "video": film} for film in films),
             {"type": "text", "text": text},
         ]
         asked = [*self.messages, {"role": "user", "content": content}]
