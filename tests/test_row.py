@@ -31,7 +31,7 @@ class EndsWith:
 
 
 def row(limit: int = 100, eos: Sequence[int] = (), criteria: Sequence[Callable[..., object]] = ()) -> Row:
-    return Row(list(PROMPT), RowPlan(limit, frozenset(eos), (), tuple(criteria)))
+    return Row(list(PROMPT), RowPlan(limit, frozenset(eos), (), tuple(criteria)), torch.device("cpu"))
 
 
 def naive(text: list[int], limit: int, eos: set[int], stop: list[int]) -> tuple[list[int], str]:
@@ -150,3 +150,15 @@ def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
 def test_a_row_without_passes_has_no_efficiency() -> None:
     stats = row().stats
     assert (stats.accepted_length, stats.block_efficiency, stats.acceptance_by_depth) == (0.0, 0.0, [])
+
+
+def test_stopping_criteria_are_given_ids_on_the_device_of_the_model() -> None:
+    devices: list[str] = []
+
+    def criterion(ids: torch.Tensor, scores: None) -> bool:
+        devices.append(ids.device.type)
+        return False
+
+    under_test = Row(list(PROMPT), RowPlan(9, frozenset(), (), (criterion,)), torch.device("meta"))
+    under_test.emit([2, 4], block_marks(1, 1))
+    assert devices == ["meta", "meta"]

@@ -166,7 +166,8 @@ class Engine:
         new = [row.max_new_tokens for row in decoding.rows]
         self.target.family.limits.check_rows([len(r.prompt) for r in requests], new)
         session = session or self.open(len(requests))
-        rows = [Row(list(r.prompt.ids), p) for r, p in zip(requests, decoding.rows, strict=True)]
+        device = self.target.device
+        rows = [Row(list(r.prompt.ids), p, device) for r, p in zip(requests, decoding.rows, strict=True)]
         run = Run(rows, Clock(self.target.device), self.rule(decoding.do_sample).lossless)
         run.steps = _Loop(self, requests, decoding, session, run, trace).steps()
         return run

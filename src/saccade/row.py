@@ -13,6 +13,9 @@ from saccade.output import FinishReason, Mark, Output, Stats, Times
 class Row:
     """A row under way.
 
+    Args:
+        device: where stopping criteria are given the ids; `generate` gives them where the model is.
+
     Attributes:
         ids: prompt and emitted tokens; the last one is the root of the next tree.
         output: emitted tokens.
@@ -20,12 +23,13 @@ class Row:
         stats: counts so far.
     """
 
-    def __init__(self, ids: list[int], plan: RowPlan) -> None:
+    def __init__(self, ids: list[int], plan: RowPlan, device: torch.device) -> None:
         self.ids = ids
         self.output: list[int] = []
         self.marks: list[Mark] = []
         self.stats = Stats(prompt_tokens=len(ids))
         self._plan = plan
+        self._device = device
         self._reason: FinishReason | None = None
         self._taken = 0
 
@@ -76,7 +80,7 @@ class Row:
         if token in plan.eos:
             return "eos"
         if plan.criteria:
-            ids = torch.tensor([self.ids])
+            ids = torch.tensor([self.ids], device=self._device)
             if any(bool(torch.as_tensor(c(ids, None)).any()) for c in plan.criteria):
                 return "stop"
         return "length" if len(self.output) >= plan.max_new_tokens else None
