@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
@@ -47,14 +49,35 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
         layers: which states are wanted besides the last, as in `saccade.target.features.FeatureTap`.
     """
     wanted = sorted({0, *layers, len(target.layers)})
-    read = []
+    read: list[Features] = []
     for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
-        with torch.no_grad(), FeatureTap(target, wanted) as tap:
+        with torch.no_grad(), FeatureTap(target, wanted) as tap, _given(target) as given:
             target.model(**inputs, use_cache=False, logits_to_keep=1)
+        embeddings = given[0] if given else tap.hidden[0]
         for row, sample in enumerate(samples[part]):
             states = {layer: h[row, : len(sample.ids)] for layer, h in tap.hidden.items()}
-            read.append(_row(target, sample, layers, states))
+            read.append(_row(target, sample, layers, states, embeddings[row, : len(sample.ids)]))
     return read
+
+
+@contextmanager
+def _given(target: Target) -> Iterator[list[Tensor]]:
+    """What the decoder is given while this is open, ``[B, S, d]``: as heads are given it when they draft, before
+    anything that the decoder itself makes of it (Granite multiplies it by a number)."""
+    found: list[Tensor] = []
+
+    def keep(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given, ids = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
+        if given is None and ids is not None:
+            given = target.model.get_input_embeddings()(ids)
+        if given is not None:
+            found.append(given.to(target.device))
+
+    handle = target.decoder.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def answer_mask(prompt: int, length: int) -> Tensor:
@@ -63,12 +86,14 @@ def answer_mask(prompt: int, length: int) -> Tensor:
     return (places >= prompt - 1) & (places < length - 1)
 
 
-def _row(target: Target, sample: Sample, layers: Sequence[int], states: dict[int, Tensor]) -> Features:
+def _row(
+    target: Target, sample: Sample, layers: Sequence[int], states: dict[int, Tensor], embeddings: Tensor
+) -> Features:
     ids = torch.tensor(sample.ids, device=target.device)
     return Features(
         ids=ids,
         visual=visual_mask(target.config, ids),
         answer=answer_mask(len(sample.prompt), len(ids)).to(target.device),
         states={layer: states[layer] for layer in {*layers, len(target.layers)}},
-        embeddings=states[0],
+        embeddings=embeddings,
     )

@@ -29,7 +29,7 @@ class AheadDraftSession:
 
     def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
         assert isinstance(drafter.head, StackedHead)
-        self._target, self._context, self._head = drafter.target, target, drafter.head
+        self._drafter, self._context, self._head = drafter, target, drafter.head
         self._device = drafter.target.device
         self._shaping = drafter.policy.open(batch, self._device)
         self._prompts = [0] * batch
@@ -80,13 +80,11 @@ class AheadDraftSession:
         _, width, count = paths.shape
         embedded = None
         if self._head.follows:
-            embedded = self._target.model.get_input_embeddings()(paths).to(self._state)
+            embedded = self._drafter.target.model.get_input_embeddings()(paths).to(self._state)
             guess = self._head(self._state[:, None].expand(-1, width, -1), embedded, step=count - 1)
         else:
             guess = self._head(self._state[:, None], step=count - 1)
-        lm_head = self._target.model.get_output_embeddings()
-        logits = self._head.logits(guess.to(lm_head.weight), lm_head).to(self._device)
-        return logits.expand(-1, width, -1)
+        return self._drafter.logits(guess).expand(-1, width, -1)
 
 
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.head import Head, read_at
+from saccade.draft.heads.scale import logits_scale
 from saccade.draft.heads.store import check_fit
 from saccade.draft.policy import Frontier, TreePolicy
 from saccade.draft.sampling import Proposer
@@ -51,9 +52,16 @@ class HeadDrafter(TreeDrafter):
         super().__init__(policy)
         self.head = head.eval()
         self.target = target
+        self._scale = logits_scale(target)
 
     def open(self, batch: int, target: Context) -> DraftSession:
         return self.head.session_class()(self, batch, target)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[B, N, V]`` after states ``[B, N, d]`` of the head, on the scale of the target's own."""
+        lm_head = self.target.model.get_output_embeddings()
+        said = self.head.logits(hidden.to(lm_head.weight), lm_head).to(self.target.device)
+        return said if self._scale == 1 else said * self._scale
 
 
 class HeadDraftSession:
@@ -138,11 +146,11 @@ class HeadDraftSession:
         ran = hidden[torch.arange(len(new), device=self._device), last][:, None]  # [B, 1 + F, d], root first
         roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._device)
         growth = self._shaping.begin(roots, proposer, self._active)
-        frontier = growth.expand(self._logits(ran))
+        frontier = growth.expand(self._drafter.logits(ran))
         while frontier is not None:
             guessed = self._run(frontier, ran)
             ran = torch.cat([ran, guessed], 1)
-            frontier = growth.expand(self._logits(guessed))
+            frontier = growth.expand(self._drafter.logits(guessed))
         self.cache.drop_pending()
         return growth.tree()
 
@@ -247,7 +255,3 @@ class HeadDraftSession:
         merged.forget()
         found: Tensor = given[0]
         return found
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        lm_head = self._drafter.target.model.get_output_embeddings()
-        return self._head.logits(hidden.to(lm_head.weight), lm_head).to(self._device)
