@@ -17,6 +17,7 @@ from saccade.draft.sage import SageTree
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain
 from saccade.draft.tree import DraftTree
+from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
@@ -149,3 +150,31 @@ def test_self_speculation_shares_the_weights() -> None:
     session, context = loaded(drafter, "qwen3_vl", prompt("qwen3_vl"))
     assert session.context.target is context.target is own
     assert session.context.lengths[0] < context.lengths[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_self_speculation_looks_once_at_an_image_of_a_later_turn(name: str) -> None:
+    """The drafter goes on a few words before the target, which holds what was accepted last already."""
+    case, pruning = FAMILIES[name], Pruning(images=0.5)
+    own, other = Target(case.model()), Target(case.model())
+    base = own.model.base_model
+    tower = base.visual if hasattr(base, "visual") else base.vision_tower
+    looks: list[int] = []
+    tower.register_forward_hook(lambda *_: looks.append(1))
+    courses = []
+    for model in (own, other):  # the other one has the same weights, but looks for itself
+        engine, course = Engine(own, PrunedDrafter(model, Chain(3), pruning=pruning)), []
+        for count in (6, 7, 8, 9):
+            session: Any = engine.open(1)
+            inputs = case.row_inputs("image", 0)
+            for turn in range(2):
+                looks.clear()
+                (asked,) = split(own.config, inputs)
+                (output,) = engine.generate([Request(asked)], max_new_tokens=count, session=session)
+                assert len(looks) == 1
+                reused = session.context.reused[0], session.drafting.context.reused[0]
+                course.append((output.tokens, output.stats.accepted_histogram, turn, reused))
+                inputs = case.continued("image", 0, output.tokens)
+        courses.append(course)
+    assert courses[0] == courses[1]
+    assert any(turn and target_held > held for *_, turn, (target_held, held) in courses[0])

@@ -127,7 +127,8 @@ class Target:
         if cache.lengths[row] != held:
             raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {held} to go on from.")
         spans = media_spans(self.config, prompt)
-        known = merged.of(prompt, start) if merged is not None and dropped else {}
+        words = self.model.get_input_embeddings()
+        known = merged.of(prompt, start, spans, words) if merged is not None and dropped else {}
         media = [m for m, (first, _) in zip(prompt.media, spans, strict=True) if first >= start and not known]
         ids = torch.tensor([prompt.ids], device=self.device)
         inputs: dict[str, Any] = {

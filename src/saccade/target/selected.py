@@ -7,13 +7,14 @@ others keep their position ids, so that the decoder computes what it would if at
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
@@ -41,9 +42,31 @@ class Merged:
     start: int = 0
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, prompt: Prompt, start: int) -> dict[str, Any]:
-        """The arguments if they are of this prompt from this position on, else none."""
-        return self.arguments if self.start == start and self.prompt == prompt else {}
+    def of(
+        self,
+        prompt: Prompt,
+        start: int,
+        spans: Sequence[tuple[int, int]] = (),
+        words: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """The arguments if they are of this prompt from this position on, else none.
+
+        Args:
+            spans: where the prompt's media stand.
+            words: embeds ids; with it, the arguments may also begin further on, if none but words stand before them.
+        """
+        given = self.arguments.get("inputs_embeds")
+        if self.prompt == prompt and self.start == start:
+            return self.arguments
+        if self.prompt != prompt or self.start < start or given is None or words is None:
+            return {}
+        if any(start <= first < self.start for first, _ in spans):
+            return {}
+        before = words(torch.tensor([prompt.ids[start : self.start]], device=given.device)).to(given)
+        arguments = {**self.arguments, "inputs_embeds": torch.cat([before, given], 1)}
+        if (visual := arguments.get("visual_pos_masks")) is not None:
+            arguments["visual_pos_masks"] = pad(visual, (self.start - start, 0))
+        return arguments
 
     def forget(self) -> None:
         """Free the embeddings."""
