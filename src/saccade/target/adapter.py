@@ -46,7 +46,6 @@ class Target:
     Args:
         model: a stock Hugging Face causal or image-text-to-text model, on one device or spread by
             ``device_map``. It is put into eval mode and otherwise left as it is.
-
         lean: whether a lean decoder may take the place of the stock modules in tree forwards, once it has
             given the same logits (see `saccade.target.lean`); architectures outside the conformance suite
             start without, see `use_lean`.
@@ -229,9 +228,9 @@ class Target:
         if min(cache.lengths) != max(cache.lengths):
             lengths = starts(tuple(cache.lengths), self.device)
         positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
-        ahead = None if self._rope_index is None else deltas
-        positions = self.family.limits.within(positions, cache.lengths, ahead)
-        return mask, positions if self._rope_index is None else positions.expand(3, -1, -1)
+        if self._rope_index is None:
+            return mask, self.family.limits.within(positions, cache.lengths)
+        return mask, self.family.limits.within(positions, cache.lengths, deltas).expand(3, -1, -1)
 
     def _run(self, cache: SlotCache, tokens: Tensor, mask: Mask, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(
