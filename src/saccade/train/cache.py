@@ -20,6 +20,9 @@ from saccade.train.folders import writing
 _SHARD = 64
 """Samples per file."""
 
+_FORMAT = 2
+"""Of what the files hold; those of another one are thrown away."""
+
 
 class FeatureCache:
     """Features by sample number.
@@ -53,7 +56,7 @@ class FeatureCache:
         self._shards: dict[int, Path] = {}
         self._whole: set[Path] = set()
         if folder is not None:
-            self._open(folder, fingerprint)
+            self._open(folder, f"{_FORMAT} {fingerprint}")
 
     def get(self, index: int) -> Features | None:
         """The features of a sample on the target's device, or None where they are not held."""
@@ -151,6 +154,7 @@ class FeatureCache:
         packed = {f"state.{layer}": states for layer, states in features.states.items()}
         packed["ids"], packed["answer"] = features.ids, features.answer
         packed["visual"] = features.embeddings[features.visual]
+        packed["stops"] = torch.tensor(features.stops, dtype=torch.long)
         if features.dropped is not None:
             packed["dropped"] = features.dropped
         return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in packed.items()}
@@ -163,4 +167,5 @@ class FeatureCache:
             embeddings = self._target.model.get_input_embeddings()(text)
             embeddings[visual] = held["visual"]
         states = {int(n.partition(".")[2]): t for n, t in held.items() if n.startswith("state.")}
-        return Features(held["ids"], visual, held["answer"], states, embeddings, held.get("dropped"))
+        stops = tuple(packed["stops"].tolist())
+        return Features(held["ids"], visual, held["answer"], states, embeddings, held.get("dropped"), stops)

@@ -47,13 +47,13 @@ def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
 
 
 def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    own, before = head.entries(sample.visual)
+    own, before = head.entries(sample.visual, sample.stops)
     states = torch.cat([sample.states[layer] for layer in head.layers], -1)
     last = sample.states[max(sample.states)]
     following = sample.ids.roll(-1)  # the last token's is wrong, and not learnt
     return (
         read_at(states, before).float(),
-        head.embed(sample.embeddings, sample.visual).float(),
+        head.embed(sample.embeddings, sample.visual, sample.stops).float(),
         last[own].float(),
         following[own],
         sample.answer[own],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.batch import media_spans, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.features import FeatureTap
@@ -32,6 +32,7 @@ class Features:
         states: layer index -> ``[S, d]``; the index behind the last layer is there, after the final norm.
         embeddings: ``[S, d]`` what the decoder was given: the visual features in place of placeholders.
         dropped: ``[S]`` bool; visual tokens that the head is not shown; None for none.
+        stops: tokens behind images and videos.
     """
 
     ids: Tensor
@@ -40,6 +41,7 @@ class Features:
     states: dict[int, Tensor]
     embeddings: Tensor
     dropped: Tensor | None = None
+    stops: tuple[int, ...] = ()
 
 
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
@@ -90,10 +92,12 @@ def _row(
     target: Target, sample: Sample, layers: Sequence[int], states: dict[int, Tensor], embeddings: Tensor
 ) -> Features:
     ids = torch.tensor(sample.ids, device=target.device)
+    spans = media_spans(target.config, sample.prompt) if sample.prompt.media else []
     return Features(
         ids=ids,
         visual=visual_mask(target.config, ids),
         answer=answer_mask(len(sample.prompt), len(ids)).to(target.device),
         states={layer: states[layer] for layer in {*layers, len(target.layers)}},
         embeddings=embeddings,
+        stops=tuple(stop for _, stop in spans),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.engine import Request
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
+from saccade.train.cache import FeatureCache
+from saccade.train.entries import entries_of
+from saccade.train.features import read_features
+from saccade.train.samples import Sample
 
 VISUAL = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
 
@@ -72,16 +77,21 @@ def test_fewer_than_two_queries_are_refused() -> None:
         vispec(1)
 
 
-def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn() -> None:
-    """The cache holds one entry per image, whether it came in the first prompt or in a later one."""
+def touching() -> tuple[Prompt, Prompt]:
+    """A prompt with an image, and the same with another one right behind it."""
     case = FAMILIES["llava"]
     (base,) = prompts(case, case.row_inputs("image", 0))
     (other,) = prompts(case, case.row_inputs("image", 1))
     places = [i for i, token in enumerate(base.ids) if token == target("llava").config.image_token_id]
     stop = places[-1] + 1
     pictures = base.ids[places[0] : stop]
-    both = Prompt((*base.ids[:stop], *pictures, *base.ids[stop:]), (base.media[0], other.media[0]))
-    again = replace(both, media=(base.media[0], replace(other.media[0], digest="another")))
+    return base, Prompt((*base.ids[:stop], *pictures, *base.ids[stop:]), (base.media[0], other.media[0]))
+
+
+def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn() -> None:
+    """The cache holds one entry per image, whether it came in the first prompt or in a later one."""
+    base, both = touching()
+    again = replace(both, media=(base.media[0], replace(both.media[1], digest="another")))
     head = untaught("llava", "vispec")
     under, lengths, guesses = engine("llava", head, POLICIES["chain"]), [], []
     for asked in ([both], [base, again]):
@@ -91,6 +101,26 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
         lengths.append(drafting(session).cache.lengths)
         cache = drafting(session).cache.layers[0]
         guesses.append(torch.cat([t[0, : lengths[-1][0]] for t in (cache.keys, cache.values)]))
-    words = len(both) - 2 * len(pictures)
+    words = len(both) - sum(medium.n_tokens for medium in both.media)
     assert lengths == [[words + 1], [words + 1]]  # two images, and no entry for the first token
     torch.testing.assert_close(*guesses, atol=1e-4, rtol=1e-4)  # roundings of float32 at size 1
+
+
+@pytest.mark.parametrize("kept", ["", "memory", "disk"])
+def test_images_that_touch_are_learnt_from_as_they_are_drafted_with(kept: str, tmp_path: Path) -> None:
+    own, head, (_, prompt) = target("llava"), untaught("llava", "vispec"), touching()
+    drafted: list[torch.Tensor] = []
+    handle = head.register_forward_pre_hook(lambda module, args: drafted.append(args[1][0]))
+    engine("llava", head, POLICIES["chain"]).generate([Request(prompt)], max_new_tokens=1)
+    handle.remove()
+    features = read_features(own, [Sample("0", prompt, (20,))], head.layers)
+    if kept:
+        cache = FeatureCache(own, 1e9, tmp_path / "kept" if kept == "disk" else None)
+        cache.put(0, features[0])
+        cache.flush()
+        found = cache.get(0)
+        assert found is not None
+        features = [found]
+    learnt = entries_of(head, features).embeddings[0].detach()
+    assert len(learnt) == len(drafted[0]) + 1  # the answer's token
+    torch.testing.assert_close(drafted[0], learnt[:-1], atol=1e-4, rtol=1e-4)

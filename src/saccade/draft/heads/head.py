@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -137,11 +137,12 @@ class Head(nn.Module, ABC):
         """``[B, N, V]`` after states ``[B, N, d]`` of this head; states are guessed as they leave the final norm."""
         return lm_head(hidden)
 
-    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+    def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Which token each entry stands for, and at which token its feature is read.
 
         Args:
             visual: ``[S]`` bool; which tokens of a text are visual.
+            stops: tokens behind images, for kinds that tell apart two images that touch.
 
         Returns:
             Two index tensors ``[E]``; E is one less than the number of tokens that the head sees. With
@@ -157,12 +158,13 @@ class Head(nn.Module, ABC):
             return tokens[1:], tokens[:-1]
         return tokens[1:], tokens[1:] - 1
 
-    def embed(self, embeddings: Tensor, visual: Tensor) -> Tensor:
+    def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
         """What the entries of a text are given for their own tokens, ``[E, w]``; w is d for most kinds.
 
         Args:
             embeddings: ``[S, d]`` what the target's decoder gets for every token.
             visual: ``[S]`` bool.
+            stops: as of `entries`.
         """
         return embeddings[self.entries(visual)[0]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -102,11 +102,11 @@ class Kangaroo(Head):
         """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here."""
         return lm_head(self.norm(hidden))
 
-    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+    def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         tokens = torch.arange(len(visual), device=visual.device)
         return tokens, tokens
 
-    def embed(self, embeddings: Tensor, visual: Tensor) -> Tensor:
+    def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
         """``[S, 0]``: nothing."""
         return embeddings[:, :0]
 

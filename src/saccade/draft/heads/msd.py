@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,7 @@ class Msd(Eagle2):
     def hides_visual(self) -> bool:
         return False
 
-    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+    def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         return decoupled(visual, *super().entries(visual))
 
     def fused(self, features: Tensor, words: Tensor) -> Tensor:

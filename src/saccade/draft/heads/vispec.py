@@ -90,8 +90,8 @@ class ViSpec(Head):
         """Entries of an image, if it has as many tokens."""
         return int(self.config.options["queries"]) - 1
 
-    def entries(self, visual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.entries_of(visual, runs_of(visual))
+    def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        return self.entries_of(visual, runs_of(visual, stops))
 
     def entries_of(self, visual: Tensor, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """As `entries`, of a text whose images are known."""
@@ -102,11 +102,11 @@ class ViSpec(Head):
         tokens = tokens[tokens > 0]
         return decoupled(visual, tokens, tokens - 1)
 
-    def embed(self, embeddings: Tensor, visual: Tensor) -> Tensor:
+    def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
         """``[E, 2 * d]``: see `lay`."""
-        given = embeddings.to(self.adaptor.queries.dtype)
-        images = [Image(first, stop, self.adaptor(given[first:stop])) for first, stop in runs_of(visual)]
-        tokens = self.entries(visual)[0]
+        given, runs = embeddings.to(self.adaptor.queries.dtype), runs_of(visual, stops)
+        images = [Image(first, stop, self.adaptor(given[first:stop])) for first, stop in runs]
+        tokens = self.entries_of(visual, runs)[0]
         return self.lay(given[tokens], tokens, images)
 
     def lay(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
