@@ -19,6 +19,8 @@ from rich.console import Console
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
 from saccade import engine
 from saccade.cli import screen
+from saccade.draft import pruning
+from saccade.inputs.prompt import Prompt
 from saccade.methods import METHODS
 from saccade.output import Mark
 from saccade.pocket import draft_path, head_path
@@ -39,10 +41,19 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
     assert result.err.count("\n") == 1, "libraries kept quiet"
 
 
-def test_a_drafter_that_cannot_do_as_asked_is_told_of_once(shell: Shell, image: str, tmp_path: Path) -> None:
-    """A language model sees no pictures, so that the target's attention to them says nothing."""
+def test_a_drafter_that_cannot_do_as_asked_is_told_of_once(
+    shell: Shell, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every picture it is found that the target's attention says nothing, and one line is printed."""
+
+    def nothing_carried(_: Any, prompt: Prompt, *__: Any) -> list[None]:
+        for _medium in prompt.media:
+            pruning._note("its tokens lie otherwise")
+        return [None] * len(prompt.media)
+
+    monkeypatch.setattr(pruning, "_carried", nothing_carried)
     two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
-    arguments = ("-t", ready("llava"), "-d", ready("llama"), "-m", "specvlm", *two, "What?")
+    arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-m", "specvlm", *two, "What?")
     told, summary = shell("generate", *arguments).err.splitlines()
     assert told.startswith("saccade: The target's attention says nothing about the drafter's visual tokens: ")
     assert told.endswith("They are pruned evenly instead.")
