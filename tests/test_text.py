@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from saccade.text import INCOMPLETE, Detokenizer, decode
+from saccade.text import INCOMPLETE, Detokenizer, decode, text_of
 
 SPECIAL = ["<s>", "</s>"]
 SAMPLES = [
@@ -101,14 +101,33 @@ def test_special_tokens_anywhere_leave_no_trace(name: str, text: str, sizes: lis
     assert "".join(streamed(tok, ids, sizes)) == decode(tok, ids) == text
 
 
-@pytest.mark.parametrize("name", ["bytes", "merges"])
+@pytest.mark.parametrize("name", ["bytes", "merges", "fallback"])
 @settings(deadline=None, max_examples=200)
 @given(data=st.data(), sizes=SIZES)
 def test_pieces_of_any_tokens_join_to_their_text(name: str, data: Any, sizes: list[int]) -> None:
     """Also of tokens that make no valid text, as a model may well emit."""
     tok = tokenizer(name)
     ids = data.draw(st.lists(st.integers(0, len(tok) - 1), max_size=40))
-    assert "".join(streamed(tok, ids, sizes)) == decode(tok, ids)
+    assert "".join(streamed(tok, ids, sizes)) == text_of(tok, ids)
+    if name != "fallback" or INCOMPLETE not in decode(tok, ids):
+        assert text_of(tok, ids) == decode(tok, ids)
+
+
+@pytest.mark.parametrize("name", ["bytes", "merges", "fallback"])
+@settings(deadline=None, max_examples=200)
+@given(text=TEXTS, data=st.data(), sizes=SIZES)
+def test_whole_characters_stay_when_generation_ends_inside_the_next(
+    name: str, text: str, data: Any, sizes: list[int]
+) -> None:
+    """A decoder with byte fallback makes nothing of a run of bytes that is not whole."""
+    tok, text = tokenizer(name), text.replace(INCOMPLETE, "")
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    said = text_of(tok, ids)
+    assert "".join(streamed(tok, ids, sizes)) == said
+    whole = said.rstrip(INCOMPLETE)
+    assert text.startswith(whole)
+    assert len(said) - len(whole) <= 3  # bytes of a character without its last
 
 
 def test_a_space_behind_special_tokens_stays() -> None:
@@ -123,6 +142,14 @@ def test_a_character_is_held_back_until_its_last_byte_comes() -> None:
     tok = tokenizer("bytes")
     ids = tok("x🙂y", add_special_tokens=False)["input_ids"]
     assert streamed(tok, ids, [1] * 6) == ["x", "", "", "", "🙂", "y", "", ""]
+
+
+def test_what_was_streamed_stays_when_the_bytes_behind_it_make_no_character() -> None:
+    tok = tokenizer("fallback")
+    ids = tok("你好", add_special_tokens=False)["input_ids"]
+    assert decode(tok, ids[:-1]) == INCOMPLETE * 5
+    for sizes in ([1] * 6, [6], [2, 4], [5, 1]):
+        assert "".join(streamed(tok, ids[:-1], sizes)) == text_of(tok, ids[:-1]) == "你" + INCOMPLETE * 2
 
 
 def test_what_is_incomplete_at_the_end_comes_last() -> None:

@@ -168,6 +168,19 @@ def test_pieces_of_a_stream_join_to_the_text(name: str) -> None:
     assert [m for chunk in chunks for m in chunk.marks[0]] == stream.output.marks
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-bytes"])
+def test_pieces_join_to_the_text_when_a_stream_is_left_and_read_on(name: str) -> None:
+    stream = vlm(name, method="prompt-lookup").stream("Say", max_new_tokens=80)
+    pieces: list[str] = []
+    for stop in (3, 20, 100):
+        for chunk in stream:
+            pieces.append(chunk.text)
+            if len(stream.output.tokens) > stop:
+                break
+    assert stream.output.finish_reason == "length"
+    assert "".join(pieces) == stream.output.text
+
+
 def test_a_stream_that_is_left_holds_what_there_is() -> None:
     whole = reference("llama", "Say")
     stream = vlm("llama", "llama").stream("Say")

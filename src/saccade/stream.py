@@ -10,7 +10,7 @@ import torch
 
 from saccade.engine import Request, Run
 from saccade.output import Mark, Output, TreeTrace
-from saccade.text import Detokenizer, decode
+from saccade.text import Detokenizer, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ class Stream:
         self.is_batch = is_batch
         self._run = run
         self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer)
         self._streamer = streamer
         self._requests = requests
 
     def __iter__(self) -> Generator[Chunk, None, None]:
-        text = Detokenizer(self._tokenizer)
         if self._streamer is not None:
             self._streamer.put(torch.tensor([self._requests[0].prompt.ids]))
         try:
             for step in self._run.steps:
-                piece = text.add(step.tokens[0]) + (text.finish() if step.finished[0] else "")
+                piece = self._text.add(step.tokens[0]) + (self._text.finish() if step.finished[0] else "")
                 if self._streamer is not None:
                     for token in step.tokens[0]:
                         self._streamer.put(torch.tensor([token]))
@@ -67,7 +67,7 @@ class Stream:
         """One output per row, complete up to the last step taken."""
         outputs = self._run.outputs
         for output in outputs:
-            output.text = decode(self._tokenizer, output.tokens)
+            output.text = text_of(self._tokenizer, output.tokens)
         return outputs
 
     @property
