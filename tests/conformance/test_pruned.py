@@ -122,7 +122,9 @@ def test_the_target_s_prompt_is_read_once() -> None:
     engine("llava", "smaller", "chain").generate([Request(prompt)], max_new_tokens=2)
     handle.remove()
     assert widths[0] == len(prompt)
-    assert max(widths[1:]) < len(prompt), "verification alone follows (on the stock modules, because of the hook)"
+    assert max(widths[1:]) < len(prompt), (
+        "verification alone follows (on the stock modules, because of the hook)"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
