@@ -231,6 +231,36 @@ def test_stage_files_of_another_recipe_are_refused_by_the_name_of_the_setting(
         run(replace(quick, seed=8), tmp_path, until="tokenizer")
 
 
+def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
+    quick = quick_recipe()
+    run(quick, tmp_path / "first")
+    still = replace(quick, refine_schedule=replace(quick.refine_schedule, steps=0))
+    run(still, tmp_path / "same", until="answers", pair=tmp_path / "first")
+    run(quick, tmp_path / "on", pair=tmp_path / "first")
+    first, same, on = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / where).state_dict()
+        for where in ("first/target", "same/answering", "on/target")
+    )
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    moved = {key for key in first if not torch.equal(first[key], on[key])}
+    assert {key.split(".")[1] for key in moved} >= {"language_model", "multi_modal_projector"}
+    assert not any("vision_tower" in key for key in moved)
+    cards = [
+        (tmp_path / where / "README.md").read_text() for where in ("first/draft", "on/draft", "on/target")
+    ]
+    assert "- Training: on the target's tower" in cards[0]
+    assert cards[1].count("answers of the target (half greedy") == 2
+    assert "from those bfloat16 weights 0 min more" in cards[2]
+    other = tmp_path / "first" / "draft" / "model.safetensors"
+    other.write_bytes(other.read_bytes() + b" ")
+    with pytest.raises(TrainingError, match="of another recipe: its from is"):
+        run(quick, tmp_path / "on", pair=tmp_path / "first")
+    with pytest.raises(
+        TrainingError, match=r"holds no pair to train on: there is no target/model\.safetensors"
+    ):
+        run(quick, tmp_path / "on", pair=tmp_path)
+
+
 @torch.no_grad()
 def test_an_aligned_projector_speaks_at_the_volume_of_words(tokenizer: Tokenizer) -> None:
     # A random tower has little to tell: its patches must still come in as loud as words, not fifty times so.

@@ -1,15 +1,21 @@
 """The attention that training on a CPU chooses computes what the class's own does."""
 
+import pytest
 import torch
 from torch import Tensor
 
+from saccade.pocket.train import attention
 from saccade.pocket.train.attention import choose_attention
 from saccade.pocket.train.batches import IGNORED, Batch
 from saccade.pocket.train.models import build, loss_of
 from saccade.pocket.train.recipe import LanguageShape, TowerShape
 
 
-def test_chosen_attention_gives_the_same_loss_and_gradients() -> None:
+@pytest.mark.parametrize("longest", [8, 450])
+def test_chosen_attention_gives_the_same_loss_and_gradients(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LONG", longest)  # both forms
     torch.manual_seed(0)
     model = build(LanguageShape(2, 64, 96), TowerShape(1, 32, 64, 2), 256)
     ids = torch.randint(20, 200, (2, 16))

@@ -111,12 +111,20 @@ def train_pair(
     batch_scale: Annotated[
         int, typer.Option("--batch-scale", min=1, help="Multiply all batches; 8 suits a GPU.")
     ] = 1,
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PAIR",
+            help="Train a finished pair on: its folder, or `pocket` for the built-in one.",
+        ),
+    ] = None,
     until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")
     ] = None,
 ) -> None:
-    """Train the pocket target and draft from nothing, on a GPU if there is one; hours on a CPU.
+    """Train the pocket target and draft, from nothing or from a pair, on a GPU if there is one; hours on a CPU.
 
     A run that was stopped, in whatever way, goes on where it was when started again with the same folder, and
     ends with the same weights.
@@ -125,6 +133,9 @@ def train_pair(
     """
     import torch
 
+    from saccade import builtin
+    from saccade.pocket import target_path
+    from saccade.pocket.train.beginnings import LEARNT_BEFORE
     from saccade.pocket.train.recipe import Recipe, quick_recipe
     from saccade.pocket.train.run import STAGES, run
 
@@ -132,7 +143,11 @@ def train_pair(
         raise SaccadeError(f"There is no stage {until!r}; choose from {', '.join(STAGES)}.")
     if threads:
         torch.set_num_threads(threads)
-    run((quick_recipe() if quick else Recipe()).scaled(scale, batch_scale), out, until)
+    if pair is not None and until in LEARNT_BEFORE:
+        left = ", ".join(stage for stage in STAGES if stage not in LEARNT_BEFORE)
+        raise SaccadeError(f"A run from a pair has no stage {until!r}; choose from {left}.")
+    earlier = None if pair is None else target_path().parent if builtin.is_meant(pair) else Path(pair)
+    run((quick_recipe() if quick else Recipe()).scaled(scale, batch_scale), out, until, earlier)
 
 
 @app.command("eval")
@@ -150,8 +165,19 @@ def evaluate_model(
     grammar: Annotated[
         str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")
     ] = "dense",
+    drafter: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            metavar="FOLDER",
+            help="A draft model for the same answers sooner; the built-in one of `target`.",
+        ),
+    ] = None,
 ) -> None:
     """Print how well a pocket model reads: its accuracy beside chance, and when shown the wrong picture.
+
+    The wrong picture is shown with every fourth sample.
 
     Example: `saccade pocket eval target --task chart --samples 1000`
     """
@@ -169,7 +195,9 @@ def evaluate_model(
             known = " or ".join(WORLD[task].grammars)
             raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))
-    vlm = saccade.load(folder, method="plain", device_map="cuda" if torch.cuda.is_available() else None)
+    guesser = drafter or (draft_path() if model == "target" else None)
+    place = "cuda" if torch.cuda.is_available() else None
+    vlm = saccade.load(folder, guesser, method="chain" if guesser else "plain", device_map=place)
     for task in list(chosen):
         try:
             vlm.processor.prompt(draw(0, task, grammar).messages())

@@ -7,6 +7,7 @@ from saccade.pocket.answering import answer
 from saccade.pocket.sample import Sample, draw, score
 from saccade.vlm import VLM
 
+_SHUFFLED = 4  # every how many-th sample is asked with another picture, too
 FIRST_SEED = 100_000
 """Evaluation draws from here on; training draws from a million on (`train.batches`)."""
 
@@ -16,7 +17,7 @@ class Accuracy:
     """Mean score of one kind of fact.
 
     `chance` marks the same answers against another picture's facts; `shuffled` marks answers that were given
-    while looking at another picture. An answer that reads its picture is well above both.
+    while looking at another picture, of a quarter of the samples. An answer that reads its picture is well above both.
     """
 
     task: str
@@ -31,6 +32,11 @@ def _mean(task: str, fact: str, answers: Sequence[str], samples: Sequence[Sample
     return sum(scores) / len(scores)
 
 
+def _others(drawn: Sequence[Sample]) -> list[Sample]:
+    """For every sample another one of its task."""
+    return [*drawn[1:], drawn[0]]
+
+
 def measure(
     vlm: VLM,
     tasks: Sequence[str],
@@ -43,27 +49,28 @@ def measure(
     Args:
         progress: told how many answers are done, and of how many.
     """
-    samples = [draw(FIRST_SEED + i, task, grammar) for task in tasks for i in range(per_task)]
-    others = [draw(FIRST_SEED + (i + 1) % per_task, task, grammar) for task in tasks for i in range(per_task)]
+    samples = {task: [draw(FIRST_SEED + i, task, grammar) for i in range(per_task)] for task in tasks}
     switched = [
-        replace(sample, images=other.images, video=other.video)
-        for sample, other in zip(samples, others, strict=True)
+        replace(mine, images=other.images, video=other.video)
+        for drawn in samples.values()
+        for mine, other in list(zip(drawn, _others(drawn), strict=True))[::_SHUFFLED]
     ]
-    ids = answer(vlm, [*samples, *switched], progress=lambda done: progress(done, 2 * len(samples)))
-    texts = vlm.processor.tokenizer.batch_decode(ids)
+    asked = [*(sample for drawn in samples.values() for sample in drawn), *switched]
+    ids = answer(vlm, asked, progress=lambda done: progress(done, len(asked)))
+    texts = iter(vlm.processor.tokenizer.batch_decode(ids))
+    seeing = {task: [next(texts) for _ in drawn] for task, drawn in samples.items()}
     rows: list[Accuracy] = []
-    for number, task in enumerate(tasks):
-        here = slice(number * per_task, (number + 1) * per_task)
-        true, false = samples[here], others[here]
-        seeing, blind = texts[here], texts[len(samples) :][here]
+    for task, true in samples.items():
+        asked_anew = true[::_SHUFFLED]
+        blind = [next(texts) for _ in asked_anew]
         for fact in score(task, "", true[0].facts):
             rows.append(
                 Accuracy(
                     task,
                     fact,
-                    accuracy=_mean(task, fact, seeing, true),
-                    chance=_mean(task, fact, seeing, false),
-                    shuffled=_mean(task, fact, blind, true),
+                    accuracy=_mean(task, fact, seeing[task], true),
+                    chance=_mean(task, fact, seeing[task], _others(true)),
+                    shuffled=_mean(task, fact, blind, asked_anew),
                 )
             )
     return rows

@@ -49,7 +49,8 @@ and tested without a download; do not expect anything of it outside that world.
 ## Accuracy
 
 Greedy answers in the dense grammar on {samples} fresh samples per task (`saccade pocket eval`). *chance* marks
-the same answers against another sample's facts; *shuffled image* asks about one picture while showing another.
+the same answers against another sample's facts; *shuffled image* asks every fourth time about one picture while showing
+another.
 
 {table}
 """

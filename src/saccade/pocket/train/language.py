@@ -1,5 +1,6 @@
-"""Stages 3 and 4: a shallow model learns to read pictures, then grows to full depth and learns on."""
+"""Stages 3 to 5: a shallow model learns to read pictures, grows to full depth, and learns what is hard."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,6 +19,28 @@ from saccade.pocket.train.models import PocketModel, build, loss_of
 from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule
 from saccade.pocket.train.tokens import content_weights
 
+_HARD = {
+    "chart": 0.2,
+    "receipt": 0.3,
+    "scene": 0.35,
+    "document": 0.06,
+    "line": 0.03,
+    "caption": 0.04,
+    "count": 0.15,
+    "existence": 0.12,
+    "vet": 0.08,
+    "detail": 0.08,
+    "followup": 0.07,
+    "difference": 0.22,
+    "edit": 0.14,
+    "story": 0.1,
+    "video": 0.22,
+    "video-question": 0.12,
+    "choice": 0.1,
+    "arithmetic": 0.06,
+    "knowledge": 0.06,
+}
+"""The mixture of the last stage: more of what a few hours teach last, which is to compare and to count."""
 _CHECKED = 8  # samples of every task that the held-out loss is measured on
 
 
@@ -40,13 +63,26 @@ def held_out_loss(model: PocketModel, tokenizer: Tokenizer, task: str, tiled: bo
         return loss_of(model, batch).item()
 
 
-def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, number: int) -> Batch:
-    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose)
+def _batch(
+    name: str,
+    seed: int,
+    schedule: Schedule,
+    tokenizer: Tokenizer,
+    shares: Mapping[str, float] | None,
+    number: int,
+) -> Batch:
+    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, shares)
     return true_answers(tokenizer, samples, tiled=schedule.tiled_at(number))
 
 
 def _train_stage(
-    name: str, model: PocketModel, tokenizer: Tokenizer, recipe: Recipe, schedule: Schedule, folder: Path
+    name: str,
+    model: PocketModel,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    schedule: Schedule,
+    folder: Path,
+    shares: Mapping[str, float] | None = None,
 ) -> float:
     weights = content_weights(tokenizer, model.config.text_config.vocab_size, schedule.content)
     weights = weights.to(model.device)
@@ -61,7 +97,7 @@ def _train_stage(
         told = (f"{task} {held_out_loss(model, tokenizer, task, schedule.tiled > 0):.2f}" for task in WORLD)
         return "held-out loss: " + ", ".join(told)
 
-    make = partial(_batch, name, recipe.seed, schedule, tokenizer)
+    make = partial(_batch, name, recipe.seed, schedule, tokenizer, shares)
     return train(name, model, make, weighted, schedule, folder, recipe.checkpoint_seconds, check)
 
 
@@ -88,3 +124,8 @@ def train_deep(
     model = grow(shallow, recipe.target.layers)
     minutes = _train_stage("deep", model, tokenizer, recipe, recipe.deep_schedule, folder)
     return model, minutes
+
+
+def train_refined(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:
+    """Train the target on with more of what is hard; returns the minutes."""
+    return _train_stage("refine", target, tokenizer, recipe, recipe.refine_schedule, folder, _HARD)

@@ -14,7 +14,7 @@ from saccade.pocket.train.recipe import Schedule
 from saccade.train.optimiser import muon_and_adamw
 
 _Made = TypeVar("_Made")
-_PAUSE, _CHECKED = 30.0, 100.0  # seconds between lines of progress, and between checks
+_PAUSE, _CHECKED = 30.0, 600.0  # seconds between lines of progress, and between checks
 
 
 def _optimisers(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> list[torch.optim.Optimizer]:
@@ -42,7 +42,7 @@ def train(
         make: the batch of that number, as a picklable function. All randomness comes from the number, so a resumed
             run sees the same batches.
         loss_of: the loss of a batch.
-        check: a line about how well the model does, printed every other minute.
+        check: a line about how well the model does, printed every ten minutes.
 
     Returns:
         The minutes of training that the stage took over all its resumes.

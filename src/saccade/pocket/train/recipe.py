@@ -78,6 +78,9 @@ class Recipe:
     deep_schedule: Schedule = Schedule(
         steps=400, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
     )
+    refine_schedule: Schedule = Schedule(
+        steps=1700, batch=16, rate=1.5e-3, warmup=100, content=3.0, verbose=0.15, tiled=0.2, parts=2
+    )
     draft_schedule: Schedule = Schedule(
         steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
     )
@@ -112,6 +115,7 @@ def quick_recipe() -> Recipe:
         tower_schedule=toy,
         shallow_schedule=toy,
         deep_schedule=toy,
+        refine_schedule=toy,
         draft_schedule=toy,
         follow_schedule=toy,
         answers=16,

@@ -1,6 +1,7 @@
 """The stages of a run in their order, each skipped when its file is there."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,26 +10,27 @@ from tokenizers import Tokenizer
 
 from saccade.errors import TrainingError
 from saccade.pocket.train.answers import target_answers
-from saccade.pocket.train.draft import train_draft, train_follower
+from saccade.pocket.train.beginnings import from_nothing, from_pair, pair_digest
+from saccade.pocket.train.draft import train_follower
 from saccade.pocket.train.export import Provenance, export, write_folder
-from saccade.pocket.train.language import train_deep, train_shallow
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tokens import train_tokenizer
-from saccade.pocket.train.tower import train_tower
 from saccade.train import folders
 from saccade.train.checkpoint import differences
 
-STAGES = ("tokenizer", "tower", "shallow", "deep", "draft", "answers", "follow", "export")
+STAGES = ("tokenizer", "tower", "shallow", "deep", "refine", "draft", "answers", "follow", "export")
 _FREE = ("checkpoint_seconds", "evaluation_samples")  # settings that no weight depends on
 _SPEAKER, _GUESSER = "answering", "guessing"  # folders of the target and the draft that have no card yet
 
 
-def _hold(recipe: Recipe, folder: Path) -> None:
-    """Write down of which recipe the folder's stage files are, or refuse those of another one."""
+def _hold(recipe: Recipe, folder: Path, start: str | None) -> None:
+    """Write down of which recipe and earlier pair the folder's stage files are, or refuse those of another one."""
     path = folder / "recipe.json"
     ours = {
         name: value for name, value in json.loads(json.dumps(asdict(recipe))).items() if name not in _FREE
     }
+    if start is not None:
+        ours["from"] = start
     if path.exists():
         for key, here, there in differences(ours, json.loads(path.read_text())):
             raise TrainingError(
@@ -46,11 +48,14 @@ def _hold(recipe: Recipe, folder: Path) -> None:
     part.replace(path)
 
 
-def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
+def _tokenizer(recipe: Recipe, folder: Path, pair: Path | None) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
         part = folder / "tokenizer.json.part"
-        train_tokenizer(recipe).save(str(part))
+        if pair is None:
+            train_tokenizer(recipe).save(str(part))
+        else:
+            shutil.copyfile(pair / "target" / "tokenizer.json", part)
         part.rename(path)
     return Tokenizer.from_file(str(path))
 
@@ -62,56 +67,43 @@ def _hardware(device: torch.device) -> str:
     return f"{threads} CPU thread{'' if threads == 1 else 's'}, bfloat16 autocast"
 
 
-def run(recipe: Recipe, folder: Path, until: str = STAGES[-1]) -> None:
+def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None) -> None:
     """Run every stage up to `until`, going on from what is in `folder`.
 
+    Args:
+        pair: the folder of a finished pair whose target is trained on, in place of one from nothing.
+
     Raises:
-        TrainingError: the folder holds stage files of another recipe.
+        TrainingError: the folder holds stage files of another recipe or another pair, or `pair` holds none.
     """
+    start = None if pair is None else pair_digest(pair)
     folder.mkdir(parents=True, exist_ok=True)
-    _hold(recipe, folder)
+    _hold(recipe, folder, start)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    last = STAGES.index(until)
-    tokenizer = _tokenizer(recipe, folder)
-    if last < STAGES.index("tower"):
+    tokenizer = _tokenizer(recipe, folder, pair)
+    if until == "tokenizer":
         return
-    tower, tower_minutes = train_tower(recipe, folder, device)
-    if last < STAGES.index("shallow"):
+    if pair is None:
+        begun = from_nothing(recipe, tokenizer, folder, device, until)
+    else:
+        begun = from_pair(recipe, tokenizer, folder, pair, device, until)
+    if begun is None:
         return
-    shallow, shallow_minutes = train_shallow(recipe, tokenizer, tower, folder, device)
-    if last < STAGES.index("deep"):
-        return
-    target, deep_minutes = train_deep(recipe, tokenizer, shallow, folder)
-    if last < STAGES.index("draft"):
-        return
-    draft, draft_minutes = train_draft(recipe, tokenizer, tower, folder, device)
-    if last < STAGES.index("answers"):
-        return
+    target, draft = begun.target, begun.draft
     folders.write_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
     folders.write_folder(folder / _GUESSER, lambda part: write_folder(draft, tokenizer, part))
     answered = target_answers(recipe, folder / _SPEAKER, folder / _GUESSER, folder)
-    if last < STAGES.index("follow"):
+    if until == "answers":
         return
-    follow_minutes = train_follower(recipe, tokenizer, draft, answered, folder)
-    if last < STAGES.index("export"):
+    minutes = train_follower(recipe, tokenizer, draft, answered, folder)
+    if until == "follow":
         return
     hardware = _hardware(device)
     how = (
-        f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, then {follow_minutes:.0f} min "
-        f"with half of the batches from {len(answered)} answers of the target (half greedy, half at temperature "
-        "1); every third batch without its pictures; no five-picture stories."
+        f"{begun.draft_story}; then {minutes:.0f} min with half of the batches from {len(answered)} answers of the "
+        "target (half greedy, half at temperature 1)."
     )
     export(draft, tokenizer, folder / "draft", recipe, Provenance("Pocket draft", how, hardware))
-    how = (
-        f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
-        f"{shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
-        f"{deep_minutes:.0f} min."
-    )
-    export(
-        target,
-        tokenizer,
-        folder / "target",
-        recipe,
-        Provenance("Pocket target", how, hardware),
-        folder / "draft",
-    )
+    how = f"{begun.target_story}."
+    provenance = Provenance("Pocket target", how, hardware)
+    export(target, tokenizer, folder / "target", recipe, provenance, folder / "draft")
