@@ -240,6 +240,22 @@ def test_special_tokens_are_never_loosened() -> None:
         assert verdict.count.tolist() == ([0, 0] if rule.special_ids else [2, 2])
 
 
+def test_tokens_that_a_processor_forbids_are_never_loosened() -> None:
+    tree = chain_of([[1, 3, 3, 3, 3], [2, 3, 3, 3, 3], [VOCAB, 3, 3, 3, 3]])  # the last is not the target's
+    scores = torch.zeros(3, 6, VOCAB)
+    scores[:, :, 3] = 0.5
+    scores[1, 0, 2] = -torch.inf
+    nodes, visual = torch.randn(3, 6, 4), [torch.randn(6, 4)] * 3
+    even = torch.zeros(3, 5, 1)
+    verdicts = [
+        Still(nodes, visual).judge(LVSpec(1.0), tree, scores),
+        judged(RandomLoosening(1.0), tree, scores, even),
+        judged(FLy(0.1, 4), tree, scores),
+    ]
+    for verdict in verdicts:
+        assert verdict.count.tolist() == [5, 0, 0]
+
+
 def test_rules_for_chains_refuse_trees_and_loose_rules_refuse_sampling() -> None:
     for rule in (FLy(), RandomLoosening()):
         with pytest.raises(MethodError, match="needs a chain"):

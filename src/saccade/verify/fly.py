@@ -12,7 +12,7 @@ from saccade.draft.tree import DraftTree
 from saccade.errors import MethodError
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.loosening import drafted, special, target_tokens, walk
+from saccade.verify.loosening import drafted, guarded, target_tokens, walk
 from saccade.verify.rule import Verdict
 
 
@@ -64,9 +64,8 @@ class FLy:
             scores.shape[-1]
         )  # [B, N], after each node
         unsure = entropy.gather(1, tree.parents.expand_as(choice)) > self.entropy
-        ids = torch.tensor(self.special_ids, dtype=torch.long, device=choice.device)
-        guarded = special(tree.tokens, ids) | special(wanted, ids)
-        loose = guesses & ~match & unsure & ~guarded & _followed(match, self.window)
+        barred = guarded(tree, scores, wanted, self.special_ids)
+        loose = guesses & ~match & unsure & ~barred & _followed(match, self.window)
         return walk(tree, choice, match, loose, torch.zeros_like(match))
 
 

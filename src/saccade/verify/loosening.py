@@ -5,6 +5,8 @@ Loose rules are LOSSY: the emitted token at a forgiven position is the drafter's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,13 @@ def in_line(tree: DraftTree) -> Tensor:
     return (tree.ancestors | tree.ancestors.mT) & drafted(tree)[:, None]
 
 
-def special(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Where tokens are among ``ids`` (end of sequence and other special tokens are never forgiven)."""
-    return torch.isin(tokens, ids)
+def guarded(tree: DraftTree, scores: Tensor, wanted: Tensor, special_ids: Sequence[int]) -> Tensor:
+    """``[B, N]`` nodes that are never forgiven: special tokens (the end of the answer among them), those in whose place
+    the target wants one, and those that a logits processor forbids or the target does not know.
+    """
+    ids = torch.tensor(special_ids, dtype=torch.long, device=wanted.device)
+    tokens, parents = tree.tokens.expand_as(wanted), tree.parents.expand_as(wanted)
+    rows = torch.arange(len(wanted), device=wanted.device)[:, None]
+    last = scores.shape[-1] - 1
+    forbidden = (tokens > last) | scores[rows, parents, tokens.clamp(max=last)].isneginf()
+    return torch.isin(tokens, ids) | torch.isin(wanted, ids) | forbidden

@@ -23,7 +23,7 @@ from saccade.errors import MethodError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.loosening import drafted, in_line, special, target_tokens, walk
+from saccade.verify.loosening import drafted, guarded, in_line, target_tokens, walk
 from saccade.verify.rule import Verdict
 
 
@@ -38,7 +38,8 @@ class LVSpec:
         space: what is compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
         special_ids: tokens that are never forgiven, neither as guess nor as the target's own.
 
-    Guards that the paper leaves out: special tokens are never loosened, and a row without visual tokens is strict.
+    Guards that the paper leaves out: special tokens and tokens that a logits processor forbids are never loosened, and
+    a row without visual tokens is strict.
     """
 
     share: float = 0.7
@@ -73,7 +74,6 @@ class LVSpecJudge:
         self._context = context
         self._layer = len(context.target.layers) if rule.space == "hidden" else 0
         self._hidden = context.want_hidden(self._layer)
-        self._special = torch.tensor(rule.special_ids, dtype=torch.long, device=context.target.device)
         batch = context.cache.batch
         self._seen: list[list[tuple[int, Tensor]]] = [[] for _ in range(batch)]  # (position, [n, d]) per turn
         self._visual: tuple[Tensor, Tensor] | None = None
@@ -95,9 +95,9 @@ class LVSpecJudge:
             return Verdict(zeros, zeros[:, 0], choice[:, 0])
         guesses = drafted(tree)
         match = guesses & (tree.tokens == wanted)
-        guarded = special(tree.tokens, self._special) | special(wanted, self._special)
+        barred = guarded(tree, scores, wanted, self._rule.special_ids)
         sees = self._gather()[1].any(1)[:, None]
-        forgivable = guesses & ~guarded & sees
+        forgivable = guesses & ~barred & sees
         line = in_line(tree)
         loose = self._loose(line) & forgivable
         shifted = torch.zeros_like(match)
@@ -184,7 +184,6 @@ class RandomLoosening:
         order[:, 1:] = uniforms[:, : tree.size - 1, 0]  # a chain has as many guesses as levels
         rank = order.masked_fill(~guesses, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
         count = (self.share * guesses.sum(1, keepdim=True) + 1e-6).floor()
-        ids = torch.tensor(self.special_ids, dtype=torch.long, device=choice.device)
-        guarded = special(tree.tokens, ids) | special(wanted, ids)
-        loose = (rank < count) & guesses & ~guarded
+        barred = guarded(tree, scores, wanted, self.special_ids)
+        loose = (rank < count) & guesses & ~barred
         return walk(tree, choice, match, loose, torch.zeros_like(match))
