@@ -25,9 +25,10 @@ from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from replay import Replay
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.static import Chain
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.batch import split
+from saccade.session import Request
 from saccade.target.adapter import Target
 from spans import Spans
 

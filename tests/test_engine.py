@@ -16,12 +16,13 @@ from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine, Request, Run, Session
+from saccade.engine import Engine, Run
 from saccade.errors import InputError, ModelError
 from saccade.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
+from saccade.session import Request, Session
 from saccade.target.adapter import Target
 
 CASE = FAMILIES["llama"]

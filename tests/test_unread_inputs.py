@@ -22,10 +22,11 @@ from families import (
     _text,
     _vision_language_model,
 )
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.errors import InputError, ModelError
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt
+from saccade.session import Request
 
 GLM = _vision_language_model(
     "glm4v",

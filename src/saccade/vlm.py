@@ -15,7 +15,6 @@ from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
 from saccade.draft.heads.head import Head
 from saccade.drafters import Heads
-from saccade.engine import Request, Session
 from saccade.errors import InputError
 from saccade.generation import plan
 from saccade.inputs.families import visual_ids
@@ -34,6 +33,7 @@ from saccade.loading import (
 )
 from saccade.loading import draft_dtype as best_draft_dtype
 from saccade.parts import Parts
+from saccade.session import Request, Session
 from saccade.stream import Stream
 from saccade.target.adapter import Target
 

@@ -17,7 +17,7 @@ from commands import Shell
 from rich.console import Console
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
-from saccade import engine
+from saccade import loop
 from saccade.cli import screen
 from saccade.draft import pruning
 from saccade.inputs.prompt import Prompt
@@ -186,14 +186,14 @@ def test_ctrl_c_keeps_what_was_generated(
     whole = vlm("llama", "llama").generate("Tell")
     steps = iter(range(100))
     for name in ("_prefill", "_advance"):
-        stock = getattr(engine._Loop, name)
+        stock = getattr(loop.Loop, name)
 
         def interrupted(self: Any, stock: Any = stock) -> Any:
             if next(steps) == step:
                 signal.raise_signal(signal.SIGINT)
             return stock(self)
 
-        monkeypatch.setattr(engine._Loop, name, interrupted)
+        monkeypatch.setattr(loop.Loop, name, interrupted)
     arguments = ("-t", ready("llama"), "-d", ready("llama"), "Tell")
     result = shell("generate", *arguments, *(["--json"] if form == "json" else []))
     assert result.code == 130

@@ -32,9 +32,10 @@ from saccade.draft.view import PlainView, View
 from saccade.draft.views import Multimodal, Pruned, TextOnly
 from saccade.draft.weights import Grid, InverseError, Weighting
 from saccade.draft.width import WidthTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

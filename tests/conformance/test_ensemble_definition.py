@@ -20,9 +20,10 @@ from saccade.draft.history import TINY, simplex
 from saccade.draft.static import Chain
 from saccade.draft.views import Multimodal, TextOnly
 from saccade.draft.weights import ERROR_FLOOR, Grid, InverseError, Weighting
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.prompt import Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 
 NAME, GAMMA, NEW = "llava", 3, 17

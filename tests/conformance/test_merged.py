@@ -20,8 +20,9 @@ from saccade.draft.sage import SageTree
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

@@ -25,8 +25,9 @@ from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.sage import SageTree
 from saccade.draft.sampling import TopProposer
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

@@ -20,8 +20,9 @@ from saccade.draft.mixing import heard
 from saccade.draft.model import ModelDrafter
 from saccade.draft.sage import SageShaping, SageTree
 from saccade.draft.views import Multimodal, TextOnly
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 
 NAME, NEW = "llama", 40

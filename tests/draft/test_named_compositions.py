@@ -13,10 +13,10 @@ from saccade.compositions import policy_of
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, branches_of
-from saccade.engine import Request
 from saccade.hf import speculate
 from saccade.methods import build
 from saccade.parts import Parts
+from saccade.session import Request
 
 IMAGES = [picture(3)]
 QUESTION = "What is it, and what was it?"

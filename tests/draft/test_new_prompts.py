@@ -22,10 +22,11 @@ from saccade.draft.sampling import Proposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.views import Multimodal, Pruned, TextOnly
 from saccade.draft.width import WidthTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.verify.rule import Verdict
 

@@ -14,10 +14,11 @@ from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.draft.views import Multimodal, Pruned, TextOnly
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
+from saccade.session import Request
 from saccade.target.adapter import Target
 
 NAME = "llava"

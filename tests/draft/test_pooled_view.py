@@ -19,10 +19,11 @@ from saccade.draft.pooled import SQUARES, HalvedPictures, PooledFeatures, pool, 
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain
 from saccade.draft.view import View
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.errors import MethodError
 from saccade.inputs.batch import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.target.features import Hidden
 

@@ -17,10 +17,11 @@ from saccade.draft.sage import SageTree
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain
 from saccade.draft.tree import DraftTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.errors import ModelError
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 

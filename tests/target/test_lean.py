@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from families import FAMILIES
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.batch import split
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.target.features import Hidden

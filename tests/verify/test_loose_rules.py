@@ -16,9 +16,10 @@ from saccade.draft.lookup import chains
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.errors import InputError, MethodError
 from saccade.inputs.batch import split, visual_mask
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.verify.fly import FLy

@@ -18,9 +18,10 @@ from saccade import hf
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
+from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from families import FAMILIES, Inputs, reset_rope_deltas
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.dream_session import DreamDraftSession
-from saccade.engine import Session
 from saccade.inputs.batch import visual_mask
 from saccade.output import Output
+from saccade.session import Session
 
 
 def dream(name: str, **options: Any) -> Dream:

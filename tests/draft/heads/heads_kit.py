@@ -20,10 +20,11 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.policy import Frontier
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine, Request, Session
+from saccade.engine import Engine
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
+from saccade.session import Request, Session
 from saccade.target.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")

@@ -20,10 +20,10 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.static import Chain
-from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.parts import Parts
+from saccade.session import Request
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""

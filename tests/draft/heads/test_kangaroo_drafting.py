@@ -19,10 +19,10 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.store import load_head, save_head
-from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.parts import Parts
+from saccade.session import Request
 from saccade.target.context import Context
 
 CLOSE = 1e-3
