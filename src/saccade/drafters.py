@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from saccade import methods
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.store import kind_in, load_head, read_config
+from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
 from saccade.loading import check_dtype, name_of, path_of
 from saccade.target.adapter import Target
@@ -35,7 +34,7 @@ def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
     """
     found: dict[str, AnyHead] = {}
     if is_head(drafter):
-        found[config_of(drafter).kind] = drafter
+        found[kind_of(drafter)] = drafter
     if isinstance(heads, Mapping):
         given = list(heads.items())
     else:
@@ -51,18 +50,18 @@ def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
     return found
 
 
-def config_of(head: AnyHead) -> HeadConfig:
-    """What a head's config.json says.
+def kind_of(head: AnyHead) -> str:
+    """The kind of a head, or of the one in a folder.
 
     Raises:
         ModelError: the folder holds no head.
     """
-    return head.config if isinstance(head, Head) else read_config(path_of(head))
+    return head.kind if isinstance(head, Head) else kind_at(path_of(head))
 
 
 def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
     """Name -> kind."""
-    return {name: config_of(head).kind for name, head in heads.items()}
+    return {name: kind_of(head) for name, head in heads.items()}
 
 
 def read_heads(
@@ -143,7 +142,7 @@ def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = No
     if head is not None and head in kinds:
         return kinds[head]
     if is_head(drafter):
-        return config_of(drafter).kind
+        return kind_of(drafter)
     if drafter is None and kinds:
         return next(iter(kinds.values()))
     return methods.default(drafter is not None)
@@ -160,7 +159,7 @@ def check(method: str, drafter: Any, kinds: Mapping[str, str], head: str | None 
             f"Method {method} needs a drafter; give one with drafter=... (--drafter on the command line)."
         )
     if headed and needs == "draft model":
-        kind = config_of(drafter).kind
+        kind = kind_of(drafter)
         raise MethodError(
             f"The drafter {name_of(drafter)} is a trained {kind} head, which method {method} cannot use; choose "
             f"method {kind}, or another drafter."

@@ -75,7 +75,7 @@ class Speculation:
     def __init__(
         self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any
     ) -> None:
-        kind = drafters.config_of(drafter).kind if drafters.is_head(drafter) else None  # type: ignore[arg-type]
+        kind = drafters.kind_of(drafter) if drafters.is_head(drafter) else None  # type: ignore[arg-type]
         if isinstance(drafter, (str, Path)) and kind is None:
             raise MethodError(
                 f"drafter={str(drafter)!r} is no folder of a trained head; give one, or a loaded model, or name a "

@@ -16,7 +16,7 @@ def new_head(target: Target, recipe: Recipe) -> Head:
     """A head with fresh weights that depend on the recipe's seed alone, float32, on the target's device.
 
     Raises:
-        TrainingError: an option of the head is of another type than its default.
+        TrainingError: an option of the head is of another type than its default, or is not for training.
         ModelError: the kind of head has no such option, or a value is out of range.
     """
     for name, usual in kind_of(recipe.kind).defaults.items():
@@ -26,6 +26,10 @@ def new_head(target: Target, recipe: Recipe) -> Head:
                 f"The setting head.{name} is {value!r}; expected {type(usual).__name__}, such as {usual!r}."
             )
     config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
+    if config.options.get("own_vocabulary"):
+        raise TrainingError(
+            "A head with an LM head of its own can be loaded but not trained here; leave out head.own_vocabulary."
+        )
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         head = build_head(config)

@@ -110,7 +110,7 @@ class HeadConfig:
             layers=head.reads(len(target.layers), **options),
             target_class=type(target.model).__name__,
             target_layers=len(target.layers),
-            rope=_rope_of(text),
+            rope=rope_of(text),
             norm_eps=getattr(text, "rms_norm_eps", 1e-6),
             qk_norm=hasattr(attention, "q_norm"),
             qkv_bias=getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
@@ -121,6 +121,8 @@ class HeadConfig:
     def to_json(self) -> str:
         """The text of config.json."""
         values = asdict(self)
+        if self.kind == "eagle3" and not self.options.get("own_vocabulary", True):
+            del values["options"]["own_vocabulary"]  # as in heads from before there was this option
         return json.dumps({MARK: values.pop("kind"), **values}, indent=2) + "\n"
 
     @classmethod
@@ -137,6 +139,8 @@ class HeadConfig:
         if MARK not in values:
             raise ModelError(f"This is not the config.json of a drafter head: it has no {MARK!r}.")
         values["kind"] = values.pop(MARK)
+        if values["kind"] == "eagle3" and isinstance(values.get("options"), dict):
+            values["options"].setdefault("own_vocabulary", 0)
         known = {f.name for f in fields(cls)}
         odd = sorted(set(values) ^ known)
         if odd:
@@ -147,8 +151,12 @@ class HeadConfig:
         return cls(**{**values, "layers": tuple(values["layers"])})
 
 
-def _rope_of(text: Any) -> dict[str, Any]:
-    """Rotary parameters of the decoder's full-attention layers, for plain positions (no M-RoPE sections)."""
+def rope_of(text: Any) -> dict[str, Any]:
+    """Rotary parameters of the decoder's full-attention layers, for plain positions (no M-RoPE sections).
+
+    Args:
+        text: configuration of a text decoder as transformers has it.
+    """
     rope = dict(getattr(text, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention", rope))
     rope = {k: v for k, v in rope.items() if not k.startswith("mrope")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from saccade.draft.heads.block import Attention, GatedMLP, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.rotary import Rotary
+from saccade.errors import ModelError
 from saccade.target.cache import SlotCache
 
 
@@ -21,11 +22,19 @@ class Eagle3(Head):
     A linear layer mixes the three states of the target to one feature of size d. What the head gives back takes that
     feature's place while drafting, without a norm; the tokens are read from it through a norm of the head's own and
     the shared LM head. As released, the block's attention reads embedding and feature side by side, each behind a norm
-    of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too. The released
-    heads guess tokens of a small vocabulary; this one has the target's own.
+    of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
+
+    Options:
+        own_vocabulary: 0 for the target's LM head; N for an LM head of its own over N of the target's tokens, as
+            released heads have it (`saccade.draft.heads.published`).
+
+    Attributes:
+        lm_head: its own, where it has one.
+        token_ids: ``[N]`` the target's ids of the tokens that this one knows.
     """
 
     kind: ClassVar[str] = "eagle3"
+    defaults: ClassVar[Mapping[str, Any]] = {"own_vocabulary": 0}
     default_steps: ClassVar[int] = 7
 
     def __init__(self, config: HeadConfig) -> None:
@@ -38,6 +47,15 @@ class Eagle3(Head):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
         self.norm = RMSNorm(width, eps)
+        known = config.options["own_vocabulary"]
+        if type(known) is not int or not 0 <= known <= config.vocab_size:
+            raise ModelError(
+                f"own_vocabulary must be a whole number from 0 to {config.vocab_size}, the target's, not {known!r}."
+            )
+        if known:
+            self.lm_head = nn.Linear(width, known, bias=False)
+            self.token_ids: Tensor
+            self.register_buffer("token_ids", torch.arange(known))
         self._rotary = Rotary(config.head_dim, config.rope)
 
     @classmethod
@@ -46,6 +64,10 @@ class Eagle3(Head):
         if target_layers >= 7:
             return 2, target_layers // 2, target_layers - 3
         return tuple(sorted({round(target_layers * quarter / 4) for quarter in (1, 2, 3)}))
+
+    @property
+    def has_lm_head(self) -> bool:
+        return bool(self.config.options["own_vocabulary"])
 
     def fuse(self, states: Tensor) -> Tensor:
         out: Tensor = self.fc(states)
@@ -66,5 +88,12 @@ class Eagle3(Head):
         return out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here."""
-        return lm_head(self.norm(hidden))
+        """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here.
+
+        With an LM head of its own ``lm_head`` plays no part, and tokens that it does not know have -inf.
+        """
+        if not self.has_lm_head:
+            return lm_head(self.norm(hidden))
+        said: Tensor = self.lm_head(self.norm(hidden))
+        everywhere = said.new_full((*said.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everywhere.index_copy(-1, self.token_ids, said)

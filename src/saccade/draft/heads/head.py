@@ -29,7 +29,8 @@ class Head(nn.Module, ABC):
     target's state (feature) at the token before it; its output is the head's guess of the state at the token itself,
     from which the target's LM head reads the next token. The first token has no entry, because nothing stands before
     it. Positions count entries: 0, 1, 2, ... without gaps, also where the target has M-RoPE, and also where visual
-    tokens are hidden from the head. The target's embedding and LM head are shared, never part of the head.
+    tokens are hidden from the head. The target's embedding is shared, never part of the head, and so is
+    its LM head, unless the head has one of its own (`has_lm_head`).
 
     The same forward serves training (no cache, all entries of a text at once) and drafting.
 
@@ -96,6 +97,11 @@ class Head(nn.Module, ABC):
     def reach(self) -> int | None:
         """How many tokens behind the last emitted one it can guess; None for as many as are wanted."""
         return None
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether it has an LM head of its own, which says logits on their own scale."""
+        return False
 
     @property
     def blocks(self) -> int:

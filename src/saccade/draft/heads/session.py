@@ -35,7 +35,7 @@ class HeadDrafter(TreeDrafter):
 
     Args:
         head: on the target's device, in its dtype (`saccade.draft.heads.store.load_head` puts it there).
-        target: whose embedding and LM head it shares.
+        target: whose embedding it shares, and whose LM head if it has none of its own.
         policy: which guesses are worth verifying.
 
     Raises:
@@ -52,7 +52,7 @@ class HeadDrafter(TreeDrafter):
         super().__init__(policy)
         self.head = head.eval()
         self.target = target
-        self._scale = logits_scale(target)
+        self._scale = 1.0 if head.has_lm_head else logits_scale(target)
 
     def open(self, batch: int, target: Context) -> DraftSession:
         return self.head.session_class()(self, batch, target)
@@ -60,7 +60,8 @@ class HeadDrafter(TreeDrafter):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[B, N, V]`` after states ``[B, N, d]`` of the head, on the scale of the target's own."""
         lm_head = self.target.model.get_output_embeddings()
-        said = self.head.logits(hidden.to(lm_head.weight), lm_head).to(self.target.device)
+        given = hidden if self.head.has_lm_head else hidden.to(lm_head.weight)
+        said = self.head.logits(given, lm_head).to(self.target.device)
         return said if self._scale == 1 else said * self._scale
 
 

@@ -1,16 +1,20 @@
-"""Heads on disk: config.json and model.safetensors in one folder, loaded whole or refused."""
+"""Heads on disk, ours or published ones: config.json and weights in one folder, loaded whole or refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from saccade.draft.heads import published
 from saccade.draft.heads.config import MARK, HeadConfig
+from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head, kind_of
 from saccade.errors import ModelError
@@ -21,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 
 def save_head(head: Head, folder: str | Path) -> None:
-    """Write a head; the target's embedding and LM head are not part of it."""
+    """Write a head; what it shares with the target is not part of it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in head.state_dict().items()}
@@ -33,23 +37,23 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     """Read a head for a target, onto its device.
 
     Args:
+        folder: written by `save_head`, or of a published EAGLE-3 head (`saccade.draft.heads.published`).
         dtype: of the head; when None the target's, but float32 for a small head on a CPU.
 
     Raises:
         ModelError: there is no head, it was made for another target, or its weights are damaged, too few, too many
-            or of the wrong shape.
+            or of the wrong shape; or it is a published one that differs from EAGLE-3 as it is known here.
     """
-    config = read_config(folder)
-    check_fit(config, target)
+    values = _values(folder)
+    if values is not None and published.is_meant(values):
+        weights = _read_weights(folder, published.FILES)
+        config, weights = published.translated(folder, values, weights, target)
+        check_fit(config, target)
+    else:
+        config = read_config(folder)
+        check_fit(config, target)
+        weights = _read_weights(folder, [WEIGHTS])
     head = build_head(config)
-    try:
-        weights = load_file(Path(folder) / WEIGHTS)
-    except FileNotFoundError:
-        raise ModelError(f"The head {folder} has no {WEIGHTS}; train it, or copy the whole folder.") from None
-    except SafetensorError as problem:
-        raise ModelError(
-            f"The weight file of the head {folder} is damaged ({problem}); copy it again."
-        ) from None
     expected = head.state_dict()
     for name in (*expected, *weights):
         _check(folder, name, expected.get(name), weights.get(name))
@@ -72,6 +76,18 @@ def read_config(folder: str | Path) -> HeadConfig:
     return HeadConfig.from_json(file.read_text(encoding="utf-8"))
 
 
+def kind_at(folder: str | Path) -> str:
+    """The kind of the head in a folder.
+
+    Raises:
+        ModelError: there is none, or its configuration was changed.
+    """
+    values = _values(folder)
+    if values is not None and published.is_meant(values):
+        return Eagle3.kind
+    return read_config(folder).kind
+
+
 def kind_in(folder: Any) -> str | None:
     """The kind of head in a folder; None for anything that is no folder of a head.
 
@@ -80,11 +96,10 @@ def kind_in(folder: Any) -> str | None:
     """
     if not isinstance(folder, (str, Path)):
         return None
-    try:
-        values = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(values, dict) or MARK not in values:
+    values = _values(folder)
+    if values is not None and published.is_meant(values):
+        return Eagle3.kind
+    if values is None or MARK not in values:
         return None
     return kind_of(values[MARK]).kind
 
@@ -109,6 +124,34 @@ def check_fit(config: HeadConfig, target: Target) -> None:
             f"The {config.kind} head reads layer {absent[0]} of its target, which has states 0 to "
             f"{len(target.layers)}; give the target that it was trained with."
         )
+
+
+def _values(folder: str | Path) -> dict[str, Any] | None:
+    """What the config.json in a folder says; None where there is none that can be read."""
+    try:
+        values = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The weights in the first of these files that is there."""
+    for file in (Path(folder) / name for name in names):
+        try:
+            if file.suffix == ".safetensors":
+                return load_file(file)
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            continue
+        except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as problem:
+            raise ModelError(
+                f"The weight file of the head {folder} is damaged ({problem}); copy it again."
+            ) from None
+        if isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values()):
+            return weights
+        raise ModelError(f"The weight file {file} holds more than weights; save the state_dict alone.")
+    raise ModelError(f"The head {folder} has no {' or '.join(names)}; train it, or copy the whole folder.")
 
 
 def _check(folder: str | Path, name: str, expected: torch.Tensor | None, found: torch.Tensor | None) -> None:
