@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import saccade.engine
+import saccade.loop
 from clock import Clock
 from saccade import timing
 from saccade.draft.model import ModelDraftSession
@@ -35,7 +35,7 @@ class Spans:
         (Context, "keep", "commit"),
         (Processing, "__call__", "logits processors"),
         (Greedy, "judge", "acceptance rule"),
-        (saccade.engine, "_pack", "packing the verdict"),
+        (saccade.loop, "pack", "packing the verdict"),
         (Row, "emit", "rows"),
         (timing.Clock, "add", "stage timers"),
     )
