@@ -1,6 +1,6 @@
 """What a forward costs by the number of tokens that it verifies, through the stock modules and the lean decoder.
 
-The prompt is a question about a picture; the new tokens are a chain behind it. Both ways run in turns on the same cache;
+The prompt is a question about a picture; the new tokens are a chain behind it. Both ways run in turns on one cache;
 medians of many.
 """
 
