@@ -259,6 +259,11 @@ def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
         TrainingError, match=r"holds no pair to train on: there is no target/model\.safetensors"
     ):
         run(quick, tmp_path / "on", pair=tmp_path)
+    with pytest.raises(
+        TrainingError, match="from a pair has no stage 'tower'; choose from tokenizer, refine"
+    ):
+        run(quick, tmp_path / "never", until="tower", pair=tmp_path / "first")
+    assert not (tmp_path / "never").exists()
 
 
 @torch.no_grad()

@@ -118,12 +118,13 @@ def _report(console: Any, sample: Sample, method: str, runs: dict[str, list[Outp
         )
     console.print()
     console.print(table)
+    from saccade.bench.check import first_difference
+
     ours, plain = runs[method][0], runs["plain"][0]
     if ours.tokens == plain.tokens:
         console.print(f"All {len(plain.tokens)} tokens are equal to plain decoding's.")
     else:
-        # one answer may end before the other
-        same = next(i for i, (a, b) in enumerate(zip(ours.tokens, plain.tokens, strict=False)) if a != b)
+        same = first_difference(ours.tokens, plain.tokens)
         console.print(f"Tokens differ from plain decoding's from token {same} on.")
     if not ours.lossless:
         console.print(f"{method} is lossy: it may change the answer.", markup=False)

@@ -135,7 +135,6 @@ def train_pair(
 
     from saccade import builtin
     from saccade.pocket import target_path
-    from saccade.pocket.train.beginnings import LEARNT_BEFORE
     from saccade.pocket.train.recipe import Recipe, quick_recipe
     from saccade.pocket.train.run import STAGES, run
 
@@ -143,9 +142,6 @@ def train_pair(
         raise SaccadeError(f"There is no stage {until!r}; choose from {', '.join(STAGES)}.")
     if threads:
         torch.set_num_threads(threads)
-    if pair is not None and until in LEARNT_BEFORE:
-        left = ", ".join(stage for stage in STAGES if stage not in LEARNT_BEFORE)
-        raise SaccadeError(f"A run from a pair has no stage {until!r}; choose from {left}.")
     earlier = None if pair is None else target_path().parent if builtin.is_meant(pair) else Path(pair)
     run((quick_recipe() if quick else Recipe()).scaled(scale, batch_scale), out, until, earlier)
 

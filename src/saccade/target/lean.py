@@ -133,7 +133,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: fl
     """Attention ``[B, heads, Q, D]`` of queries of that shape; ``grouped`` where there are fewer keys than queries.
 
     On a CPU in float32 for a single query, for which torch's kernel takes 2 to 9 times as long in bfloat16, and for
-    several as long as that costs nothing: what is rounded less differs less between one query and several.
+    several as long as that costs nothing: what is rounded less differs less between one query and several
+    (`benchmarks/attention_cost.py`).
     """
     if query.device.type == "cpu" and (query.shape[2] == 1 or keys.numel() <= _SMALL):
         parts = query.float(), keys.float(), values.float(), mask.float()

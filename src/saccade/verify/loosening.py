@@ -6,6 +6,7 @@ Loose rules are LOSSY: the emitted token at a forgiven position is the drafter's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -56,9 +57,15 @@ def guarded(tree: DraftTree, scores: Tensor, wanted: Tensor, special_ids: Sequen
     """``[B, N]`` nodes that are never forgiven: special tokens (the end of the answer among them), those in whose place
     the target wants one, and those that a logits processor forbids or the target does not know.
     """
-    ids = torch.tensor(special_ids, dtype=torch.long, device=wanted.device)
+    ids = _on_device(tuple(special_ids), wanted.device)
     tokens, parents = tree.tokens.expand_as(wanted), tree.parents.expand_as(wanted)
     rows = torch.arange(len(wanted), device=wanted.device)[:, None]
     last = scores.shape[-1] - 1
     forbidden = (tokens > last) | scores[rows, parents, tokens.clamp(max=last)].isneginf()
     return torch.isin(tokens, ids) | torch.isin(wanted, ids) | forbidden
+
+
+@lru_cache(maxsize=8)
+def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same ids at every step: brought to the device once."""
+    return torch.tensor(ids, dtype=torch.long, device=device)

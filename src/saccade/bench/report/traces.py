@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saccade.bench.check import first_difference
 from saccade.bench.metrics import block_efficiency
 from saccade.bench.record import Record, Run
 from saccade.bench.report import media
@@ -141,14 +142,11 @@ def _child(tree: dict[str, Any], parent: int, token: int) -> int | None:
 
 
 def _difference(record: Record, plain: Record | None) -> str:
-    if plain is None or record.tokens == plain.tokens:
+    first = None if plain is None else first_difference(record.tokens, plain.tokens)
+    if plain is None or first is None:
         return ""
-    # One answer may end sooner.
-    pairs = enumerate(zip(record.tokens, plain.tokens, strict=False))
-    shorter = min(len(record.tokens), len(plain.tokens))
-    first = next((place for place, (ours, theirs) in pairs if ours != theirs), shorter)
     told = f"Leaves plain decoding's answer at position {first}"
-    if first == shorter:
+    if first == min(len(record.tokens), len(plain.tokens)):
         return f"{told}, where one of them ends."
     return f"{told}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
 

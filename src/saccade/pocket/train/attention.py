@@ -1,8 +1,8 @@
 """Attention as plain matrix products for training on a CPU, where torch's fused kernel is slow on short rows.
 
-Measured on one core of an AVX512-BF16 machine, 16 rows with 8 heads of 32, forward and backward: 7 ms at 120
-positions and 14 ms at 192, against 13 and 28 ms of the fused kernel in float32 and 34 and 39 ms in bfloat16.
-From some 450 positions on the fused one in float32 is the fastest.
+Measured by `benchmarks/attention_cost.py` on one core of an AVX512-BF16 machine, 16 rows with 8 heads of 32, forward
+and backward: 6.5 ms at 120 positions and 12 ms at 192, against 12 and 26 ms of the fused kernel in float32. From some
+450 positions on the fused one is the faster.
 """
 
 from typing import Any

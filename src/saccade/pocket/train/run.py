@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from saccade.errors import TrainingError
 from saccade.pocket.train.answers import target_answers
-from saccade.pocket.train.beginnings import from_nothing, from_pair, pair_digest
+from saccade.pocket.train.beginnings import LEARNT_BEFORE, from_nothing, from_pair, pair_digest
 from saccade.pocket.train.draft import train_follower
 from saccade.pocket.train.export import Provenance, export, write_folder
 from saccade.pocket.train.recipe import Recipe
@@ -74,8 +74,12 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
         pair: the folder of a finished pair whose target is trained on, in place of one from nothing.
 
     Raises:
-        TrainingError: the folder holds stage files of another recipe or another pair, or `pair` holds none.
+        TrainingError: the folder holds stage files of another recipe or another pair, or `pair` holds none or
+            brings the stage `until` along.
     """
+    if pair is not None and until in LEARNT_BEFORE:
+        left = ", ".join(stage for stage in STAGES if stage not in LEARNT_BEFORE)
+        raise TrainingError(f"A run from a pair has no stage {until!r}; choose from {left}.")
     start = None if pair is None else pair_digest(pair)
     folder.mkdir(parents=True, exist_ok=True)
     _hold(recipe, folder, start)
