@@ -13,7 +13,7 @@ from heads_kit import DRAFTING, POLICIES, target, untaught
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import HEADS
+from saccade.draft.heads.registry import HEADS, kind_of
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_in, load_head, read_config, save_head
 from saccade.errors import ModelError
@@ -125,6 +125,13 @@ def test_a_missing_field_is_named(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match="lacks 'norm_eps'"):
         load_head(folder, target("llava"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTING if kind_of(kind).defaults])
+def test_options_that_a_kind_had_not_yet_take_their_defaults(kind: str, tmp_path: Path) -> None:
+    save_head(untaught("llava", kind), tmp_path)
+    edit_config(tmp_path, options={})
+    assert load_head(tmp_path, target("llava")).config.options == kind_of(kind).defaults
 
 
 def test_a_head_of_another_family_is_refused(folder: Path) -> None:

@@ -160,13 +160,6 @@ def test_it_comes_back_when_it_is_saved_as_ours(folder: Path, tmp_path: Path) ->
     same(original(), load_head(tmp_path / "ours", target("llava")))
 
 
-def test_heads_from_before_there_were_small_vocabularies(tmp_path: Path) -> None:
-    head = untaught("llava", "eagle3")
-    save_head(head, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["options"] == {}
-    assert load_head(tmp_path, target("llava")).config == head.config
-
-
 # --------------------------------------------------------------------------- what is refused
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {

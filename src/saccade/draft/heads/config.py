@@ -121,13 +121,11 @@ class HeadConfig:
     def to_json(self) -> str:
         """The text of config.json."""
         values = asdict(self)
-        if self.kind == "eagle3" and not self.options.get("own_vocabulary", True):
-            del values["options"]["own_vocabulary"]  # as in heads from before there was this option
         return json.dumps({MARK: values.pop("kind"), **values}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> HeadConfig:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote; options that the kind had not yet when it was written take their defaults.
 
         Raises:
             ModelError: it is no head's configuration, or has fields missing or too many.
@@ -138,9 +136,11 @@ class HeadConfig:
             values = {}
         if MARK not in values:
             raise ModelError(f"This is not the config.json of a drafter head: it has no {MARK!r}.")
+        from saccade.draft.heads.registry import kind_of
+
         values["kind"] = values.pop(MARK)
-        if values["kind"] == "eagle3" and isinstance(values.get("options"), dict):
-            values["options"].setdefault("own_vocabulary", 0)
+        if isinstance(values.get("options"), dict):
+            values["options"] = {**kind_of(values["kind"]).defaults, **values["options"]}
         known = {f.name for f in fields(cls)}
         odd = sorted(set(values) ^ known)
         if odd:
