@@ -126,5 +126,6 @@ register(
         },
         score=mark,
         share=0.1,
+        decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b",
     ),
 )

@@ -113,5 +113,6 @@ register(
         },
         score=mark,
         share=0.1,
+        decisive=r"(?i)\b(yes|no)\b",
     ),
 )

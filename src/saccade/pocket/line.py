@@ -134,5 +134,6 @@ register(
         },
         score=mark,
         share=0.06,
+        decisive=r"(?i)(highest|lowest)[^.]*",
     ),
 )

@@ -172,5 +172,6 @@ register(
         },
         score=mark,
         share=0.25,
+        decisive=r"(?i)\w+ items",
     ),
 )

@@ -116,13 +116,15 @@ class Grammar:
 class Task:
     """A kind of picture: how to draw it, how to talk about it and how to mark an answer.
 
-    `share` is its part of the training mixture, relative to the other tasks.
+    `share` is its part of the training mixture, relative to the other tasks. `decisive` finds the words of an
+    answer that its few words of verdict are (yes, no, a letter, a total): training weighs them more.
     """
 
     paint: Callable[[Random], Picture | Media]
     grammars: Mapping[str, Grammar]
     score: Callable[[str, Facts], dict[str, float]]
     share: float
+    decisive: str | None = None
 
 
 WORLD: dict[str, Task] = {}

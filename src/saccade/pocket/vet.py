@@ -205,5 +205,6 @@ register(
         },
         score=mark,
         share=0.12,
+        decisive=r"(?i)[^.]*\banswer\b[^.]*",
     ),
 )

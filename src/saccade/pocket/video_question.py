@@ -198,6 +198,7 @@ def _task(choices: bool) -> Task:
         },
         score=mark,
         share=0.06,
+        decisive=r"(?i)[^.]*\banswer\b[^.]*",
     )
 
 

@@ -65,6 +65,7 @@ class Batch:
         frames: all video frames in order: `[F, 3, 96, 96]`; None when there are none.
         lengths: how many frames every row has.
         tiled: whether lone pictures are.
+        weights: how much every target counts, `[B, N]`; None where they all count the same.
     """
 
     ids: Tensor
@@ -74,6 +75,7 @@ class Batch:
     frames: Tensor | None = None
     lengths: tuple[int, ...] = ()
     tiled: bool = True
+    weights: Tensor | None = None
 
 
 def batch_of(
@@ -82,12 +84,14 @@ def batch_of(
     answers: Sequence[Sequence[int]],
     seeing: bool = True,
     tiled: bool = True,
+    weights: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
     """Prompts with answers as tensors; earlier answers of a conversation are learnt as well.
 
     Args:
         answers: token ids without the end token, one list per sample.
         seeing, tiled: as in `prompt_ids`.
+        weights: how much every token of an answer counts; the others count 1.
     """
     rows, targets = [], []
     for sample, answer in zip(samples, answers, strict=True):
@@ -98,8 +102,14 @@ def batch_of(
     length = -(-max(map(len, rows)) // 8) * 8
     ids = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
     learnt = torch.tensor([row + [IGNORED] * (length - len(row)) for row in targets])
+    counting = None
+    if weights is not None:
+        counting = torch.ones(ids.shape)
+        for number, (row, answer_weights) in enumerate(zip(rows, weights, strict=True)):
+            end = len(row) - 1
+            counting[number, end - len(answer_weights) : end] = torch.tensor(answer_weights)
     if not seeing:
-        return Batch(ids, learnt)
+        return Batch(ids, learnt, weights=counting)
     images = [image for sample in samples for image in sample.images]
     frames = [frame for sample in samples for frame in sample.video or ()]
     return Batch(
@@ -110,6 +120,7 @@ def batch_of(
         pixels(frames) if frames else None,
         tuple(len(sample.video or ()) for sample in samples),
         tiled,
+        counting,
     )
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from saccade.errors import TrainingError
 from saccade.pocket.train.draft import train_draft
-from saccade.pocket.train.language import train_deep, train_refined, train_shallow
+from saccade.pocket.train.language import train_comparing, train_deep, train_refined, train_shallow
 from saccade.pocket.train.models import PocketModel
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tower import train_tower
@@ -43,6 +43,9 @@ def from_nothing(
     target, deep_minutes = train_deep(recipe, tokenizer, shallow, folder)
     if until == "deep":
         return None
+    compare_minutes = train_comparing(recipe, tokenizer, target, folder)
+    if until == "compare":
+        return None
     minutes = train_refined(recipe, tokenizer, target, folder)
     if until == "refine":
         return None
@@ -53,7 +56,7 @@ def from_nothing(
         target,
         f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
         f"{shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
-        f"{deep_minutes:.0f} min; {_refined(minutes)}",
+        f"{deep_minutes:.0f} min; {_refined(compare_minutes, minutes)}",
         draft,
         f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, every third batch without its "
         "pictures, no five-picture stories",
@@ -66,19 +69,25 @@ def from_pair(
     """The target of an earlier pair, trained on, and its draft as it is; None where `until` is that stage."""
     target, draft = (PocketModel.from_pretrained(pair / name, dtype=torch.float32) for name in _NAMES)
     target.to(device)
+    compare_minutes = train_comparing(recipe, tokenizer, target, folder)
+    if until == "compare":
+        return None
     minutes = train_refined(recipe, tokenizer, target, folder)
     if until == "refine":
         return None
     before, draft_before = (_told(pair / name) for name in _NAMES)
-    story = f"{before}; from those bfloat16 weights {_refined(minutes)}"
+    story = f"{before}; from those bfloat16 weights {_refined(compare_minutes, minutes)}"
     return Beginning(target, story, draft.to(device), draft_before)
 
 
 _NAMES = ("target", "draft")
 
 
-def _refined(minutes: float) -> str:
-    return f"{minutes:.0f} min more with larger shares of the tasks that are hard"
+def _refined(compare_minutes: float, minutes: float) -> str:
+    return (
+        f"{compare_minutes:.0f} min of comparing, with a lesson in what every patch showed before, and "
+        f"{minutes:.0f} min with larger shares of the tasks that are hard"
+    )
 
 
 def _told(model: Path) -> str:

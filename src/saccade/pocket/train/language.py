@@ -1,4 +1,4 @@
-"""Stages 3 to 5: a shallow model learns to read pictures, grows to full depth, and learns what is hard."""
+"""Stages 3 to 6: a shallow model learns to read pictures, grows, learns to compare and then what else is hard."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,12 +13,32 @@ from saccade.pocket.sample import WORLD, Sample, draw
 from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.attention import choose_attention
 from saccade.pocket.train.batches import Batch, batch_of, sorted_batch
+from saccade.pocket.train.decisive import decisive_weights
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
 from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule
+from saccade.pocket.train.relating import Relating
 from saccade.pocket.train.tokens import content_weights
 
+_COMPARING = {
+    "difference": 0.3,
+    "edit": 0.25,
+    "video": 0.3,
+    "video-question": 0.12,
+    "choice": 0.12,
+    "count": 0.2,
+    "existence": 0.2,
+    "line": 0.1,
+    "story": 0.1,
+    "vet": 0.08,
+    "scene": 0.08,
+    "receipt": 0.1,
+    "arithmetic": 0.1,
+    "knowledge": 0.06,
+    "followup": 0.05,
+}
+"""The mixture of the stage before the last: what is told by looking at two places at once, and words alone."""
 _HARD = {
     "chart": 0.2,
     "receipt": 0.3,
@@ -41,6 +61,7 @@ _HARD = {
     "knowledge": 0.06,
 }
 """The mixture of the last stage: more of what a few hours teach last, which is to compare and to count."""
+_RELATING = "relating"
 _CHECKED = 8  # samples of every task that the held-out loss is measured on
 
 
@@ -50,10 +71,16 @@ def padded_vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def true_answers(
-    tokenizer: Tokenizer, samples: list[Sample], seeing: bool = True, tiled: bool = True
+    tokenizer: Tokenizer,
+    samples: list[Sample],
+    seeing: bool = True,
+    tiled: bool = True,
+    decisive: float = 1.0,
 ) -> Batch:
-    """Samples with their own answers as a batch."""
-    return batch_of(tokenizer, samples, [tokenizer.encode(s.answer).ids for s in samples], seeing, tiled)
+    """Samples with their own answers as a batch, the words that decide them weighted by `decisive`."""
+    weights = [decisive_weights(tokenizer, sample, decisive) for sample in samples] if decisive != 1 else None
+    answers = [tokenizer.encode(sample.answer).ids for sample in samples]
+    return batch_of(tokenizer, samples, answers, seeing, tiled, weights)
 
 
 def held_out_loss(model: PocketModel, tokenizer: Tokenizer, task: str, tiled: bool) -> float:
@@ -72,7 +99,7 @@ def _batch(
     number: int,
 ) -> Batch:
     samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, shares)
-    return true_answers(tokenizer, samples, tiled=schedule.tiled_at(number))
+    return true_answers(tokenizer, samples, tiled=schedule.tiled_at(number), decisive=schedule.decisive)
 
 
 def _train_stage(
@@ -88,17 +115,29 @@ def _train_stage(
     weights = weights.to(model.device)
     model.model.vision_tower.requires_grad_(False)
     choose_attention(model)
+    relating = Relating(model.config.text_config.hidden_size).to(model.device) if schedule.relating else None
+
+    def lesson(hidden: Tensor, seen: Tensor, batch: Batch) -> Tensor:
+        return hidden.new_zeros(()) if relating is None else schedule.relating * relating(hidden, seen, batch)
 
     def weighted(batch: Batch) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16):
-            return loss_of(model, batch, token_weights=weights)
+            return loss_of(model, batch, token_weights=weights, lesson=lesson)
 
     def check() -> str:
         told = (f"{task} {held_out_loss(model, tokenizer, task, schedule.tiled > 0):.2f}" for task in WORLD)
         return "held-out loss: " + ", ".join(told)
 
     make = partial(_batch, name, recipe.seed, schedule, tokenizer, shares)
-    return train(name, model, make, weighted, schedule, folder, recipe.checkpoint_seconds, check)
+    if relating is not None:
+        model.add_module(
+            _RELATING, relating
+        )  # its readers are learnt and kept like the rest until the stage ends
+    try:
+        return train(name, model, make, weighted, schedule, folder, recipe.checkpoint_seconds, check)
+    finally:
+        if relating is not None:
+            delattr(model, _RELATING)
 
 
 def train_shallow(
@@ -124,6 +163,11 @@ def train_deep(
     model = grow(shallow, recipe.target.layers)
     minutes = _train_stage("deep", model, tokenizer, recipe, recipe.deep_schedule, folder)
     return model, minutes
+
+
+def train_comparing(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:
+    """Train the target on with what asks for comparing; returns the minutes."""
+    return _train_stage("compare", target, tokenizer, recipe, recipe.compare_schedule, folder, _COMPARING)
 
 
 def train_refined(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:

@@ -4,6 +4,7 @@ Of the standard classes it is the one that serves all that the world asks: one p
 (with a token of their own and 2 x 2 pooling of every frame), around a plain Llama.
 """
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -117,12 +118,35 @@ def embed(model: PocketModel, batch: Batch, train_tower: bool = False) -> Tensor
 
 
 def loss_of(
-    model: PocketModel, batch: Batch, train_tower: bool = False, token_weights: Tensor | None = None
+    model: PocketModel,
+    batch: Batch,
+    train_tower: bool = False,
+    token_weights: Tensor | None = None,
+    lesson: Callable[[Tensor, Tensor, Batch], Tensor] | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over the answer tokens, each weighted by what it is (`token_weights`: `[V]`)."""
+    """Mean cross-entropy over the answer tokens, each weighted by what it is (`token_weights`: `[V]`) and where.
+
+    Args:
+        lesson: a loss that is added, of the hidden states at a third of the depth, the input embeddings (both
+            `[B, N, d]`) and the batch.
+    """
     inputs = embed(model, batch, train_tower)
-    hidden = model.model.language_model(inputs_embeds=inputs).last_hidden_state
+    language = model.model.language_model
+    caught: list[Tensor] = []
+    hook = language.layers[(len(language.layers) - 1) // 3].register_forward_hook(
+        lambda _module, _inputs, output: caught.append(output)
+    )
+    try:
+        hidden = language(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    finally:
+        hook.remove()
     targets = batch.targets.to(model.device)
     learnt = targets[:, 1:] != IGNORED
+    told = targets[:, 1:][learnt]
     logits = model.lm_head(hidden[:, :-1][learnt])
-    return nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt], weight=token_weights)
+    losses = nn.functional.cross_entropy(logits.float(), told, reduction="none")
+    weights = torch.ones_like(losses) if token_weights is None else token_weights[told]
+    if batch.weights is not None:
+        weights = weights * batch.weights.to(weights.device)[:, 1:][learnt]
+    loss = (losses * weights).sum() / weights.sum()
+    return loss if lesson is None else loss + lesson(caught[0], inputs, batch)

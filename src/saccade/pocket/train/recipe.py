@@ -35,7 +35,8 @@ class Schedule:
     peak. `content` weighs the tokens that tell a fact of the picture against the words between them, which are
     mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
     `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
-    are seen once, at half the cost. A step takes `parts` batches.
+    are seen once, at half the cost. A step takes `parts` batches. `decisive` weighs the words that decide an
+    answer, `relating` the lesson in comparing (`saccade.pocket.train.relating`).
     """
 
     steps: int
@@ -48,6 +49,8 @@ class Schedule:
     verbose: float = 0.2
     tiled: float = 1.0
     parts: int = 1
+    decisive: float = 1.0
+    relating: float = 0.0
 
     def tiled_at(self, batch: int) -> bool:
         """Whether the batch of that number, counted from 0, shows lone pictures tiled."""
@@ -78,8 +81,31 @@ class Recipe:
     deep_schedule: Schedule = Schedule(
         steps=400, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
     )
+    compare_schedule: Schedule = Schedule(
+        steps=1750,
+        batch=16,
+        rate=1.5e-3,
+        warmup=100,
+        final=0.6,
+        decay=0.2,
+        content=3.0,
+        verbose=0.1,
+        tiled=0.0,
+        parts=2,
+        decisive=4.0,
+        relating=1.0,
+    )
     refine_schedule: Schedule = Schedule(
-        steps=1700, batch=16, rate=1.5e-3, warmup=100, content=3.0, verbose=0.15, tiled=0.2, parts=2
+        steps=1150,
+        batch=16,
+        rate=1.5e-3,
+        warmup=100,
+        content=3.0,
+        verbose=0.15,
+        tiled=0.2,
+        parts=2,
+        decisive=4.0,
+        relating=0.2,
     )
     draft_schedule: Schedule = Schedule(
         steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
@@ -115,6 +141,7 @@ def quick_recipe() -> Recipe:
         tower_schedule=toy,
         shallow_schedule=toy,
         deep_schedule=toy,
+        compare_schedule=replace(toy, relating=0.3),
         refine_schedule=toy,
         draft_schedule=toy,
         follow_schedule=toy,

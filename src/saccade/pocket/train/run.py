@@ -18,7 +18,18 @@ from saccade.pocket.train.tokens import train_tokenizer
 from saccade.train import folders
 from saccade.train.checkpoint import differences
 
-STAGES = ("tokenizer", "tower", "shallow", "deep", "refine", "draft", "answers", "follow", "export")
+STAGES = (
+    "tokenizer",
+    "tower",
+    "shallow",
+    "deep",
+    "compare",
+    "refine",
+    "draft",
+    "answers",
+    "follow",
+    "export",
+)
 _FREE = ("checkpoint_seconds", "evaluation_samples")  # settings that no weight depends on
 _SPEAKER, _GUESSER = "answering", "guessing"  # folders of the target and the draft that have no card yet
 
