@@ -14,7 +14,7 @@ from saccade.inputs.families import family_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.video import load_video
-from saccade.inputs.visuals import _settings
+from saccade.inputs.visuals import video_settings
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""
@@ -107,7 +107,7 @@ def kept_video(
     given = {name: n for name, n in (("num_frames", num_frames), ("fps", fps)) if n is not None}
     if family.video is None or len(given) > 1 or any(n <= 0 for n in given.values()):
         return source
-    settings = _settings(family.video, processor._parts.video_settings, given)
+    settings = video_settings(family.video, processor.parts, given)
     sample = family.video.sample
     return load_video(source, lambda total, fps: sample(total, fps, settings))
 

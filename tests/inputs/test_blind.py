@@ -25,7 +25,7 @@ def test_every_image_becomes_one_newline(name: str, size: tuple[int, int]) -> No
     }
     text = k.ours.tokenizer.decode(blind.ids)
     assert not [token for token in special if token in text]
-    template = k.ours._parts.chat_template
+    template = k.ours.parts.chat_template
     empty = {"gemma3": "\n\n\n\n\n", "internvl": "\n\n"}.get(
         name, "\n"
     )  # what template and family write around

@@ -28,10 +28,10 @@ def save_of_old(k: Kit, path: Path) -> None:
     """One file per part, and the template in JSON."""
     k.config.save_pretrained(path)
     k.ours.tokenizer.save_pretrained(path)
-    k.ours._parts.image_processor.save_pretrained(path)
+    k.ours.parts.image_processor.save_pretrained(path)
     if hasattr(k.theirs, "video_processor"):
         k.theirs.video_processor.save_pretrained(path)
-    (path / "chat_template.json").write_text(json.dumps({"chat_template": k.ours._parts.chat_template}))
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": k.ours.parts.chat_template}))
 
 
 @pytest.mark.parametrize("save", [save_today, save_of_old])

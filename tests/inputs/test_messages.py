@@ -75,14 +75,14 @@ def test_a_language_model_gets_what_its_tokenizer_makes() -> None:
     ]
     joined = [*turns[:3], {"role": "user", "content": "Bye!"}]
     expected = k.ours.tokenizer.apply_chat_template(
-        joined, chat_template=k.ours._parts.chat_template, add_generation_prompt=True, return_dict=False
+        joined, chat_template=k.ours.parts.chat_template, add_generation_prompt=True, return_dict=False
     )
     assert list(k.ours.prompt(turns).ids) == expected
 
 
 def test_a_model_without_template_takes_strings_as_they_are() -> None:
     k = kit("qwen2_vl")
-    bare = InputProcessor.from_parts(k.config, k.ours.tokenizer, k.ours._parts.image_processor)
+    bare = InputProcessor.from_parts(k.config, k.ours.tokenizer, k.ours.parts.image_processor)
     assert bare.decode(bare.prompt("Once upon").ids) == "Once upon"
     prompt = bare.prompt("Once upon", [IMAGE])
     assert bare.tokenizer.decode(prompt.ids).startswith("<|vision_start|><|image_pad|>")
@@ -183,7 +183,7 @@ def test_a_template_that_refuses_says_why() -> None:
 def test_a_template_that_writes_no_placeholder_is_found_out() -> None:
     k = kit("llava")
     processor = InputProcessor.from_parts(
-        k.config, k.ours.tokenizer, k.ours._parts.image_processor, chat_template="{{ messages[0]['role'] }}"
+        k.config, k.ours.tokenizer, k.ours.parts.image_processor, chat_template="{{ messages[0]['role'] }}"
     )
     with pytest.raises(InputError, match="0 of <image> for 1 image;"):
         processor.prompt("Hi", [IMAGE])

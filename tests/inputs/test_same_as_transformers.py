@@ -165,8 +165,8 @@ def test_qwen_video_patches_have_the_video_processors_sizes(
     expected = processor(
         torch.from_numpy(video.frames), cap_pixels_per_frame=cap, do_sample_frames=False, return_tensors="pt"
     )
-    settings = {**k.ours._parts.video_settings, "cap_pixels_per_frame": cap}
-    ours = InputProcessor.from_parts(k.config, k.ours.tokenizer, None, settings, k.ours._parts.chat_template)
+    settings = {**k.ours.parts.video_settings, "cap_pixels_per_frame": cap}
+    ours = InputProcessor.from_parts(k.config, k.ours.tokenizer, None, settings, k.ours.parts.chat_template)
     made = ours.prompt("?", videos=[video]).media[0].tensors
     assert made["video_grid_thw"].tolist() == expected["video_grid_thw"].tolist()
     torch.testing.assert_close(

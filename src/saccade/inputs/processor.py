@@ -32,20 +32,21 @@ class InputProcessor:
         config: the model's Hugging Face configuration.
         tokenizer: the model's tokenizer.
         eos_token_ids: ids that end an answer.
+        parts: all that the checkpoint brings besides the weights.
     """
 
     def __init__(self, parts: Parts) -> None:
         self.config = parts.config
         self.tokenizer = parts.tokenizer
         self.eos_token_ids: tuple[int, ...] = read_eos(parts)
-        self._parts = parts
+        self.parts = parts
         self._family = family_of(parts.config)
         self._words = Words.of(parts.config, parts.tokenizer)
 
     @cached_property
     def digest(self) -> str:
         """Of image and video settings and chat template."""
-        return settings_digest(self._parts)
+        return settings_digest(self.parts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
@@ -138,7 +139,7 @@ class InputProcessor:
             text = render(self.tokenizer, template, messages, add_generation_prompt, template_options or {})
         add_special_tokens = not self._has_special_tokens(text, templated=template is not None)
         if self._family is None:
-            return composite_prompt(self._parts, text, slots, add_special_tokens)
+            return composite_prompt(self.parts, text, slots, add_special_tokens)
         text, media = self._expand(text, slots, sampling)
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         prompt = Prompt(tuple(ids), tuple(media))
@@ -159,11 +160,11 @@ class InputProcessor:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write what `load` reads besides the configuration: for a model whose inputs are the same."""
-        save_parts(self._parts, Path(folder))
+        save_parts(self.parts, Path(folder))
 
     def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
         """Mean and standard deviation of the three colours, by which an ``image`` or a ``video`` is scaled."""
-        parts = self._parts
+        parts = self.parts
         if kind == "video" and self._family is not None and self._family.video is not None:
             settings = {**self._family.video.settings, **parts.video_settings}
             return settings["image_mean"], settings["image_std"]
@@ -191,7 +192,7 @@ class InputProcessor:
             )
         if family.video is None and any(s.kind == "video" for s in slots):
             raise InputError(f"The model {name} takes images but no videos; give single frames as images.")
-        if self._parts.image_processor is None and any(s.kind == "image" for s in slots):
+        if self.parts.image_processor is None and any(s.kind == "image" for s in slots):
             raise ModelError(
                 f"The checkpoint has no image processor; load {name} from a complete checkpoint."
             )
@@ -200,7 +201,7 @@ class InputProcessor:
         """Source of the chat template for a conversation with these media."""
         if kind_of(self.config) == "smolvlm" and any(s.kind == "video" for s in slots):
             return _smolvlm_video_template()
-        template = self._parts.chat_template or getattr(self.tokenizer, "chat_template", None)
+        template = self.parts.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # several by name
             template = template.get("default")
         return template
@@ -212,7 +213,7 @@ class InputProcessor:
                 "The checkpoint has no chat template, so messages cannot be rendered; give the prompt as a string."
             )
         if self._family is None:
-            words = {kind: getattr(self._parts.composite, f"{kind}_token", "") for kind in ("image", "video")}
+            words = {kind: getattr(self.parts.composite, f"{kind}_token", "") for kind in ("image", "video")}
         elif self._words is None:
             return given
         else:
@@ -243,7 +244,7 @@ class InputProcessor:
         wanted = [slot.kind for slot in slots]
         if sorted(found) != sorted(wanted):
             raise _miscounted(found, wanted, names)
-        visuals = Visuals(self._parts, self._words)
+        visuals = Visuals(self.parts, self._words)
         queues = {
             "image": iter(visuals.images([s.source for s in slots if s.kind == "image"])),
             "video": (visuals.video(s.source, sampling) for s in slots if s.kind == "video"),

@@ -80,7 +80,7 @@ class Visuals:
         family = family_of(config)
         assert family is not None
         assert family.video is not None
-        settings = _settings(family.video, self.parts.video_settings, sampling)
+        settings = video_settings(family.video, self.parts, sampling)
         sample = family.video.sample
         video = load_video(source, lambda total, fps: sample(total, fps, settings))
         tensors = _video_tensors(kind_of(config), family, video, settings)
@@ -120,9 +120,9 @@ class Visuals:
             ) from error
 
 
-def _settings(rules: VideoRules, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def video_settings(rules: VideoRules, parts: Parts, given: Mapping[str, Any]) -> dict[str, Any]:
     """The family's defaults, under the checkpoint's settings, under what the caller wants."""
-    settings = {**rules.settings, **checkpoint}
+    settings = {**rules.settings, **parts.video_settings}
     named = {name: settings.pop(name) for name in ("num_frames", "fps") if settings.get(name)}
     if len(rules.fallback) > 1:  # the family samples by both at once
         return {**settings, **rules.fallback, **named, **given}
