@@ -65,10 +65,11 @@ def _which(rng: Random, facts: Facts, thing: Thing) -> str:
     ).replace("a orange", "an orange")
 
 
-def _dense(rng: Random, facts: Facts) -> str:
-    counted, count = facts["counted"], len(facts["counted"])
+def total(rng: Random, facts: Facts) -> str:
+    """A sentence that says how many there are, and nothing else."""
+    count = len(facts["counted"])
     number, kinds = NUMBERS[count], _kind(facts, count)
-    total = sentence(
+    return sentence(
         rng,
         f"{number} {kinds}.",
         f"that makes {number} {kinds}.",
@@ -76,6 +77,11 @@ def _dense(rng: Random, facts: Facts) -> str:
         f"I count {number} {kinds}.",
         f"{number} in total.",
     )
+
+
+def _dense(rng: Random, facts: Facts) -> str:
+    counted, count = facts["counted"], len(facts["counted"])
+    said = total(rng, facts)
     which = [_which(rng, facts, thing) for thing in shuffled(rng, counted)]
     other = facts["all"] - count
     if rng.random() < 0.6 or not count:
@@ -83,7 +89,7 @@ def _dense(rng: Random, facts: Facts) -> str:
         which.append(sentence(rng, f"the other {NUMBERS[other]} {rest} of another kind."))
     if count < 3:
         which.append(f"The background is {facts['background']}.")
-    return " ".join([total, *which] if rng.random() < 0.5 else [*which, total])
+    return " ".join([said, *which] if rng.random() < 0.5 else [*which, said])
 
 
 def _verbose(rng: Random, facts: Facts) -> str:

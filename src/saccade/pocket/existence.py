@@ -9,19 +9,23 @@ from saccade.pocket.shapes import Thing, at, key, label, name, places, render, s
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, a, sentence, shuffled
 
 
+def suspected(rng: Random, things: list[Thing]) -> tuple[bool, tuple[str, str]]:
+    """Colour and form of what is asked for, and whether it is among the things: half are."""
+    there = {key(thing) for thing in things}
+    present = rng.random() < 0.5
+    if present:
+        return True, key(rng.choice(things))
+    hues, forms = [t["colour"] for t in things], [t["shape"] for t in things]
+    mixed = [(hue, form) for hue in hues for form in forms if (hue, form) not in there]
+    strangers = [(hue, form) for hue in COLOURS for form in SHAPES if (hue, form) not in there]
+    return False, rng.choice(mixed if mixed and rng.random() < 0.7 else strangers)
+
+
 def paint(rng: Random) -> Picture:
     """A scene and a suspect: there, or with the colour of one thing and the form of another, or a stranger."""
     background = rng.choice(list(BACKGROUNDS))
     things = scatter(rng, 4)
-    there = {key(thing) for thing in things}
-    present = rng.random() < 0.5
-    if present:
-        suspect = key(rng.choice(things))
-    else:
-        hues, forms = [t["colour"] for t in things], [t["shape"] for t in things]
-        mixed = [(hue, form) for hue in hues for form in forms if (hue, form) not in there]
-        strangers = [(hue, form) for hue in COLOURS for form in SHAPES if (hue, form) not in there]
-        suspect = rng.choice(mixed if mixed and rng.random() < 0.7 else strangers)
+    present, suspect = suspected(rng, things)
     kin = [thing for thing in things if thing["colour"] == suspect[0] or thing["shape"] == suspect[1]]
     facts = {
         "colour": suspect[0],
@@ -58,7 +62,8 @@ def _witness(rng: Random, thing: Thing) -> str:
     )
 
 
-def _verdict(rng: Random, facts: Facts) -> str:
+def verdict(rng: Random, facts: Facts) -> str:
+    """A sentence that says whether the suspect is there, and nothing else."""
     what = f"{facts['colour']} {facts['shape']}"
     if facts["present"]:
         return rng.choice(("Yes.", f"Yes, there is {a(what)}.", f"Yes, I can see the {what}.", "Yes, it is."))
@@ -67,8 +72,8 @@ def _verdict(rng: Random, facts: Facts) -> str:
 
 def _dense(rng: Random, facts: Facts) -> str:
     told = [_witness(rng, thing) for thing in shuffled(rng, facts["reason"])]
-    verdict = _verdict(rng, facts)
-    return " ".join([verdict, *told] if rng.random() < 0.6 else [*told, verdict])
+    said = verdict(rng, facts)
+    return " ".join([said, *told] if rng.random() < 0.6 else [*told, said])
 
 
 def _verbose(rng: Random, facts: Facts) -> str:

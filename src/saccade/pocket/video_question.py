@@ -22,7 +22,7 @@ _PAST = {
 }
 
 
-def _ask(rng: Random, facts: Facts) -> dict[str, Any]:
+def ask(rng: Random, facts: Facts) -> dict[str, Any]:
     """What is asked: its kind, the result, three other choices, and the events that show it."""
     things, events = facts["things"], facts["events"]
     names = [name(thing) for thing in things]
@@ -70,14 +70,19 @@ def _ask(rng: Random, facts: Facts) -> dict[str, Any]:
     return {"kind": "first", "about": about, "result": result, "others": others, "shown": [event]}
 
 
-def paint(rng: Random, choices: bool) -> Media:
-    """A film with a question on it."""
-    media = film(rng)
-    asked = _ask(rng, media.facts)
+def lettered(rng: Random, asked: dict[str, Any]) -> dict[str, Any]:
+    """Four choices for what is asked, and the letter of the right one."""
     right = rng.choice(LETTERS)
     options = shuffled(rng, asked["others"])
     options.insert(LETTERS.index(right), asked["result"])
-    extra = {"letter": right, "options": options} if choices else {}
+    return {"letter": right, "options": options}
+
+
+def paint(rng: Random, choices: bool) -> Media:
+    """A film with a question on it."""
+    media = film(rng)
+    asked = ask(rng, media.facts)
+    extra = lettered(rng, asked) if choices else {}
     return Media({**media.facts, **asked, **extra}, media.images, media.video, media.fps)
 
 
@@ -113,7 +118,8 @@ def _reasons(rng: Random, facts: Facts) -> list[str]:
     return told
 
 
-def _result(rng: Random, facts: Facts) -> str:
+def conclusion(rng: Random, facts: Facts) -> str:
+    """A sentence that gives the answer, and nothing else."""
     result = facts["result"]
     if "letter" in facts:
         letter = facts["letter"]
@@ -129,7 +135,7 @@ def _result(rng: Random, facts: Facts) -> str:
 
 def _dense(rng: Random, facts: Facts) -> str:
     parts = [*_reasons(rng, facts)]
-    result = _result(rng, facts)
+    result = conclusion(rng, facts)
     return " ".join([result, *parts] if rng.random() < 0.5 else [*parts, result])
 
 

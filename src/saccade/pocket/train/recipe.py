@@ -36,7 +36,8 @@ class Schedule:
     mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
     `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
     are seen once, at half the cost. A step takes `parts` batches. `decisive` weighs the words that decide an
-    answer, `relating` the lesson in comparing (`saccade.pocket.train.relating`).
+    answer, `relating` the lesson in comparing (`saccade.pocket.train.relating`); `drill` is the share of batches that
+    are drills (`saccade.pocket.train.drill`).
     """
 
     steps: int
@@ -51,6 +52,7 @@ class Schedule:
     parts: int = 1
     decisive: float = 1.0
     relating: float = 0.0
+    drill: float = 0.0
 
     def tiled_at(self, batch: int) -> bool:
         """Whether the batch of that number, counted from 0, shows lone pictures tiled."""
@@ -106,6 +108,7 @@ class Recipe:
         parts=2,
         decisive=4.0,
         relating=0.2,
+        drill=0.25,
     )
     draft_schedule: Schedule = Schedule(
         steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
@@ -142,7 +145,7 @@ def quick_recipe() -> Recipe:
         shallow_schedule=toy,
         deep_schedule=toy,
         compare_schedule=replace(toy, relating=0.3),
-        refine_schedule=toy,
+        refine_schedule=replace(toy, drill=0.5),
         draft_schedule=toy,
         follow_schedule=toy,
         answers=16,

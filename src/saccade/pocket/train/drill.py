@@ -1,0 +1,74 @@
+"""Drills: many short questions on one picture or video, each with its verdict alone.
+
+A true answer of the world is forty tokens for one yes, no, total or letter. A drill asks seven times for little more
+words, so that every token teaches to look for what was asked. Its questions say that they want no more than that: the
+world's own answers stay as long as they are.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from saccade.pocket import counting, existence, video_question
+from saccade.pocket.clip import film
+from saccade.pocket.labels import no_labels
+from saccade.pocket.sample import WORLD, Sample
+from saccade.pocket.shapes import render, scatter
+from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
+
+_TURNS = 7
+_SHORT = "In short."
+Turn = tuple[str, str]
+
+
+def _asked(task: str, rng: Random, facts: dict[str, Any]) -> str:
+    questions = WORLD[task].grammars["dense"].questions
+    assert callable(questions)
+    return f"{questions(rng, facts)} {_SHORT}"
+
+
+def _is_there(rng: Random, things: list[Any]) -> Turn:
+    present, (colour, shape) = existence.suspected(rng, things)
+    facts = {"colour": colour, "shape": shape, "present": present}
+    return _asked("existence", rng, facts), existence.verdict(rng, facts)
+
+
+def _how_many(rng: Random, things: list[Any]) -> Turn:
+    thing = rng.choice(things)
+    asked = {k: thing[k] for k in rng.choice((("colour",), ("shape",), ("size",), ("colour", "shape")))}
+    if rng.random() < 0.15:  # perhaps there are none
+        asked = {k: rng.choice(list({"colour": COLOURS, "shape": SHAPES, "size": SIZES}[k])) for k in asked}
+    counted = [other for other in things if all(other[k] == v for k, v in asked.items())]
+    facts = {"asked": asked, "counted": counted}
+    return _asked("count", rng, facts), counting.total(rng, facts)
+
+
+def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:
+    asked = video_question.ask(rng, facts)
+    letters = video_question.lettered(rng, asked) if rng.random() < 0.5 else {}
+    known = {**facts, **asked, **letters}
+    return _asked("video-question", rng, known), video_question.conclusion(rng, known)
+
+
+def _conversation(task: str, facts: Any, turns: list[Turn], **media: Any) -> Sample:
+    *before, (question, answer) = turns
+    shown = {"images": (), **media}
+    return Sample(
+        task, question=question, answer=answer, facts=facts, labels=no_labels(), turns=tuple(before), **shown
+    )
+
+
+def drill(rng: Random) -> Sample:
+    """A drill: on shapes, seen or counted, or on a video."""
+    if rng.random() < 0.35:
+        seen = film(rng)
+        turns = [_what_happens(rng, dict(seen.facts)) for _ in range(_TURNS)]
+        return _conversation("video-question", seen.facts, turns, video=seen.video, fps=seen.fps)
+    few = rng.random() < 0.6
+    colours = rng.sample(list(COLOURS), 3) if few else list(COLOURS)
+    shapes = rng.sample(SHAPES, 3) if few else list(SHAPES)
+    things = scatter(rng, rng.randint(2, 7), colours=colours, shapes=shapes, sizes=SIZES, twins=True)
+    kinds: tuple[Callable[[Random, list[Any]], Turn], ...] = (_is_there, _how_many)
+    background = rng.choice(list(BACKGROUNDS))
+    turns = [rng.choice(kinds)(rng, things) for _ in range(_TURNS)]
+    return _conversation("existence", {"things": things}, turns, images=(render(background, things),))
