@@ -18,6 +18,7 @@ from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
 
 _TURNS = 7
 _SHORT = "In short."
+_FRAMES = 12  # no row of a batch is much longer than another
 Turn = tuple[str, str]
 
 
@@ -58,12 +59,15 @@ def _conversation(task: str, facts: Any, turns: list[Turn], **media: Any) -> Sam
     )
 
 
-def drill(rng: Random) -> Sample:
-    """A drill: on shapes, seen or counted, or on a video."""
-    if rng.random() < 0.35:
+def _film_drill(rng: Random) -> Sample:
+    seen = film(rng)
+    while len(seen.video or ()) > _FRAMES:
         seen = film(rng)
-        turns = [_what_happens(rng, dict(seen.facts)) for _ in range(_TURNS)]
-        return _conversation("video-question", seen.facts, turns, video=seen.video, fps=seen.fps)
+    turns = [_what_happens(rng, dict(seen.facts)) for _ in range(_TURNS)]
+    return _conversation("video-question", seen.facts, turns, video=seen.video, fps=seen.fps)
+
+
+def _picture_drill(rng: Random) -> Sample:
     few = rng.random() < 0.6
     colours = rng.sample(list(COLOURS), 3) if few else list(COLOURS)
     shapes = rng.sample(SHAPES, 3) if few else list(SHAPES)
@@ -72,3 +76,10 @@ def drill(rng: Random) -> Sample:
     background = rng.choice(list(BACKGROUNDS))
     turns = [rng.choice(kinds)(rng, things) for _ in range(_TURNS)]
     return _conversation("existence", {"things": things}, turns, images=(render(background, things),))
+
+
+def drills(rng: Random, count: int) -> list[Sample]:
+    """A batch of drills: of so many on shapes, seen or counted, or of half as many on short videos."""
+    if rng.random() < 0.3:
+        return [_film_drill(rng) for _ in range(max(1, count // 2))]
+    return [_picture_drill(rng) for _ in range(count)]

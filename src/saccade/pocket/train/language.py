@@ -14,7 +14,7 @@ from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.attention import choose_attention
 from saccade.pocket.train.batches import Batch, batch_of, sorted_batch
 from saccade.pocket.train.decisive import decisive_weights
-from saccade.pocket.train.drill import drill
+from saccade.pocket.train.drill import drills
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
@@ -101,7 +101,7 @@ def _batch(
 ) -> Batch:
     rng = Random(f"{name}/{seed}/{number}")
     if schedule.drill and rng.random() < schedule.drill:
-        samples = [drill(rng) for _ in range(schedule.batch)]
+        samples = drills(rng, schedule.batch)
     else:
         samples = sorted_batch(rng, schedule.batch, schedule.verbose, shares)
     return true_answers(tokenizer, samples, tiled=schedule.tiled_at(number), decisive=schedule.decisive)

@@ -98,7 +98,7 @@ class Recipe:
         relating=1.0,
     )
     refine_schedule: Schedule = Schedule(
-        steps=1150,
+        steps=850,
         batch=16,
         rate=1.5e-3,
         warmup=100,
