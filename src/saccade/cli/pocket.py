@@ -162,12 +162,12 @@ def evaluate_model(
         str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")
     ] = "dense",
     drafter: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--draft",
             "-d",
-            metavar="FOLDER",
-            help="A draft model for the same answers sooner; the built-in one of `target`.",
+            metavar="DRAFT",
+            help="A draft model for the same answers sooner: a folder, or `pocket`, which `target` has anyway.",
         ),
     ] = None,
 ) -> None:

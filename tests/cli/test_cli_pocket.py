@@ -1,0 +1,21 @@
+"""`saccade pocket eval` marks a folder's model, with a draft model by name or by folder, or refuses in one sentence."""
+
+import pytest
+from commands import Shell
+
+from saccade.pocket import draft_path, target_path
+
+
+@pytest.mark.parametrize("drafter", ["pocket", str(draft_path())])
+def test_a_folder_is_marked_with_a_draft_model_by_name_or_by_folder(shell: Shell, drafter: str) -> None:
+    asked = ("--task", "knowledge", "-n", "2")
+    ours = shell("pocket", "eval", str(target_path()), "-d", drafter, *asked)
+    assert ours.code == 0, ours.err
+    assert "| knowledge | fact |" in ours.out
+    assert ours.out == shell("pocket", "eval", "target", *asked).out
+
+
+def test_tasks_and_grammars_that_do_not_exist_are_named(shell: Shell) -> None:
+    assert "no pocket task 'pie'; choose from chart, " in shell("pocket", "eval", "-t", "pie").complaint
+    message = "no grammar 'loud'; choose dense or verbose"
+    assert message in shell("pocket", "eval", "--grammar", "loud", "-n", "2").complaint
