@@ -42,12 +42,12 @@ _COMPARING = {
 """The mixture of the stage before the last: what is told by looking at two places at once, and words alone."""
 _HARD = {
     "chart": 0.15,
-    "receipt": 0.3,
+    "receipt": 0.4,
     "scene": 0.25,
     "document": 0.1,
     "line": 0.06,
     "caption": 0.06,
-    "count": 0.2,
+    "count": 0.3,
     "existence": 0.2,
     "vet": 0.1,
     "detail": 0.1,
@@ -55,7 +55,7 @@ _HARD = {
     "difference": 0.22,
     "edit": 0.15,
     "story": 0.14,
-    "video": 0.3,
+    "video": 0.6,
     "video-question": 0.16,
     "choice": 0.16,
     "arithmetic": 0.1,

@@ -98,7 +98,7 @@ class Recipe:
         relating=1.0,
     )
     refine_schedule: Schedule = Schedule(
-        steps=850,
+        steps=950,
         batch=16,
         rate=1.5e-3,
         warmup=100,
@@ -108,7 +108,7 @@ class Recipe:
         parts=2,
         decisive=4.0,
         relating=0.2,
-        drill=0.25,
+        drill=0.15,
     )
     draft_schedule: Schedule = Schedule(
         steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
