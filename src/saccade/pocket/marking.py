@@ -6,6 +6,9 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from saccade.pocket.words import NUMBERS
 
+CONCLUSION = r"(?i)[^.]*\banswer\b[^.]*"
+"""The sentence that gives the answer, where reasons stand beside it."""
+
 
 def sentences(answer: str) -> list[str]:
     """The sentences of an answer, in lower case."""

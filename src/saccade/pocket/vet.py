@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 from saccade.pocket import chart, document, receipt, scene
-from saccade.pocket.marking import mentioned, overlap, sentences
+from saccade.pocket.marking import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
 from saccade.pocket.shapes import at, name, relation
 from saccade.pocket.words import (
@@ -205,6 +205,6 @@ register(
         },
         score=mark,
         share=0.12,
-        decisive=r"(?i)[^.]*\banswer\b[^.]*",
+        decisive=CONCLUSION,
     ),
 )

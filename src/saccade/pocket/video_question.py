@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from saccade.pocket.clip import DIRECTIONS, WHATS, film, read_events, tell, true_events
-from saccade.pocket.marking import mentioned, overlap, sentences
+from saccade.pocket.marking import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
 from saccade.pocket.shapes import key, name, named
 from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, sentence, shuffled
@@ -204,7 +204,7 @@ def _task(choices: bool) -> Task:
         },
         score=mark,
         share=0.06,
-        decisive=r"(?i)[^.]*\banswer\b[^.]*",
+        decisive=CONCLUSION,
     )
 
 

@@ -123,11 +123,13 @@ def _train_stage(
     relating = Relating(model.config.text_config.hidden_size).to(model.device) if schedule.relating else None
 
     def lesson(hidden: Tensor, seen: Tensor, batch: Batch) -> Tensor:
-        return hidden.new_zeros(()) if relating is None else schedule.relating * relating(hidden, seen, batch)
+        assert relating is not None
+        misses: Tensor = relating(hidden, seen, batch)
+        return schedule.relating * misses
 
     def weighted(batch: Batch) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16):
-            return loss_of(model, batch, token_weights=weights, lesson=lesson)
+            return loss_of(model, batch, token_weights=weights, lesson=lesson if relating else None)
 
     def check() -> str:
         told = (f"{task} {held_out_loss(model, tokenizer, task, schedule.tiled > 0):.2f}" for task in WORLD)

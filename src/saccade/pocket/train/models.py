@@ -133,13 +133,16 @@ def loss_of(
     inputs = embed(model, batch, train_tower)
     language = model.model.language_model
     caught: list[Tensor] = []
-    hook = language.layers[(len(language.layers) - 1) // 3].register_forward_hook(
-        lambda _module, _inputs, output: caught.append(output)
-    )
+    hook = None
+    if lesson is not None:
+        hook = language.layers[(len(language.layers) - 1) // 3].register_forward_hook(
+            lambda _module, _inputs, output: caught.append(output)
+        )
     try:
         hidden = language(inputs_embeds=inputs, use_cache=False).last_hidden_state
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
     targets = batch.targets.to(model.device)
     learnt = targets[:, 1:] != IGNORED
     told = targets[:, 1:][learnt]
