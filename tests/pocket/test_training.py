@@ -234,11 +234,7 @@ def test_stage_files_of_another_recipe_are_refused_by_the_name_of_the_setting(
 def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
     quick = quick_recipe()
     run(quick, tmp_path / "first")
-    still = replace(
-        quick,
-        compare_schedule=replace(quick.compare_schedule, steps=0),
-        refine_schedule=replace(quick.refine_schedule, steps=0),
-    )
+    still = replace(quick, refine_schedule=replace(quick.refine_schedule, steps=0))
     run(still, tmp_path / "same", until="answers", pair=tmp_path / "first")
     run(quick, tmp_path / "on", pair=tmp_path / "first")
     first, same, on = (
@@ -254,7 +250,7 @@ def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
     ]
     assert "- Training: on the target's tower" in cards[0]
     assert cards[1].count("answers of the target (half greedy") == 2
-    assert "from those bfloat16 weights 0 min of comparing" in cards[2]
+    assert "from those bfloat16 weights 0 min with larger shares" in cards[2]
     other = tmp_path / "first" / "draft" / "model.safetensors"
     other.write_bytes(other.read_bytes() + b" ")
     with pytest.raises(TrainingError, match="of another recipe: its from is"):
@@ -264,7 +260,7 @@ def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
     ):
         run(quick, tmp_path / "on", pair=tmp_path)
     with pytest.raises(
-        TrainingError, match="from a pair has no stage 'tower'; choose from tokenizer, compare, refine"
+        TrainingError, match="from a pair has no stage 'tower'; choose from tokenizer, refine"
     ):
         run(quick, tmp_path / "never", until="tower", pair=tmp_path / "first")
     assert not (tmp_path / "never").exists()

@@ -66,6 +66,7 @@ class Batch:
         lengths: how many frames every row has.
         tiled: whether lone pictures are.
         weights: how much every target counts, `[B, N]`; None where they all count the same.
+        sought, happening: what lessons ask (`saccade.pocket.train.lessons`); None without them.
     """
 
     ids: Tensor
@@ -76,6 +77,8 @@ class Batch:
     lengths: tuple[int, ...] = ()
     tiled: bool = True
     weights: Tensor | None = None
+    sought: Tensor | None = None
+    happening: Tensor | None = None
 
 
 def batch_of(

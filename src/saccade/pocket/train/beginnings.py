@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from saccade.pocket.train.models import PocketModel
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tower import train_tower
 
-LEARNT_BEFORE = ("tower", "shallow", "deep", "draft")
+LEARNT_BEFORE = ("tower", "shallow", "deep", "compare", "draft")
 """Stages whose outcome an earlier pair brings along."""
 _TOLD = re.compile(r"^- Training: (.*?)\.?$", re.MULTILINE)
 
@@ -56,7 +56,8 @@ def from_nothing(
         target,
         f"tower on per-patch labels {tower_minutes:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
         f"{shallow_minutes:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
-        f"{deep_minutes:.0f} min; {_refined(compare_minutes, minutes)}",
+        f"{deep_minutes:.0f} min; {compare_minutes:.0f} min of comparing, with lessons in where to look; "
+        f"{_refined(minutes)}",
         draft,
         f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, every third batch without its "
         "pictures, no five-picture stories",
@@ -69,25 +70,20 @@ def from_pair(
     """The target of an earlier pair, trained on, and its draft as it is; None where `until` is that stage."""
     target, draft = (PocketModel.from_pretrained(pair / name, dtype=torch.float32) for name in _NAMES)
     target.to(device)
-    compare_minutes = train_comparing(recipe, tokenizer, target, folder)
-    if until == "compare":
-        return None
-    minutes = train_refined(recipe, tokenizer, target, folder)
+    unseen = replace(recipe, seed=int(pair_digest(pair), 16))  # not the batches that the pair has seen
+    minutes = train_refined(unseen, tokenizer, target, folder)
     if until == "refine":
         return None
     before, draft_before = (_told(pair / name) for name in _NAMES)
-    story = f"{before}; from those bfloat16 weights {_refined(compare_minutes, minutes)}"
+    story = f"{before}; from those bfloat16 weights {_refined(minutes)}"
     return Beginning(target, story, draft.to(device), draft_before)
 
 
 _NAMES = ("target", "draft")
 
 
-def _refined(compare_minutes: float, minutes: float) -> str:
-    return (
-        f"{compare_minutes:.0f} min of comparing, with a lesson in what every patch showed before, and "
-        f"{minutes:.0f} min with larger shares of the tasks that are hard"
-    )
+def _refined(minutes: float) -> str:
+    return f"{minutes:.0f} min with larger shares of the tasks that are hard, with lessons in where to look"
 
 
 def _told(model: Path) -> str:

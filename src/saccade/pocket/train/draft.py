@@ -1,5 +1,6 @@
 """Stages 5 and 7: a small model on the target's tower learns the world, then to answer as the target does."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -8,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from saccade.pocket.sample import WORLD
+from saccade.pocket.sample import WORLD, Sample
 from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.answers import Answered
 from saccade.pocket.train.attention import choose_attention
@@ -20,16 +21,20 @@ from saccade.pocket.train.recipe import Recipe, Schedule
 from saccade.pocket.train.tokens import content_weights
 
 _BLIND_EVERY = 3  # every third batch has no picture, so that the draft is of use without one too
+_SEEING_SEVERAL = (
+    1  # and of those with several pictures, which a small model makes less of, two in three have none
+)
 _SHARES = {name: task.share for name, task in WORLD.items() if name not in UNSEEN_BY_DRAFTS}
 
 
-def _seeing(number: int) -> bool:
-    return number % _BLIND_EVERY != 0
+def _seeing(number: int, samples: Sequence[Sample]) -> bool:
+    several = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
+    return number % _BLIND_EVERY == _SEEING_SEVERAL if several else number % _BLIND_EVERY != 0
 
 
 def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, number: int) -> Batch:
     samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, _SHARES)
-    return true_answers(tokenizer, samples, _seeing(number), schedule.tiled_at(number))
+    return true_answers(tokenizer, samples, _seeing(number, samples), schedule.tiled_at(number))
 
 
 def _following(
@@ -40,7 +45,8 @@ def _following(
         return _batch("follow", seed, schedule, tokenizer, number)
     start = Random(f"follow/{seed}/{number}").randrange(max(1, len(order) - schedule.batch + 1))
     rows = order[start : start + schedule.batch]
-    return batch_of(tokenizer, [row.sample() for row in rows], [row.ids for row in rows], _seeing(number))
+    samples = [row.sample() for row in rows]
+    return batch_of(tokenizer, samples, [row.ids for row in rows], _seeing(number, samples))
 
 
 def train_draft(

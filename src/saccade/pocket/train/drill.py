@@ -13,13 +13,15 @@ from saccade.pocket import counting, existence, video_question
 from saccade.pocket.clip import film
 from saccade.pocket.labels import no_labels
 from saccade.pocket.sample import WORLD, Sample
-from saccade.pocket.shapes import render, scatter
+from saccade.pocket.shapes import Thing, key, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
 
 _TURNS = 7
 _SHORT = "In short."
 _FRAMES = 12  # no row of a batch is much longer than another
 Turn = tuple[str, str]
+Found = tuple[Turn, list[Thing]]
+"""A turn with the things that it asks for."""
 
 
 def _asked(task: str, rng: Random, facts: dict[str, Any]) -> str:
@@ -28,20 +30,21 @@ def _asked(task: str, rng: Random, facts: dict[str, Any]) -> str:
     return f"{questions(rng, facts)} {_SHORT}"
 
 
-def _is_there(rng: Random, things: list[Any]) -> Turn:
+def _is_there(rng: Random, things: list[Thing]) -> Found:
     present, (colour, shape) = existence.suspected(rng, things)
     facts = {"colour": colour, "shape": shape, "present": present}
-    return _asked("existence", rng, facts), existence.verdict(rng, facts)
+    turn = _asked("existence", rng, facts), existence.verdict(rng, facts)
+    return turn, [thing for thing in things if key(thing) == (colour, shape)]
 
 
-def _how_many(rng: Random, things: list[Any]) -> Turn:
+def _how_many(rng: Random, things: list[Thing]) -> Found:
     thing = rng.choice(things)
     asked = {k: thing[k] for k in rng.choice((("colour",), ("shape",), ("size",), ("colour", "shape")))}
     if rng.random() < 0.15:  # perhaps there are none
         asked = {k: rng.choice(list({"colour": COLOURS, "shape": SHAPES, "size": SIZES}[k])) for k in asked}
     counted = [other for other in things if all(other[k] == v for k, v in asked.items())]
     facts = {"asked": asked, "counted": counted}
-    return _asked("count", rng, facts), counting.total(rng, facts)
+    return (_asked("count", rng, facts), counting.total(rng, facts)), counted
 
 
 def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:
@@ -72,10 +75,13 @@ def _picture_drill(rng: Random) -> Sample:
     colours = rng.sample(list(COLOURS), 3) if few else list(COLOURS)
     shapes = rng.sample(SHAPES, 3) if few else list(SHAPES)
     things = scatter(rng, rng.randint(2, 7), colours=colours, shapes=shapes, sizes=SIZES, twins=True)
-    kinds: tuple[Callable[[Random, list[Any]], Turn], ...] = (_is_there, _how_many)
+    kinds: tuple[Callable[[Random, list[Thing]], Found], ...] = (_is_there, _how_many)
     background = rng.choice(list(BACKGROUNDS))
-    turns = [rng.choice(kinds)(rng, things) for _ in range(_TURNS)]
-    return _conversation("existence", {"things": things}, turns, images=(render(background, things),))
+    asked = [rng.choice(kinds)(rng, things) for _ in range(_TURNS)]
+    facts = {"things": things, "found": [found for _, found in asked]}
+    return _conversation(
+        "existence", facts, [turn for turn, _ in asked], images=(render(background, things),)
+    )
 
 
 def drills(rng: Random, count: int) -> list[Sample]:

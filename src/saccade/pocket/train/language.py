@@ -16,10 +16,10 @@ from saccade.pocket.train.batches import Batch, batch_of, sorted_batch
 from saccade.pocket.train.decisive import decisive_weights
 from saccade.pocket.train.drill import drills
 from saccade.pocket.train.growth import grow
+from saccade.pocket.train.lessons import Lessons, taught
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
 from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule
-from saccade.pocket.train.relating import Relating
 from saccade.pocket.train.tokens import content_weights
 
 _COMPARING = {
@@ -41,28 +41,28 @@ _COMPARING = {
 }
 """The mixture of the stage before the last: what is told by looking at two places at once, and words alone."""
 _HARD = {
-    "chart": 0.15,
-    "receipt": 0.4,
-    "scene": 0.25,
-    "document": 0.1,
+    "chart": 0.25,
+    "receipt": 0.5,
+    "scene": 0.3,
+    "document": 0.3,
     "line": 0.06,
     "caption": 0.06,
-    "count": 0.3,
-    "existence": 0.2,
+    "count": 0.5,
+    "existence": 0.25,
     "vet": 0.1,
-    "detail": 0.1,
+    "detail": 0.12,
     "followup": 0.08,
-    "difference": 0.22,
-    "edit": 0.15,
+    "difference": 0.2,
+    "edit": 0.2,
     "story": 0.14,
-    "video": 0.6,
-    "video-question": 0.16,
-    "choice": 0.16,
-    "arithmetic": 0.1,
-    "knowledge": 0.1,
+    "video": 1.0,
+    "video-question": 0.2,
+    "choice": 0.12,
+    "arithmetic": 0.08,
+    "knowledge": 0.08,
 }
 """The mixture of the last stage: more of what a few hours teach last, which is to compare and to count."""
-_RELATING = "relating"
+_LESSONS = "lessons"
 _CHECKED = 8  # samples of every task that the held-out loss is measured on
 
 
@@ -104,7 +104,8 @@ def _batch(
         samples = drills(rng, schedule.batch)
     else:
         samples = sorted_batch(rng, schedule.batch, schedule.verbose, shares)
-    return true_answers(tokenizer, samples, tiled=schedule.tiled_at(number), decisive=schedule.decisive)
+    batch = true_answers(tokenizer, samples, tiled=schedule.tiled_at(number), decisive=schedule.decisive)
+    return taught(batch, samples) if schedule.has_lessons else batch
 
 
 def _train_stage(
@@ -120,31 +121,28 @@ def _train_stage(
     weights = weights.to(model.device)
     model.model.vision_tower.requires_grad_(False)
     choose_attention(model)
-    relating = Relating(model.config.text_config.hidden_size).to(model.device) if schedule.relating else None
-
-    def lesson(hidden: Tensor, seen: Tensor, batch: Batch) -> Tensor:
-        assert relating is not None
-        misses: Tensor = relating(hidden, seen, batch)
-        return schedule.relating * misses
+    lessons = None
+    if schedule.has_lessons:
+        asked = (schedule.relating, schedule.searching, schedule.watching)
+        lessons = Lessons(model.config.text_config.hidden_size, *asked).to(model.device)
 
     def weighted(batch: Batch) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16):
-            return loss_of(model, batch, token_weights=weights, lesson=lesson if relating else None)
+            return loss_of(model, batch, token_weights=weights, lesson=lessons)
 
     def check() -> str:
         told = (f"{task} {held_out_loss(model, tokenizer, task, schedule.tiled > 0):.2f}" for task in WORLD)
         return "held-out loss: " + ", ".join(told)
 
     make = partial(_batch, name, recipe.seed, schedule, tokenizer, shares)
-    if relating is not None:
-        model.add_module(
-            _RELATING, relating
-        )  # its readers are learnt and kept like the rest until the stage ends
+    if lessons is not None:
+        # Their readers are learnt and kept like the rest until the stage ends.
+        model.add_module(_LESSONS, lessons)
     try:
         return train(name, model, make, weighted, schedule, folder, recipe.checkpoint_seconds, check)
     finally:
-        if relating is not None:
-            delattr(model, _RELATING)
+        if lessons is not None:
+            delattr(model, _LESSONS)
 
 
 def train_shallow(

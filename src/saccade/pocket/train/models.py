@@ -4,7 +4,7 @@ Of the standard classes it is the one that serves all that the world asks: one p
 (with a token of their own and 2 x 2 pooling of every frame), around a plain Llama.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -122,26 +122,26 @@ def loss_of(
     batch: Batch,
     train_tower: bool = False,
     token_weights: Tensor | None = None,
-    lesson: Callable[[Tensor, Tensor, Batch], Tensor] | None = None,
+    lesson: Callable[[Sequence[Tensor], Tensor, Batch], Tensor] | None = None,
 ) -> Tensor:
     """Mean cross-entropy over the answer tokens, each weighted by what it is (`token_weights`: `[V]`) and where.
 
     Args:
-        lesson: a loss that is added, of the hidden states at a third of the depth, the input embeddings (both
+        lesson: a loss that is added, of the hidden states after every layer, the input embeddings (all
             `[B, N, d]`) and the batch.
     """
     inputs = embed(model, batch, train_tower)
     language = model.model.language_model
     caught: list[Tensor] = []
-    hook = None
-    if lesson is not None:
-        hook = language.layers[(len(language.layers) - 1) // 3].register_forward_hook(
-            lambda _module, _inputs, output: caught.append(output)
-        )
+    listened = language.layers if lesson is not None else ()
+    hooks = [
+        layer.register_forward_hook(lambda _module, _inputs, output: caught.append(output))
+        for layer in listened
+    ]
     try:
         hidden = language(inputs_embeds=inputs, use_cache=False).last_hidden_state
     finally:
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
     targets = batch.targets.to(model.device)
     learnt = targets[:, 1:] != IGNORED
@@ -152,4 +152,4 @@ def loss_of(
     if batch.weights is not None:
         weights = weights * batch.weights.to(weights.device)[:, 1:][learnt]
     loss = (losses * weights).sum() / weights.sum()
-    return loss if lesson is None else loss + lesson(caught[0], inputs, batch)
+    return loss if lesson is None else loss + lesson(caught, inputs, batch)

@@ -36,8 +36,8 @@ class Schedule:
     mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
     `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
     are seen once, at half the cost. A step takes `parts` batches. `decisive` weighs the words that decide an
-    answer, `relating` the lesson in comparing (`saccade.pocket.train.relating`); `drill` is the share of batches that
-    are drills (`saccade.pocket.train.drill`).
+    answer; `relating`, `searching` and `watching` weigh the lessons in these (`saccade.pocket.train.lessons`), `drill`
+    is the share of batches that are drills (`saccade.pocket.train.drill`).
     """
 
     steps: int
@@ -52,7 +52,14 @@ class Schedule:
     parts: int = 1
     decisive: float = 1.0
     relating: float = 0.0
+    searching: float = 0.0
+    watching: float = 0.0
     drill: float = 0.0
+
+    @property
+    def has_lessons(self) -> bool:
+        """Whether the model is asked for more than answers."""
+        return max(self.relating, self.searching, self.watching) > 0
 
     def tiled_at(self, batch: int) -> bool:
         """Whether the batch of that number, counted from 0, shows lone pictures tiled."""
@@ -96,9 +103,11 @@ class Recipe:
         parts=2,
         decisive=4.0,
         relating=1.0,
+        searching=3.0,
+        watching=0.6,
     )
     refine_schedule: Schedule = Schedule(
-        steps=950,
+        steps=2250,
         batch=16,
         rate=1.5e-3,
         warmup=100,
@@ -107,8 +116,10 @@ class Recipe:
         tiled=0.2,
         parts=2,
         decisive=4.0,
-        relating=0.2,
-        drill=0.15,
+        relating=0.6,
+        searching=3.0,
+        watching=0.6,
+        drill=0.2,
     )
     draft_schedule: Schedule = Schedule(
         steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
@@ -144,7 +155,7 @@ def quick_recipe() -> Recipe:
         tower_schedule=toy,
         shallow_schedule=toy,
         deep_schedule=toy,
-        compare_schedule=replace(toy, relating=0.3),
+        compare_schedule=replace(toy, relating=0.3, searching=0.3, watching=0.3),
         refine_schedule=replace(toy, drill=0.5),
         draft_schedule=toy,
         follow_schedule=toy,

@@ -1,0 +1,152 @@
+"""What lessons ask beside the answers: where the things are that a question asks for, and what happens in a frame."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from PIL import ImageChops
+from tokenizers import Tokenizer
+
+from saccade.pocket import draw
+from saccade.pocket.clip import DIRECTIONS, WHATS
+from saccade.pocket.sample import Sample
+from saccade.pocket.train.batches import Batch
+from saccade.pocket.train.chat import ASSISTANT, FRAME_TOKENS, VIDEO
+from saccade.pocket.train.drill import drills
+from saccade.pocket.train.language import true_answers
+from saccade.pocket.train.lessons import Lessons, taught
+from saccade.pocket.train.models import build, loss_of
+from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
+from saccade.pocket.train.searching import PLACES, Searching
+from saccade.pocket.train.tokens import train_tokenizer
+from saccade.pocket.train.watching import Watching
+from saccade.pocket.words import COLOURS, SHAPES
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(quick_recipe())
+
+
+def _taught(tokenizer: Tokenizer, samples: list[Sample]) -> Batch:
+    return taught(true_answers(tokenizer, samples, tiled=False), samples)
+
+
+def _sought(tokenizer: Tokenizer, samples: list[Sample]) -> torch.Tensor:
+    batch = _taught(tokenizer, samples)
+    assert batch.sought is not None
+    assert (batch.ids[batch.sought[:, 0], batch.sought[:, 1]] == ASSISTANT).all()
+    return batch.sought
+
+
+def test_what_is_counted_is_sought_where_it_is(tokenizer: Tokenizer) -> None:
+    samples = [draw(seed, "count") for seed in range(40)]
+    sought = _sought(tokenizer, samples)
+    assert sought[:, 0].tolist() == list(range(40))
+    for sample, row in zip(samples, sought[:, 2:].tolist(), strict=True):
+        there = {place for place, flag in zip(PLACES, row, strict=True) if flag}
+        assert there == {(thing["row"], thing["column"]) for thing in sample.facts["counted"]}
+
+
+def test_what_is_not_in_the_picture_is_sought_in_vain(tokenizer: Tokenizer) -> None:
+    samples = [draw(seed, "existence") for seed in range(40)]
+    found = _sought(tokenizer, samples)[:, 2:].sum(1)
+    assert found.tolist() == [int(sample.facts["present"]) for sample in samples]
+
+
+def test_every_question_of_a_drill_is_sought_by_itself(tokenizer: Tokenizer) -> None:
+    samples = [sample for seed in range(12) for sample in drills(Random(seed), 2) if sample.video is None]
+    sought = _sought(tokenizer, samples)
+    assert Counter(sought[:, 0].tolist()) == dict.fromkeys(range(len(samples)), 7)
+    flags = iter(sought[:, 2:].sum(1).tolist())
+    for sample in samples:
+        for _, answer in [*sample.turns, ("", sample.answer)]:
+            found = next(flags)
+            if answer.startswith("Yes"):
+                assert found >= 1
+            elif answer.startswith("No"):
+                assert found == 0
+
+
+def test_other_questions_seek_nothing_and_show_nothing_happening(tokenizer: Tokenizer) -> None:
+    batch = _taught(tokenizer, [draw(1, task) for task in ("scene", "knowledge", "difference", "story")])
+    assert batch.sought is not None
+    assert batch.happening is not None
+    assert len(batch.sought) == len(batch.happening) == 0
+
+
+@pytest.mark.parametrize("task", ["video", "choice"])
+def test_what_happens_is_told_in_order_at_the_end_of_frames_that_show_it(
+    tokenizer: Tokenizer, task: str
+) -> None:
+    whats: Counter[str] = Counter()
+    still, frames = 0, 0
+    for seed in range(30):
+        sample = draw(seed, task)
+        batch = _taught(tokenizer, [sample])
+        assert batch.happening is not None
+        assert sample.video is not None
+        start = int((batch.ids[0] == VIDEO).nonzero()[0, 0])
+        told: list[tuple[str, str, str]] = []
+        for place, what, colour, shape in batch.happening[:, 1:].tolist():
+            frame, rest = divmod(place - start + 1, FRAME_TOKENS)
+            assert rest == 0
+            still += ImageChops.difference(sample.video[frame - 1], sample.video[frame - 2]).getbbox() is None
+            told.append((WHATS[what], list(COLOURS)[colour], SHAPES[shape]))
+        things, events = sample.facts["things"], sample.facts["events"]
+        true = [(e["what"], *(things[e["thing"]][k] for k in ("colour", "shape"))) for e in events]
+        assert list(dict.fromkeys(told)) == list(dict.fromkeys(true))
+        whats.update(what for what, _, _ in told)
+        frames += len(told)
+    assert set(whats) > set(DIRECTIONS)
+    assert still < 0.05 * frames  # less than a pixel a frame, or there and back again between two frames
+
+
+def test_lessons_are_learnt_from_states_that_tell_and_not_from_others(tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    asked = torch.cat([torch.arange(64)[:, None], torch.zeros(64, 1).long(), torch.randint(2, (64, 9))], 1)
+    kinds = [torch.randint(high, (64, 1)) for high in (len(WHATS), len(COLOURS), len(SHAPES))]
+    seen = torch.cat([asked[:, :2], *kinds], 1)
+    for lesson, answers in ((Searching(64), asked), (Watching(64), seen)):
+        told = torch.zeros(64, 3, 64)
+        for column in range(2, answers.shape[1]):
+            width = 20 if answers is seen else 1
+            at = answers[:, column] + width * (column - 2)
+            told[torch.arange(64), 0, at] = 1 if answers is seen else answers[:, column].float()
+        if answers is asked:
+            told[:, 0, :9] = asked[:, 2:].float()
+        losses = []
+        for states in (told, torch.zeros(64, 3, 64)):
+            torch.manual_seed(1)
+            for module in lesson.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.reset_parameters()
+            optimiser = torch.optim.Adam(lesson.parameters(), 0.05)
+            for _ in range(150):
+                optimiser.zero_grad()
+                loss = lesson(states, answers)
+                loss.backward()
+                optimiser.step()
+            losses.append(loss.item())
+        assert losses[0] < 0.2 * losses[1]
+
+
+def test_every_lesson_adds_its_weight_to_the_loss(tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    model = build(LanguageShape(2, 64, 96), TowerShape(1, 32, 48, 2), 448).eval()
+    batch = _taught(tokenizer, [draw(3, task) for task in ("count", "video")])
+    lessons = Lessons(64, 1.0, 1.0, 1.0)
+
+    def loss(*weights: float) -> float:
+        weighed = Lessons(64, *weights)
+        weighed.load_state_dict(lessons.state_dict())
+        with torch.no_grad():
+            return loss_of(model, batch, lesson=weighed).item()
+
+    plain = loss(0, 0, 0)
+    with torch.no_grad():
+        assert plain == pytest.approx(loss_of(model, batch).item(), rel=1e-5)
+    added = [loss(*weights) - plain for weights in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    assert min(added) > 0.1
+    assert loss(1, 2, 3) - plain == pytest.approx(added[0] + 2 * added[1] + 3 * added[2], rel=1e-3)
