@@ -417,7 +417,10 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: speculate("path/to/model"), "no folder of a trained head; give one, or a loaded model"),
+        (
+            lambda: speculate("path/to/model"),
+            "no trained head; give the folder or hub id of one, or a loaded model",
+        ),
         (lambda: speculate(model("llama"), "prompt-lookup"), "takes no drafter"),
         (lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"), "ready-made drafter"),
         (lambda: speculate(None, "no such method"), "Unknown method"),

@@ -16,7 +16,7 @@ from saccade.loading import check_dtype, name_of, path_of
 from saccade.target.adapter import Target
 
 AnyHead = str | Path | Head
-"""A loaded head, or the folder of one."""
+"""A loaded head, or its folder or hub id."""
 Heads = AnyHead | Sequence[AnyHead] | Mapping[str, AnyHead]
 
 
@@ -72,14 +72,15 @@ def read_heads(
     Args:
         dtype: of heads that are read; see `load_head`.
     """
-    found, read = check_dtype(dtype or "auto"), dict[Path, Head]()
+    found, read = check_dtype(dtype or "auto"), dict[str, Head]()
     kind = found if isinstance(found, torch.dtype) else None
     loaded: dict[str, Head] = {}
     for name, head in heads.items():
         if isinstance(head, Head):
             loaded[name] = head
             continue
-        folder = Path(path_of(head)).resolve()
+        path = path_of(head)
+        folder = str(Path(path).resolve()) if Path(path).exists() else path
         if folder not in read:
             read[folder] = load_head(folder, target, kind)
         loaded[name] = read[folder]

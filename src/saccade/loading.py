@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+_REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # an owner and a name
 SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of device_map that let accelerate choose places."""
 
@@ -96,6 +98,32 @@ def check_checkpoint(path: str | Path) -> Any:
             "give a language model or a vision-language model."
         )
     return config
+
+
+def file_of(given: str | Path, name: str) -> Path | None:
+    """A file of a folder or, where there is no such folder, of a repository on the hub; None where it has none.
+
+    Raises:
+        ModelError: there is no such folder, and the hub could not give it.
+    """
+    folder = Path(path_of(given))
+    if folder.exists() or not re.fullmatch(_REPOSITORY, str(given)):
+        return folder / name if (folder / name).is_file() else None
+    return _file_on_hub(str(given), name)
+
+
+@cache
+def _file_on_hub(repository: str, name: str) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with _refusing(repository):
+        try:
+            return Path(hf_hub_download(repository, name))
+        except EntryNotFoundError as problem:
+            if isinstance(problem, LocalEntryNotFoundError) and name == "config.json":
+                raise  # the hub cannot be reached; of a repository that was kept from before, this file is there
+            return None
 
 
 def _check_files(folder: Path) -> None:

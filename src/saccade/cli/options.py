@@ -24,8 +24,8 @@ Drafter = Annotated[
         "--drafter",
         "-d",
         metavar="PATH",
-        help="What guesses ahead: a smaller checkpoint with the same tokenizer, or the folder of a trained head; "
-        "pocket is the built-in draft model.",
+        help="What guesses ahead: a smaller checkpoint with the same tokenizer, or the folder or hub id of a trained "
+        "head; pocket is the built-in draft model.",
         rich_help_panel="Models",
     ),
 ]
@@ -34,8 +34,8 @@ Heads = Annotated[
     typer.Option(
         "--head",
         metavar="[NAME=]FOLDER",
-        help="A trained head besides the drafter, called like its folder or NAME; may be repeated. With `pocket` the "
-        "shipped heads come too, but for those of a name or kind that is given here.",
+        help="A trained head besides the drafter, its folder or hub id, called like that or NAME; may be repeated. "
+        "With `pocket` the shipped heads come too, but for those of a name or kind that is given here.",
         rich_help_panel="Models",
     ),
 ]

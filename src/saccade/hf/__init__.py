@@ -78,8 +78,8 @@ class Speculation:
         kind = drafters.kind_of(drafter) if drafters.is_head(drafter) else None  # type: ignore[arg-type]
         if isinstance(drafter, (str, Path)) and kind is None:
             raise MethodError(
-                f"drafter={str(drafter)!r} is no folder of a trained head; give one, or a loaded model, or name a "
-                f"method: method={str(drafter)!r}."
+                f"drafter={str(drafter)!r} is no trained head; give the folder or hub id of one, or a loaded model, "
+                f"or name a method: method={str(drafter)!r}."
             )
         model = drafter if isinstance(drafter, nn.Module) and kind is None else None
         given = drafter is not None and model is None and kind is None

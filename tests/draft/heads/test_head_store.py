@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import HEADS, kind_of
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.heads.store import kind_in, load_head, read_config, save_head
+from saccade.draft.heads.store import kind_at, kind_in, load_head, read_config, save_head
+from saccade.drafters import named, read_heads
 from saccade.errors import ModelError
 
 
@@ -63,10 +64,44 @@ def test_only_a_head_s_folder_is_one(tmp_path: Path) -> None:
     assert kind_in(None) is None
     assert kind_in(object()) is None
     assert kind_in(tmp_path) is None
-    assert kind_in("someone/some-model") is None
+    assert kind_in("some-model") is None
     for text in ("{}", "[]", "nonsense", '{"model_type": "llava"}'):
         (tmp_path / "config.json").write_text(text)
         assert kind_in(tmp_path) is None
+
+
+def test_a_head_that_is_neither_here_nor_on_the_hub_is_refused() -> None:
+    for read in (kind_in, kind_at, read_config):
+        with pytest.raises(
+            ModelError, match="no folder someone/some-head here, and the hub could not give it"
+        ):
+            read("someone/some-head")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the hub's client has kept of someone's repositories: the files of a head, and a model that is none."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("head", "model"):
+        repository = tmp_path / "hub" / f"models--someone--a-{name}"
+        (repository / "snapshots" / "0123").mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0123")
+    save_head(untaught("llava", "hivis"), tmp_path / "hub" / "models--someone--a-head" / "snapshots" / "0123")
+    (repository / "snapshots" / "0123" / "config.json").write_text('{"model_type": "llava"}')
+    return tmp_path / "hub"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_head_comes_from_the_hub_as_from_a_folder(folder: Path) -> None:
+    assert kind_in("someone/a-head") == kind_at("someone/a-head") == "hivis"
+    assert kind_in("someone/a-model") is None
+    here, there = load_head(folder, target("llava")), load_head("someone/a-head", target("llava"))
+    for name, tensor in here.state_dict().items():
+        torch.testing.assert_close(there.state_dict()[name], tensor, atol=0, rtol=0)
+    heads = read_heads({"ours": "someone/a-head", "again": "someone/a-head"}, target("llava"), None)
+    assert heads["ours"] is heads["again"]
+    assert list(named(None, "someone/a-head")) == ["a-head"]
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {

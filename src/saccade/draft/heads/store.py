@@ -18,7 +18,7 @@ from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head, kind_of
 from saccade.errors import ModelError
-from saccade.loading import draft_dtype
+from saccade.loading import draft_dtype, file_of
 from saccade.target.adapter import Target
 
 WEIGHTS = "model.safetensors"
@@ -37,12 +37,14 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     """Read a head for a target, onto its device.
 
     Args:
-        folder: written by `save_head`, or of a published EAGLE-3 head (`saccade.draft.heads.published`).
+        folder: written by `save_head`, or of a published EAGLE-3 head (`saccade.draft.heads.published`); here, or a
+            repository on the hub.
         dtype: of the head; when None the target's, but float32 for a small head on a CPU.
 
     Raises:
-        ModelError: there is no head, it was made for another target, or its weights are damaged, too few, too many
-            or of the wrong shape; or it is a published one that differs from EAGLE-3 as it is known here.
+        ModelError: there is no head or the hub could not give it, it was made for another target, or its weights are
+            damaged, too few, too many or of the wrong shape; or it is a published one that differs from EAGLE-3 as it
+            is known here.
     """
     values = _values(folder)
     if values is not None and published.is_meant(values):
@@ -68,8 +70,8 @@ def read_config(folder: str | Path) -> HeadConfig:
     Raises:
         ModelError: there is none.
     """
-    file = Path(folder) / "config.json"
-    if not file.is_file():
+    file = file_of(folder, "config.json")
+    if file is None:
         raise ModelError(
             f"The folder {folder} has no config.json, so it holds no drafter head; give one that has."
         )
@@ -89,10 +91,10 @@ def kind_at(folder: str | Path) -> str:
 
 
 def kind_in(folder: Any) -> str | None:
-    """The kind of head in a folder; None for anything that is no folder of a head.
+    """The kind of head in a folder or on the hub; None for anything else.
 
     Raises:
-        ModelError: it is a head of a kind that does not exist.
+        ModelError: it is a head of a kind that does not exist, or neither a folder nor to be had from the hub.
     """
     if not isinstance(folder, (str, Path)):
         return None
@@ -128,8 +130,9 @@ def check_fit(config: HeadConfig, target: Target) -> None:
 
 def _values(folder: str | Path) -> dict[str, Any] | None:
     """What the config.json in a folder says; None where there is none that can be read."""
+    file = file_of(folder, "config.json")
     try:
-        values = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+        values = None if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) else None
@@ -137,13 +140,13 @@ def _values(folder: str | Path) -> dict[str, Any] | None:
 
 def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The weights in the first of these files that is there."""
-    for file in (Path(folder) / name for name in names):
+    for file in (file_of(folder, name) for name in names):
+        if file is None:
+            continue
         try:
             if file.suffix == ".safetensors":
                 return load_file(file)
             weights = torch.load(file, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            continue
         except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as problem:
             raise ModelError(
                 f"The weight file of the head {folder} is damaged ({problem}); copy it again."
