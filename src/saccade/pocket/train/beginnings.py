@@ -60,7 +60,7 @@ def from_nothing(
         f"{_refined(minutes)}",
         draft,
         f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, every third batch without its "
-        "pictures, no five-picture stories",
+        "pictures (of those with several, two in three), no five-picture stories",
     )
 
 
