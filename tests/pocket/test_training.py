@@ -19,6 +19,7 @@ from saccade.pocket import WORLD, draw
 from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.batches import IGNORED, Batch, batch_of, sorted_batch
 from saccade.pocket.train.chat import ASSISTANT, END, IMAGE, VIDEO, prompt_ids
+from saccade.pocket.train.draft import _seeing
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import _optimisers
 from saccade.pocket.train.models import PocketModel, build, embed
@@ -281,3 +282,10 @@ def test_the_ids_of_an_answer_end_with_the_end_token(tokenizer: Tokenizer) -> No
     batch = _batch(tokenizer, "scene")
     assert batch.targets[0][batch.targets[0] != IGNORED][-1] == END
     assert set(WORLD) >= set(KINDS)
+
+
+def test_the_draft_sees_two_batches_in_three_and_none_of_several_pictures() -> None:
+    lone, several = [draw(1, "chart"), draw(2, "scene")], [draw(1, "difference"), draw(2, "edit")]
+    assert [_seeing(number, lone) for number in range(6)] == [False, True, True] * 2
+    assert not any(_seeing(number, several) for number in range(6))
+    assert _seeing(1, [*lone, several[0]])

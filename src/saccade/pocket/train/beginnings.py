@@ -60,7 +60,7 @@ def from_nothing(
         f"{_refined(minutes)}",
         draft,
         f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, every third batch without its "
-        "pictures (of those with several, two in three), no five-picture stories",
+        "pictures, and all that are mostly of several; no five-picture stories",
     )
 
 

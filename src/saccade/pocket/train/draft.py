@@ -21,15 +21,13 @@ from saccade.pocket.train.recipe import Recipe, Schedule
 from saccade.pocket.train.tokens import content_weights
 
 _BLIND_EVERY = 3  # every third batch has no picture, so that the draft is of use without one too
-_SEEING_SEVERAL = (
-    1  # and of those with several pictures, which a small model makes less of, two in three have none
-)
 _SHARES = {name: task.share for name, task in WORLD.items() if name not in UNSEEN_BY_DRAFTS}
 
 
 def _seeing(number: int, samples: Sequence[Sample]) -> bool:
+    """Whether a batch has its pictures; one of mostly several never, which the papers' drafters have not seen."""
     several = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
-    return number % _BLIND_EVERY == _SEEING_SEVERAL if several else number % _BLIND_EVERY != 0
+    return not several and number % _BLIND_EVERY != 0
 
 
 def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, number: int) -> Batch:

@@ -42,12 +42,12 @@ _COMPARING = {
 """The mixture of the stage before the last: what is told by looking at two places at once, and words alone."""
 _HARD = {
     "chart": 0.25,
-    "receipt": 0.5,
+    "receipt": 0.6,
     "scene": 0.3,
     "document": 0.3,
     "line": 0.06,
     "caption": 0.06,
-    "count": 0.5,
+    "count": 0.8,
     "existence": 0.25,
     "vet": 0.1,
     "detail": 0.12,
@@ -55,7 +55,7 @@ _HARD = {
     "difference": 0.2,
     "edit": 0.2,
     "story": 0.14,
-    "video": 1.0,
+    "video": 0.9,
     "video-question": 0.2,
     "choice": 0.12,
     "arithmetic": 0.08,

@@ -33,12 +33,13 @@ class Lessons(nn.Module):
             seen: the input embeddings `[B, N, d]`.
         """
         third, half = states[(len(states) - 1) // 3], states[len(states) // 2]
+        deeper = states[3 * len(states) // 4]
         assert batch.sought is not None
         assert batch.happening is not None
         relating, searching, watching = self._weights
         total: Tensor = (
             relating * self.relating(third, seen, batch)
-            + searching * self.searching(half, batch.sought)
+            + searching * self.searching(half, deeper, batch.sought)
             + watching * self.watching(half, batch.happening)
         )
         return total
