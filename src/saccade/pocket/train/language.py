@@ -47,7 +47,7 @@ _HARD = {
     "document": 0.3,
     "line": 0.06,
     "caption": 0.06,
-    "count": 0.8,
+    "count": 1.6,
     "existence": 0.25,
     "vet": 0.1,
     "detail": 0.12,
