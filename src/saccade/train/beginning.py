@@ -26,10 +26,11 @@ def new_head(target: Target, recipe: Recipe) -> Head:
                 f"The setting head.{name} is {value!r}; expected {type(usual).__name__}, such as {usual!r}."
             )
     config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
-    if config.options.get("own_vocabulary"):
-        raise TrainingError(
-            "A head with an LM head of its own can be loaded but not trained here; leave out head.own_vocabulary."
-        )
+    for name in kind_of(recipe.kind).loaded_only:
+        if config.options[name] != kind_of(recipe.kind).defaults[name]:
+            raise TrainingError(
+                f"Heads with {name} {config.options[name]!r} can be loaded but not trained here; leave out head.{name}."
+            )
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         head = build_head(config)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads with a vocabulary of their own, and folders in the layout in which such heads are released."""
+"""EAGLE-3 heads with a vocabulary of their own, and folders in the layouts in which heads are released."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from heads_kit import untaught
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle3 import Eagle3
+from saccade.draft.heads.head import Head
 from saccade.target.adapter import Target
 
 KNOWN = 40
+AnyHead = TypeVar("AnyHead", bound=Head)
 
 
-def randomised(head: Eagle3) -> Eagle3:
+def randomised(head: AnyHead) -> AnyHead:
     """No norm stays one, so that two of them cannot change places unseen; and tokens from all over the vocabulary."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for name, weight in head.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
-        if head.has_lm_head:
+        if isinstance(head, Eagle3) and head.has_lm_head:
             count, every = len(head.token_ids), head.config.vocab_size
             head.token_ids.copy_(torch.randperm(every)[:count].sort().values)
     return head.eval()
@@ -54,14 +57,22 @@ def released(head: Eagle3, folder: Path, to: Target, block: str = "midlayer.", b
     if len(ids) < config.vocab_size:
         theirs["d2t"] = ids - torch.arange(len(ids))
         theirs["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    theirs = {name: weight.detach().clone() for name, weight in theirs.items()}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids)}
+    return write(folder, config, theirs, binary, **own)
+
+
+def write(
+    folder: Path, config: HeadConfig, weights: dict[str, Tensor], binary: bool = False, **more: Any
+) -> Path:
+    """Weights in one of the two formats, and a Llama's config.json, in which some settings are others."""
+    theirs = {name: weight.detach().clone() for name, weight in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     if binary:
         torch.save(theirs, folder / "pytorch_model.bin")
     else:
         save_file(theirs, folder / "model.safetensors")
     values = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -76,7 +87,7 @@ def released(head: Eagle3, folder: Path, to: Target, block: str = "midlayer.", b
         "rope_scaling": None,
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
-        "draft_vocab_size": len(ids),
+        **more,
     }
     (folder / "config.json").write_text(json.dumps(values))
     return folder
@@ -98,8 +109,8 @@ def reweigh(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     save_file(weights, folder / "model.safetensors")
 
 
-def same(one: Eagle3, other: Any) -> None:
-    assert isinstance(other, Eagle3)
+def same(one: Head, other: Any) -> None:
+    assert type(other) is type(one)
     assert other.config == one.config
     theirs, ours = one.state_dict(), other.state_dict()
     assert set(theirs) == set(ours)

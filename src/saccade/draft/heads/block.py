@@ -78,13 +78,14 @@ class Block(nn.Module):
 
     Args:
         place: index of the block in the head, which is its layer in the cache.
+        normed: whether the first norm is there; released EAGLE heads have none.
     """
 
-    def __init__(self, config: HeadConfig, place: int = 0) -> None:
+    def __init__(self, config: HeadConfig, place: int = 0, normed: bool = True) -> None:
         super().__init__()
         self._place = place
         self._rotary = Rotary(config.head_dim, config.rope)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps) if normed else nn.Identity()
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)

@@ -35,6 +35,7 @@ class Eagle3(Head):
 
     kind: ClassVar[str] = "eagle3"
     defaults: ClassVar[Mapping[str, Any]] = {"own_vocabulary": 0}
+    loaded_only: ClassVar[tuple[str, ...]] = ("own_vocabulary",)
     default_steps: ClassVar[int] = 7
 
     def __init__(self, config: HeadConfig) -> None:

@@ -18,10 +18,13 @@ class Msd(Eagle2):
     Entries of text tokens are fed embedding and feature side by side. Entries of visual tokens are fed what the
     target's decoder gets in their place alone: the target's state before a visual token is no guess of it. They are
     those whose feature is zero.
+
+    Options:
+        norms, bias: as of `Eagle2`.
     """
 
     kind: ClassVar[str] = "msd"
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {"norms": "all", "bias": False}
 
     @property
     def hides_visual(self) -> bool:

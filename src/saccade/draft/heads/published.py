@@ -17,33 +17,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig, rope_of
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle3 import Eagle3
-from saccade.draft.heads.rotary import Rotary
+from saccade.draft.heads.released import check_settings, check_target, config_of, number, renamed
 from saccade.errors import ModelError
 from saccade.target.adapter import Target
 
-FILES = ("model.safetensors", "pytorch_model.bin")
-"""Where the weights may be; the first one that is there counts."""
-
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_ONLY = {
-    "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "norm_before_residual": False,
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
-    "logit_scale": 1.0,
-}
-"""Settings that other values of would need another module."""
 _NAMES = {
     "fc.weight": "fc.weight",
     "midlayer.input_layernorm.weight": "embedding_norm.weight",
@@ -71,6 +57,11 @@ def is_meant(values: Mapping[str, Any]) -> bool:
     )
 
 
+def kind(values: Mapping[str, Any]) -> type[Eagle3]:
+    """What the head of a config.json is."""
+    return Eagle3
+
+
 def translated(
     folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
@@ -96,40 +87,20 @@ def translated(
         raise ModelError(
             f"{name} has the architecture {', '.join(known)}, which is not known; expected {_ARCHITECTURES[0]}."
         )
-    for key, only in _ONLY.items():
-        if values.get(key) not in (None, only):
-            raise ModelError(f"{name} has {key} {values[key]!r}, which is not supported; expected {only!r}.")
+    check_settings(name, values, norm_before_residual=False, partial_rotary_factor=1.0, logit_scale=1.0)
     ours, vocabulary = _renamed(name, values, weights)
-    hidden, heads = _number(name, values, "hidden_size"), _number(name, values, "num_attention_heads")
-    made_for = values.get("target_hidden_size") or hidden, _number(name, values, "vocab_size")
-    found = target.text_config.hidden_size, target.vocab_size
-    for what, given, here in zip(("hidden size", "vocabulary"), made_for, found, strict=True):
-        if given != here:
-            raise ModelError(
-                f"{name} was made for another target: its target's {what} is {given} but this target's is {here}; "
-                "give the target that it was trained with."
-            )
-    config = HeadConfig(
-        kind=Eagle3.kind,
-        hidden_size=hidden,
-        intermediate_size=_number(name, values, "intermediate_size"),
-        heads=heads,
-        kv_heads=_number(name, values, "num_key_value_heads", heads),
-        head_dim=_number(name, values, "head_dim", hidden // heads),
-        vocab_size=target.vocab_size,
+    made_for = values.get("target_hidden_size") or number(name, values, "hidden_size")
+    check_target(name, "hidden size", made_for, target.text_config.hidden_size)
+    check_target(name, "vocabulary", number(name, values, "vocab_size"), target.vocab_size)
+    config = config_of(
+        name,
+        values,
+        target,
+        Eagle3,
         layers=_layers(name, values, len(target.layers)),
-        target_class=type(target.model).__name__,
-        target_layers=len(target.layers),
-        rope=_rope(values),
-        norm_eps=values.get("rms_norm_eps") or 1e-6,
         qkv_bias=any(theirs in ours for theirs in _BIASES.values()),
-        steps=Eagle3.default_steps,
         options={"own_vocabulary": vocabulary},
     )
-    try:
-        Rotary(config.head_dim, config.rope)
-    except KeyError as problem:
-        raise ModelError(f"{name} has an incomplete rope_scaling: {problem.args[0]}.") from None
     if vocabulary:
         ours["token_ids"] = _token_ids(name, ours.pop("token_ids", None), config)
     return config, ours
@@ -148,33 +119,19 @@ def _renamed(
         re.sub(r"^(model\.)?(layers\.0\.)?", _unprefixed, key): weight for key, weight in weights.items()
     }
     names = {**_NAMES, **_BIASES, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
-    odd = [key for key in theirs if key not in names and key not in _NOT_NEEDED]
-    if odd:
-        raise ModelError(
-            f"{name} has the weight {odd[0]}, which is not known; it is not of the released form."
-        )
     known = values.get("draft_vocab_size")
     # Heads without both are meant to be used with the target's LM head.
     shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
-    missing = [key for key in (*_NAMES, *([] if shares else ["lm_head.weight"])) if key not in theirs]
-    if missing:
-        raise ModelError(f"{name} lacks the weight {missing[0]}; copy the whole folder again.")
-    ours = {names[key]: weight for key, weight in theirs.items() if key in names}
+    needed = (*_NAMES, *([] if shares else ["lm_head.weight"]))
+    ours = renamed(name, theirs, names, needed, _NOT_NEEDED)
     if shares:
         ours.pop("token_ids", None)
         return ours, 0
-    return ours, len(theirs["lm_head.weight"]) if known is None else _number(name, values, "draft_vocab_size")
+    return ours, len(theirs["lm_head.weight"]) if known is None else number(name, values, "draft_vocab_size")
 
 
 def _unprefixed(prefix: re.Match[str]) -> str:
     return "midlayer." if prefix[2] else ""
-
-
-def _number(name: str, values: Mapping[str, Any], key: str, usual: int | None = None) -> int:
-    found = usual if values.get(key) is None else values[key]
-    if type(found) is not int or found < 1:
-        raise ModelError(f"{name} has {key} {found!r} in its config.json; expected a whole number from 1.")
-    return found
 
 
 def _layers(name: str, values: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -188,19 +145,6 @@ def _layers(name: str, values: Mapping[str, Any], count: int) -> tuple[int, ...]
     if len(found) != len(usual):
         raise ModelError(f"{name} reads {len(found)} layers of its target; expected {len(usual)}.")
     return found
-
-
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As `rope_of`; the older form has ``rope_theta`` beside ``rope_scaling``, and there ``type``."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    kind = scaling.pop("type", None)
-    return rope_of(
-        SimpleNamespace(
-            rope_parameters={**scaling, "rope_type": scaling.get("rope_type") or kind},
-            rope_theta=values.get("rope_theta"),
-            max_position_embeddings=values.get("max_position_embeddings") or 2048,
-        )
-    )
 
 
 def _token_ids(name: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:

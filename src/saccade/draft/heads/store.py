@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from saccade.draft.heads import published
+from saccade.draft.heads import published, published_eagle
 from saccade.draft.heads.config import MARK, HeadConfig
-from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head, kind_of
+from saccade.draft.heads.released import FILES
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of
 from saccade.target.adapter import Target
 
 WEIGHTS = "model.safetensors"
+_DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
+"""What reading a damaged weight file raises."""
+
+
+class _Form(Protocol):
+    """A layout in which heads are published: a module that knows it."""
+
+    def kind(self, values: Mapping[str, Any]) -> type[Head]: ...
+
+    def translated(
+        self,
+        folder: str | Path,
+        values: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        target: Target,
+    ) -> tuple[HeadConfig, dict[str, torch.Tensor]]: ...
 
 
 def save_head(head: Head, folder: str | Path) -> None:
@@ -37,19 +54,19 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     """Read a head for a target, onto its device.
 
     Args:
-        folder: written by `save_head`, or of a published EAGLE-3 head (`saccade.draft.heads.published`); here, or a
-            repository on the hub.
+        folder: written by `save_head`, or of a published head (`saccade.draft.heads.published`, `published_eagle`);
+            here, or a repository on the hub.
         dtype: of the head; when None the target's, but float32 for a small head on a CPU.
 
     Raises:
         ModelError: there is no head or the hub could not give it, it was made for another target, or its weights are
-            damaged, too few, too many or of the wrong shape; or it is a published one that differs from EAGLE-3 as it
-            is known here.
+            damaged, too few, too many or of the wrong shape; or it is a published one that differs from its form as
+            it is known here.
     """
     values = _values(folder)
-    if values is not None and published.is_meant(values):
-        weights = _read_weights(folder, published.FILES)
-        config, weights = published.translated(folder, values, weights, target)
+    form = _form(folder, values)
+    if form is not None:
+        config, weights = form.translated(folder, values, _read_weights(folder, FILES), target)
         check_fit(config, target)
     else:
         config = read_config(folder)
@@ -85,9 +102,8 @@ def kind_at(folder: str | Path) -> str:
         ModelError: there is none, or its configuration was changed.
     """
     values = _values(folder)
-    if values is not None and published.is_meant(values):
-        return Eagle3.kind
-    return read_config(folder).kind
+    form = _form(folder, values)
+    return read_config(folder).kind if form is None else form.kind(values).kind
 
 
 def kind_in(folder: Any) -> str | None:
@@ -99,11 +115,10 @@ def kind_in(folder: Any) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     values = _values(folder)
-    if values is not None and published.is_meant(values):
-        return Eagle3.kind
-    if values is None or MARK not in values:
-        return None
-    return kind_of(values[MARK]).kind
+    form = _form(folder, values)
+    if form is not None:
+        return form.kind(values).kind
+    return kind_of(values[MARK]).kind if MARK in values else None
 
 
 def check_fit(config: HeadConfig, target: Target) -> None:
@@ -128,14 +143,37 @@ def check_fit(config: HeadConfig, target: Target) -> None:
         )
 
 
-def _values(folder: str | Path) -> dict[str, Any] | None:
-    """What the config.json in a folder says; None where there is none that can be read."""
+def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:
+    """The layout of the published head in a folder; None for ours, and for what is no head."""
+    if published.is_meant(values):
+        return published
+    if MARK not in values and published_eagle.is_meant(values, partial(_shapes, folder)):
+        return published_eagle
+    return None
+
+
+def _values(folder: str | Path) -> dict[str, Any]:
+    """What the config.json in a folder says; nothing where there is none that can be read."""
     file = file_of(folder, "config.json")
     try:
-        values = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+        values = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights in a folder, none of which is read; none where that cannot be told."""
+    file = next((file for file in (file_of(folder, name) for name in FILES) if file is not None), None)
+    try:
+        if file is not None and file.suffix == ".safetensors":
+            with safe_open(file, "pt") as stored:
+                return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        found = None if file is None else torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except _DAMAGE:
+        return {}
+    weights = found if isinstance(found, dict) else {}
+    return {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
 
 
 def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -147,7 +185,7 @@ def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.T
             if file.suffix == ".safetensors":
                 return load_file(file)
             weights = torch.load(file, map_location="cpu", weights_only=True)
-        except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as problem:
+        except _DAMAGE as problem:
             raise ModelError(
                 f"The weight file of the head {folder} is damaged ({problem}); copy it again."
             ) from None

@@ -1,0 +1,105 @@
+"""EAGLE, EAGLE-2 and MSD heads in the layout in which they are released, as ours.
+
+(Li et al. 2024, EAGLE, Section 4.1; Lin et al. 2025, MSD, Section 3.2.) Facts of the layout, as EAGLE's own code and
+MSD's fork of it read it:
+
+- config.json is that of a language model or a VLM, of one layer, and does not tell a head from a small draft model.
+  The weight ``fc`` does: it mixes the embedding and the target's last state, embedding first, without norms.
+- The block is a Llama's without its first norm, which MSD's heads for Qwen2-VL have, as they have biases of queries,
+  keys and values. ``fc`` has a bias where config.json does not say ``bias: false``.
+- What leaves the block takes the feature's place while drafting, and the target's LM head reads tokens from it, both
+  without a norm. There is no LM head, and ``embed_tokens`` is a copy of the target's, which may know more tokens.
+- Positions count entries. MSD's entries of visual tokens are given the embedding in place of what ``fc`` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.eagle2 import Eagle2
+from saccade.draft.heads.msd import Msd
+from saccade.draft.heads.released import check_settings, check_target, config_of, number, renamed
+from saccade.inputs.families import family_of
+from saccade.target.adapter import Target
+
+_BLOCK = "layers.0."
+_NEEDED = {
+    "fc.weight": "fc.weight",
+    **{f"{_BLOCK}self_attn.{p}_proj.weight": f"stack.0.self_attn.{p}_proj.weight" for p in "qkvo"},
+    f"{_BLOCK}post_attention_layernorm.weight": "stack.0.post_attention_layernorm.weight",
+    **{f"{_BLOCK}mlp.{p}_proj.weight": f"stack.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")},
+}
+"""Theirs -> ours; every head has these."""
+_BIASES = {f"{_BLOCK}self_attn.{p}_proj.bias": f"stack.0.self_attn.{p}_proj.bias" for p in "qkv"}
+_BIAS, _NORM = "fc.bias", f"{_BLOCK}input_layernorm.weight"
+_NAMES = {**_NEEDED, **_BIASES, _BIAS: _BIAS, _NORM: "stack.0.input_layernorm.weight"}
+_NOT_NEEDED = ("embed_tokens.weight", f"{_BLOCK}self_attn.rotary_emb.inv_freq")
+
+
+def is_meant(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> bool:
+    """Whether a folder holds a published head of EAGLE's first form, known here or not.
+
+    Args:
+        values: its config.json.
+        shapes: asked for the shapes of its weights, unless config.json already says no.
+    """
+    if _text(values).get("num_hidden_layers") != 1:
+        return False
+    found = shapes()
+    mixing = found.get("fc.weight") or found.get("model.fc.weight") or ()
+    return len(mixing) == 2 and mixing[1] == 2 * mixing[0]
+
+
+def kind(values: Mapping[str, Any]) -> type[Eagle2]:
+    """What the head of a config.json is: MSD's where it is that of a VLM, which EAGLE's own code does not know."""
+    name = str(values.get("model_type"))
+    family = family_of(name)
+    sees = name.startswith("llava") or (family is not None and family.layout != "text")
+    return Msd if sees else Eagle2
+
+
+def translated(
+    folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """Configuration and weights of a published head under our names.
+
+    Args:
+        folder: to name in messages.
+        values: its config.json.
+        weights: by the names that they were released with.
+        target: what it is loaded for; its class, depth and vocabulary, which are not the head's, are taken from it.
+
+    Returns:
+        The weights are those of an `Eagle2` or `Msd` head of the configuration.
+
+    Raises:
+        ModelError: a setting or a weight that is not known, one that is missing, or another target's hidden size.
+    """
+    name, text = f"The EAGLE head {folder}", _text(values)
+    check_settings(name, text)
+    theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
+    ours = renamed(name, theirs, _NAMES, _NEEDED, _NOT_NEEDED)
+    check_target(name, "hidden size", number(name, text, "hidden_size"), target.text_config.hidden_size)
+    head = kind(values)
+    norms = "block" if _NORM in theirs else "none"
+    config = config_of(
+        name,
+        text,
+        target,
+        head,
+        layers=head.reads(len(target.layers)),
+        qkv_bias=any(key in theirs for key in _BIASES),
+        options={**head.defaults, "norms": norms, "bias": _BIAS in theirs},
+    )
+    return config, ours
+
+
+def _text(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the decoder; a VLM's may say it in a part of its own."""
+    nested = values.get("text_config")
+    return {**values, **nested} if isinstance(nested, Mapping) else values
