@@ -107,7 +107,7 @@ class Recipe:
         watching=0.6,
     )
     refine_schedule: Schedule = Schedule(
-        steps=2100,
+        steps=2000,
         batch=16,
         rate=1.5e-3,
         warmup=100,
