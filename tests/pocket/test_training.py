@@ -252,6 +252,9 @@ def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
     assert "- Training: on the target's tower" in cards[0]
     assert cards[1].count("answers of the target (half greedy") == 2
     assert "from those bfloat16 weights 0 min with larger shares" in cards[2]
+    assert ["recipe seed 7." in card for card in cards] == [True, False, False]
+    asked = [{row[0] for row in torch.load(tmp_path / where / "answers.pt")} for where in ("first", "on")]
+    assert asked[0].isdisjoint(asked[1])  # nothing that the pair has seen before
     other = tmp_path / "first" / "draft" / "model.safetensors"
     other.write_bytes(other.read_bytes() + b" ")
     with pytest.raises(TrainingError, match="of another recipe: its from is"):

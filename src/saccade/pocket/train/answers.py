@@ -55,7 +55,8 @@ def target_answers(recipe: Recipe, target: Path, drafter: Path, folder: Path) ->
             temperature = plan[len(rows)][3]
             chunk = [row for row in plan[len(rows) : len(rows) + _CHUNK] if row[3] == temperature]
             samples = [draw(seed, task, grammar) for seed, task, grammar, _ in chunk]
-            told = answer(vlm, samples, temperature=temperature, seed=recipe.seed + len(rows))
+            first = recipe.seed % 2**62 + len(rows)  # the engine takes 63 bits
+            told = answer(vlm, samples, temperature=temperature, seed=first)
             # A target of few steps may say special tokens at temperature 1: they would stand for pictures.
             plain = [[token for token in ids if token >= len(SPECIAL_TOKENS)] for ids in told]
             rows += [(*row[:3], ids) for row, ids in zip(chunk, plain, strict=True)]

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -70,8 +70,7 @@ def from_pair(
     """The target of an earlier pair, trained on, and its draft as it is; None where `until` is that stage."""
     target, draft = (PocketModel.from_pretrained(pair / name, dtype=torch.float32) for name in _NAMES)
     target.to(device)
-    unseen = replace(recipe, seed=int(pair_digest(pair), 16))  # not the batches that the pair has seen
-    minutes = train_refined(unseen, tokenizer, target, folder)
+    minutes = train_refined(recipe, tokenizer, target, folder)
     if until == "refine":
         return None
     before, draft_before = (_told(pair / name) for name in _NAMES)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -94,6 +94,8 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
     start = None if pair is None else pair_digest(pair)
     folder.mkdir(parents=True, exist_ok=True)
     _hold(recipe, folder, start)
+    if start is not None:
+        recipe = replace(recipe, seed=int(start, 16))  # not the samples that the pair has seen
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = _tokenizer(recipe, folder, pair)
     if until == "tokenizer":
