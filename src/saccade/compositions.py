@@ -110,13 +110,14 @@ def lvspec(
     nearest: int = 10,
     shift: bool = True,
     space: str = "hidden",
+    position: str = "verifying",
 ) -> Engine:
     from saccade.draft.static import branches_of
     from saccade.verify.lvspec import LVSpec
 
     if branches != 1 and tree != "chain":
         raise ValueError(f"{branches} branches are chains; leave out tree={tree}, or branches.")
-    rule = LVSpec(share, nearest, shift, space, parts.special_ids)  # type: ignore[arg-type]  # checked there
+    rule = LVSpec(share, nearest, shift, space, parts.special_ids, position)  # type: ignore[arg-type]  # checked there
     policy = policy_of(tree, gamma) if branches == 1 else branches_of(branches, gamma)
     return parts.engine(parts.drafter(policy), rule)
 

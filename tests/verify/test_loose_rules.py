@@ -115,7 +115,8 @@ def lvspec_reference(
         choice = scores[row].argmax(-1).tolist()
         relevance = []
         for i in range(len(tokens)):
-            similar = F.cosine_similarity(nodes[row, i + 1][None], visual[row]).sort(descending=True).values
+            judging = nodes[row, i if rule.position == "verifying" else i + 1]
+            similar = F.cosine_similarity(judging[None], visual[row]).sort(descending=True).values
             relevance.append(float(similar[: rule.nearest].mean()) if len(similar) else 0.0)
         loose = set(
             sorted(range(len(tokens)), key=lambda i: relevance[i])[: int(rule.share * len(tokens) + 1e-6)]
@@ -158,16 +159,17 @@ class Still(Context):
     st.sampled_from([0.0, 0.4, 0.7, 1.0]),
     st.booleans(),
     st.integers(1, 4),
+    st.sampled_from(["verifying", "own"]),
 )
 def test_lvspec_equals_the_rule_written_out(
-    guesses: list[list[int]], seed: int, share: float, shift: bool, nearest: int
+    guesses: list[list[int]], seed: int, share: float, shift: bool, nearest: int, position: Any
 ) -> None:
     tree = chain_of(guesses)
     scores = scored(tree, seed)
     generator = torch.Generator().manual_seed(seed)
     nodes = torch.randn(*tree.tokens.shape, 5, generator=generator)
     visual = [torch.randn((seed + 3 * b) % 4, 5, generator=generator) for b in range(len(guesses))]
-    rule = LVSpec(share, nearest, shift, special_ids=(EOS,))
+    rule = LVSpec(share, nearest, shift, special_ids=(EOS,), position=position)
     verdict = Still(nodes, visual).judge(rule, tree, scores)
     assert verdict.marks is not None
     for row, (count, token, marks) in enumerate(lvspec_reference(rule, tree, scores, nodes, visual)):
@@ -272,6 +274,7 @@ def test_rules_for_chains_refuse_trees_and_loose_rules_refuse_sampling() -> None
         lambda: LVSpec(share=1.5),
         lambda: LVSpec(nearest=0),
         lambda: LVSpec(space="pixels"),  # type: ignore[arg-type]
+        lambda: LVSpec(position="child"),  # type: ignore[arg-type]
         lambda: FLy(entropy=-1),
         lambda: FLy(window=-1),
         lambda: RandomLoosening(share=2),

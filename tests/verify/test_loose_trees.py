@@ -26,6 +26,7 @@ RULES = st.builds(
     nearest=st.integers(1, 4),
     shift=st.booleans(),
     special_ids=st.just((EOS,)),
+    position=st.sampled_from(["verifying", "own"]),
 )
 SEEDS = st.integers(0, 1000)
 
@@ -81,7 +82,8 @@ def test_any_tree_is_judged_line_by_line(rows: list[NaiveTree], rule: LVSpec, se
         guesses = [n for n in range(1, len(row.parents)) if row.valid[n]]
         relevance = {}
         for n in guesses:
-            similar = F.cosine_similarity(nodes[index, n][None], visual[index]).sort(descending=True).values
+            judging = nodes[index, row.parents[n] if rule.position == "verifying" else n]
+            similar = F.cosine_similarity(judging[None], visual[index]).sort(descending=True).values
             relevance[n] = float(similar[: rule.nearest].mean()) if len(similar) else 0.0
 
         def mark(node: int, row: NaiveTree = row, index: int = index) -> int | None:

@@ -1,10 +1,13 @@
 """LVSpec: strict where the answer speaks of what is seen, loose elsewhere. LOSSY.
 
-LVSpec, Section 3: a guess is relevant when the target's hidden state at it resembles those of visual tokens; of K
-guesses the floor(lambda * K) least relevant ones are accepted whatever the target would have said. A guess also
+LVSpec, Section 3: a guess is relevant when the target's hidden state that verifies it resembles those of visual tokens;
+of K guesses the floor(lambda * K) least relevant ones are accepted whatever the target would have said. A guess also
 passes when the target's own token occurs elsewhere in the draft (position-shift tolerance, PST). In a tree both are
 said of every branch by itself (Appendix E): K counts the guesses above and below a guess, and only among them is the
 target's token looked for. The longest accepted branch wins.
+
+The paper leaves open which state verifies a guess: Eq. 7 reads as the one at the guess, Figure 4 speaks of tokens
+decoded from it. A last-layer state stands for the next token, so the state that verifies a guess is its parent's.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ class LVSpec:
         nearest: N, how many of the most similar visual tokens are averaged.
         shift: position-shift tolerance.
         space: what is compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
+        position: whose hidden state judges a guess: its parent's, from which the target predicts what stands in the
+            guess's place (``verifying``), or its ``own`` (Eq. 7 to the letter). Embeddings always stand for their own
+            token.
         special_ids: tokens that are never forgiven, neither as guess nor as the target's own.
 
     Guards that the paper leaves out: special tokens and tokens that a logits processor forbids are never loosened, and
@@ -47,6 +53,7 @@ class LVSpec:
     shift: bool = True
     space: Literal["hidden", "embedding"] = "hidden"
     special_ids: tuple[int, ...] = ()
+    position: Literal["verifying", "own"] = "verifying"
 
     lossless = False
     samples = False
@@ -58,6 +65,8 @@ class LVSpec:
             raise ValueError(f"nearest (N) must be at least 1, not {self.nearest}.")
         if self.space not in ("hidden", "embedding"):
             raise ValueError(f"space must be hidden or embedding, not {self.space!r}.")
+        if self.position not in ("verifying", "own"):
+            raise ValueError(f"position must be verifying or own, not {self.position!r}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         return 0, 0
@@ -99,25 +108,27 @@ class LVSpecJudge:
         sees = self._gather()[1].any(1)[:, None]
         forgivable = guesses & ~barred & sees
         line = in_line(tree)
-        loose = self._loose(line) & forgivable
+        loose = self._loose(self.relevance(tree), line) & forgivable
         shifted = torch.zeros_like(match)
         if self._rule.shift:
             elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & line
             shifted = elsewhere.any(-1) & forgivable
         return walk(tree, choice, match, loose, shifted)
 
-    def relevance(self) -> Tensor:
-        """``[B, N]`` mean of the largest cosine similarities of each node with its row's visual tokens."""
+    def relevance(self, tree: DraftTree) -> Tensor:
+        """``[B, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
         visual, real = self._gather()
         nodes = F.normalize(self._hidden.states[self._layer].float(), dim=-1)
         similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [B, N, V]
         best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
         found = torch.isfinite(best)
-        return best.masked_fill(~found, 0).sum(-1) / found.sum(-1).clamp(min=1)
+        relevance = best.masked_fill(~found, 0).sum(-1) / found.sum(-1).clamp(min=1)
+        if self._rule.space == "embedding" or self._rule.position == "own":
+            return relevance
+        return relevance.gather(1, tree.parents.expand_as(relevance))
 
-    def _loose(self, line: Tensor) -> Tensor:
+    def _loose(self, relevance: Tensor, line: Tensor) -> Tensor:
         """``[B, N]`` which nodes are among the floor(lambda * K) least relevant of the K guesses in line with them."""
-        relevance = self.relevance()
         here, there = relevance[:, :, None], relevance[:, None, :]
         earlier = torch.ones_like(line[0]).tril(
             -1

@@ -1,0 +1,83 @@
+"""What LVSpec's relevance tells apart on the built-in pair: words that name what is seen, and all others."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import saccade
+from saccade.draft.lookup import chains
+from saccade.pocket import draw, words
+from saccade.target.context import Context
+from saccade.verify.lvspec import LVSpec
+
+Position = Literal["verifying", "own"]
+
+CONTENT = {
+    word.lower()
+    for group in (
+        *(
+            words.COLOURS,
+            words.BACKGROUNDS,
+            words.SHAPES,
+            words.SIZES,
+            words.ROWS,
+            words.COLUMNS,
+            words.GOODS,
+        ),
+        *(words.NUMBERS, words.ORDINALS),
+        *([words.plural(noun, 2) for noun in nouns] for nouns in (words.SHAPES, words.GOODS)),
+    )
+    for word in group
+}
+"""Words that no answer can get right without looking."""
+
+
+@cache
+def pocket() -> Any:
+    return saccade.load("pocket", method="plain", dtype="float32")
+
+
+@cache
+def answered(task: str, grammar: Any, number: int) -> tuple[Any, list[int]]:
+    """A prompt and the target's own answer to it."""
+    prompt = pocket().processor.prompt(draw(900_000 + number, task, grammar).messages())
+    return prompt, pocket().generate(prompt, max_new_tokens=64).tokens
+
+
+@torch.inference_mode()
+def relevance(task: str, grammar: Any, number: int, position: Position) -> tuple[list[float], list[bool]]:
+    """Of every guess of a chain that is the target's own answer: its relevance, and whether it is a content word."""
+    prompt, (root, *guesses) = answered(task, grammar, number)
+    context = Context(pocket().target, 1, len(prompt) + len(guesses) + 1)
+    judge = LVSpec(position=position).open(context)
+    context.load(0, prompt)
+    judge.read(0, prompt)
+    tree = chains([root], [guesses], pocket().target.device)
+    context.forward(tree.tokens, tree.ancestors, tree.depth)
+    decode = pocket().processor.tokenizer.decode
+    content = [decode([token]).strip().lower() in CONTENT for token in guesses]
+    return judge.relevance(tree)[0, 1:].tolist(), content
+
+
+def area(task: str, grammar: str, position: Position) -> float:
+    """Area under the ROC curve: how often a content word is more relevant than another word."""
+    found = [relevance(task, grammar, number, position) for number in range(3)]
+    of_content = [r for rs, cs in found for r, c in zip(rs, cs, strict=True) if c]
+    others = [r for rs, cs in found for r, c in zip(rs, cs, strict=True) if not c]
+    assert min(len(of_content), len(others)) >= 20
+    above = sum((a > b) + 0.5 * (a == b) for a in of_content for b in others)
+    return above / (len(of_content) * len(others))
+
+
+@pytest.mark.parametrize(
+    ("task", "grammar"), [("scene", "dense"), ("scene", "verbose"), ("chart", "dense"), ("receipt", "dense")]
+)
+def test_the_verifying_state_tells_content_words_from_the_others_and_the_own_one_does_not(
+    task: str, grammar: str
+) -> None:
+    assert area(task, grammar, "verifying") >= 0.7
+    assert area(task, grammar, "own") < 0.7
