@@ -379,6 +379,7 @@ def cache_with_content() -> Any:
         ({"num_beams": 2}, "num_beams=2 is not supported"),
         ({"guidance_scale": 1.5}, "guidance_scale=1.5 is not supported"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit=1 is not supported"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not available"),
         (
             {"return_dict_in_generate": True, "output_hidden_states": True},

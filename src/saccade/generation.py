@@ -30,6 +30,7 @@ UNSUPPORTED = {
     "watermarking_config": None,
     "token_healing": False,
     "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
     "constraints": None,
     "force_words_ids": None,
 }

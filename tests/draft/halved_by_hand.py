@@ -39,7 +39,7 @@ def thinned(name: str, ids: tuple[int, ...], grids: list[Grid]) -> list[int]:
     """The ids with every picture's placeholders on another grid of visual tokens."""
     out: list[int] = []
     remaining = iter(grids)
-    if name in ("llava_pixtral", "mistral3"):
+    if name.startswith(("llava_pixtral", "mistral3")):
         for visual, run in groupby(ids, lambda i: i in (IMAGE, IMAGE_BREAK)):
             if not visual:
                 out += run
@@ -100,10 +100,10 @@ def patches_of(frames: Tensor, grid: Grid) -> Tensor:
 def small_medium(name: str, medium: Medium) -> tuple[dict[str, Tensor], Grid]:
     """Forward arguments of the medium at half its resolution, and its grid of visual tokens."""
     tensors = dict(medium.tensors)
-    if name in ("llava_pixtral", "mistral3"):
-        step = QWEN_PATCH * (2 if name == "mistral3" else 1)
+    if name.startswith(("llava_pixtral", "mistral3")):
+        step = QWEN_PATCH * (2 if name.startswith("mistral3") else 1)
         height, width = (int(n) // step for n in tensors["image_sizes"][0])
-        if name == "mistral3" and height <= 2 and width <= 2:  # one visual token is too few for it
+        if name.startswith("mistral3") and height <= 2 and width <= 2:  # one visual token is too few for it
             return tensors, (1, height, width)
         size = half(height) * step, half(width) * step
         tensors["pixel_values"] = smaller(tensors["pixel_values"][0], *size)[None]

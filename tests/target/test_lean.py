@@ -14,11 +14,14 @@ from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.batch import split
 from saccade.session import Request
+from saccade.target import lean as lean_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.target.features import Hidden
+from saccade.target.thresholds import Thresholds
 
-LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3"})  # experts, and norms on both sides of each block
+LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3"})
+# experts, norms on both sides of each block, and queries that are scaled by position
 TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
 DEPTH = torch.tensor([[0, 1, 1, 2]])
 
@@ -102,6 +105,15 @@ def hook_a_projection_first(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
 
 
+def hook_every_module(model: Any) -> Any:
+    """Globally; returns the handle."""
+
+    def doubled(module: Any, given: Any, out: Any) -> Any:
+        return out * 1.5 if isinstance(module, nn.Linear) else None
+
+    return torch.nn.modules.module.register_module_forward_hook(doubled)
+
+
 def hook_the_model(model: Any) -> None:
     def doubled(module: Any, given: Any, out: Any) -> Any:
         out.logits = -out.logits
@@ -164,6 +176,63 @@ def test_a_change_of_the_model_after_loading_counts(change: Callable[[Any], None
     theirs = tree_logits(Target(target.model, lean=False), "text", case)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # as above
     assert float((ours - before).abs().max()) > 0.1
+
+
+def test_global_hooks_count_for_as_long_as_they_are_registered() -> None:
+    case = FAMILIES["qwen2"]
+    target = Target(case.model())
+    before = tree_logits(target, "text", case)
+    handle = hook_every_module(target.model)
+    try:
+        assert not target.is_lean
+        ours = tree_logits(target, "text", case)
+        theirs = tree_logits(Target(target.model, lean=False), "text", case)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+    assert float((ours - before).abs().max()) > 0.1
+    assert target.is_lean
+    torch.testing.assert_close(tree_logits(target, "text", case), before)
+
+
+def test_global_pre_hooks_count_too() -> None:
+    target = Target(FAMILIES["llama"].model())
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, given: None)
+    try:
+        assert not target.is_lean
+    finally:
+        handle.remove()
+    assert target.is_lean
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral3_ministral3"])
+def test_queries_that_are_scaled_by_position_show_even_if_the_class_were_let_in(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the beginning, where they were once compared, such models give the lean decoder's logits."""
+    attention = "transformers.models.ministral3.modeling_ministral3.Ministral3Attention"
+    monkeypatch.setattr(lean_module, "PROVED", lean_module.PROVED | {attention})
+    near = lambda self, context: [8, 9]  # noqa: E731
+    assert not Target(FAMILIES[name].model()).is_lean
+    monkeypatch.setattr(lean_module.Thresholds, "beyond", near)
+    assert Target(FAMILIES[name].model()).is_lean
+
+
+def test_an_attention_class_that_is_not_known_stays_stock_whatever_it_is_built_of() -> None:
+    model = FAMILIES["llama"].model()
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = type("LlamaAttention", (type(attention),), {})
+    assert not Target(model).is_lean
+
+
+def test_lengths_are_compared_on_both_sides_and_none_lies_beyond_the_context() -> None:
+    config = FAMILIES["ministral3"].model().config
+    config.sliding_window = 50
+    thresholds = Thresholds.of(config)
+    assert (thresholds.windows, thresholds.positions, thresholds.unknown) == ((50,), (32,), {})
+    beyond = thresholds.beyond(1024)
+    assert {31, 32, 33, 49, 50, 51, 64, 256, 1023} <= set(beyond)
+    assert max(beyond) == 1023
 
 
 def test_a_layer_that_is_added_is_noticed() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from families import FAMILIES, _text
+from families import _CLIP, FAMILIES, REFUSED, _text, _vision_language_model
 from saccade.errors import ModelError
+from saccade.loading import adapt
 from saccade.target import adapter, cache, masks, selfcheck
 from saccade.target.adapter import Target
 from saccade.target.families import ordinary_ids
@@ -155,6 +156,90 @@ def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
         self_check(planted(Fails))
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "llava_llama4",
+            "'llava' around 'llama4_text' cannot be verified on trees: it has layers of type chunked",
+        ),
+        (
+            "llava_recurrent",
+            "'llava' around 'recurrent_gemma' cannot be verified on trees: it has layers of type lin",
+        ),
+        (
+            "doge",
+            "'doge' cannot be verified .* what it does with sequences longer than keep_window_size=12 is not",
+        ),
+    ],
+)
+def test_a_text_backbone_that_cannot_be_verified_is_refused_inside_any_model(name: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        adapt(REFUSED[name].model())
+
+
+def test_a_known_family_around_an_unknown_text_model_is_checked_and_taken_if_sound() -> None:
+    build = _vision_language_model("llava", text={"model_type": "olmo2"}, vision=_CLIP)
+    own = Target(sharp(build(2)))
+    assert not own.family.tested
+    self_check(own)
+
+
+@pytest.mark.parametrize("name", [n for n, more in SOUND.items() if "sliding_window" in more])
+def test_a_window_too_long_for_a_prompt_is_checked_as_a_short_one(name: str) -> None:
+    own = untested(name, **{**SOUND[name], "sliding_window": 4096}, max_position_embeddings=8192)
+    lengths = set()
+    own.model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    self_check(own)
+    assert own.text_config.sliding_window == own.family.masks.window == 4096
+    assert max(lengths) < 20
+
+
+class ForgetsWindows(LlamaForCausalLM):  # type: ignore[misc]
+    """Has a window in its configuration, and attends to everything."""
+
+    config_class = PlantedConfig
+
+
+@pytest.mark.parametrize("window", [4, 40, 4096])
+def test_a_window_that_the_model_reads_otherwise_is_found_whatever_its_length(window: int) -> None:
+    torch.manual_seed(0)
+    config = PlantedConfig(**{**_text(2), "max_position_embeddings": 8192}, sliding_window=window)
+    with pytest.raises(ModelError, match="logits differ"):
+        self_check(Target(sharp(ForgetsWindows(config))))
+
+
+class ScalesFarQueries(LlamaForCausalLM):  # type: ignore[misc]
+    """Reads tokens behind a position in its configuration otherwise, by their place in the cache."""
+
+    config_class = PlantedConfig
+
+    def forward(
+        self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+        if past_key_values is None and position_ids is not None:
+            out.logits = out.logits * (1 + (position_ids >= self.config.floor_scale)[..., None])
+        return out
+
+
+def test_what_begins_behind_a_far_position_is_found() -> None:
+    torch.manual_seed(0)
+    model = sharp(ScalesFarQueries(PlantedConfig(**_text(2), floor_scale=500)))
+    with pytest.raises(ModelError, match="logits differ"):
+        self_check(Target(model))
+    model.config.floor_scale = 5000  # beyond its context: never reached
+    self_check(Target(model))
+
+
+def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
+    own = Target(FAMILIES["ministral3"].model())
+    object.__setattr__(own.family, "tested", False)
+    self_check(own)
+
+
 def test_running_out_of_memory_is_not_blamed_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("planted")
@@ -191,6 +276,16 @@ def test_the_check_takes_four_forwards_of_at_most_three_short_rows() -> None:
     )
     self_check(own)
     assert shapes == [(1, 6), (1, 6), (1, 1), (3, 10)]
+
+
+def test_prompts_on_both_sides_of_a_window_are_run() -> None:
+    own = untested("starcoder2", sliding_window=30)
+    lengths = []
+    own.model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    self_check(own)
+    assert {6, 28, 32} <= set(lengths)
 
 
 def test_the_check_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,5 +246,16 @@ def _unknown_rows(config: Any, rows: list[list[int]], visual: Mapping[str, Tenso
         raise InputError(
             f"Batches with images are not understood for the family {kind_of(config)}; pass its rows one by one."
         )
-    placed = int(visual_mask(config, rows[0]).sum())
-    return [Prompt(tuple(rows[0]), (Medium("image", dict(visual), placed, digest(visual)),))]
+    return [Prompt(tuple(rows[0]), (whole_medium(config, rows[0], visual),))]
+
+
+def whole_medium(config: Any, ids: Ids, tensors: Mapping[str, Tensor]) -> Medium:
+    """All images and videos of one row as one medium, for a family of which it is not known where one ends.
+
+    It fills the placeholders of its kind; where there are none or of both kinds, the whole prompt belongs to it.
+    """
+    given = torch.as_tensor(ids)
+    filled = {kind: int((given == token).sum()) for kind, token in visual_ids(config).items()}
+    kinds = [kind for kind, count_ in filled.items() if count_]
+    kind = kinds[0] if len(kinds) == 1 else "image"
+    return Medium(kind, dict(tensors), filled[kind] if len(kinds) == 1 else 0, digest(tensors))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.batch import whole_medium
 from saccade.inputs.chat import Slot
 from saccade.inputs.families import kind_of
 from saccade.inputs.loading import Parts
-from saccade.inputs.media import digest, load_image
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.media import load_image
+from saccade.inputs.prompt import Prompt
 from saccade.inputs.video import load_video
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -55,5 +55,4 @@ def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special
     tensors = {k: v for k, v in made.items() if k not in _TEXT_KEYS and hasattr(v, "shape")}
     if not tensors:
         return Prompt(ids)
-    placed = int(visual_mask(parts.config, ids).sum())
-    return Prompt(ids, (Medium("image", tensors, placed, digest(tensors)),))
+    return Prompt(ids, (whole_medium(parts.config, ids, tensors),))

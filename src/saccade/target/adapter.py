@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.tree import ancestors_of
 from saccade.errors import ModelError
 from saccade.inputs.batch import join, media_spans, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
 from saccade.target.early import leaving_before
-from saccade.target.families import Family, ordinary_ids
+from saccade.target.families import Family
 from saccade.target.features import FeatureTap, Hidden
-from saccade.target.lean import TOLERANCE, LeanDecoder, lean_decoder
+from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
 from saccade.target.masks import starts
 from saccade.target.placing import check_types, continuation_mask, rope_positions
 from saccade.target.selected import Mask, Merged, held_of, kept_of, only
@@ -254,24 +253,9 @@ class Target:
 
     @torch.inference_mode()
     def use_lean(self) -> None:
-        """Put a lean decoder in place if the architecture fits and it gives the stock model's logits on a small
-        tree behind a short prompt."""
-        lean = lean_decoder(self.model, self.decoder)
-        if lean is None:
-            return
-        ids = ordinary_ids(self.config, self.vocab_size, 11)
-        cache = self.new_cache(1, len(ids))
-        self.prefill(cache, 0, Prompt(tuple(ids[:7])))
-        tokens = torch.tensor([ids[7:]], device=self.device)
-        allow = ancestors_of(torch.tensor([[0, 0, 0, 1]], device=self.device), 2)
-        depth = torch.tensor([[0, 1, 1, 2]], device=self.device)
-        deltas = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        stock = self.forward(cache, tokens, allow, depth, deltas).float()
-        cache.drop_pending()
-        self._lean = lean
-        ours = self.forward(cache, tokens, allow, depth, deltas).float()
-        error = (ours - stock).abs().max() / stock.std()
-        if not error <= TOLERANCE.get(self.dtype, 0.0):
+        """Put a lean decoder in place if the architecture fits and it gives the stock model's logits."""
+        self._lean = lean_decoder(self.model, self.decoder)
+        if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
 
     def check_length(self, length: int) -> None:

@@ -27,8 +27,19 @@ TESTED = {
     "gemma3": "Gemma 3",
     "mistral3": "Mistral Small 3 (Pixtral)",
     "internvl": "InternVL",
+    "ministral3": "Ministral 3",
 }
 """``model_type`` -> name, for every family in the conformance suite; others are tried and checked at load."""
+
+TEXT = {
+    *("llama", "qwen2", "qwen3", "mistral", "ministral3", "gemma3_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+}
+"""``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
+one is tried and checked like an unknown architecture."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layers for which there are masks."""
 
 BIDIRECTIONAL_IMAGES = {"gemma3"}
 """Families whose image tokens see each other in both directions."""
@@ -40,13 +51,15 @@ class Family:
 
     Attributes:
         model_type: of the top-level configuration.
-        tested: whether the conformance suite covers it.
+        text_type: ``model_type`` of its language model.
+        tested: whether the conformance suite covers both.
         masks: the masks that its decoder takes.
         bidirectional_images: whether image tokens attend to later tokens of the same image.
         limits: how long its sequences may become.
     """
 
     model_type: str
+    text_type: str
     tested: bool
     masks: MaskPlan
     bidirectional_images: bool
@@ -68,7 +81,8 @@ class Family:
         kinds = tuple(sorted(types)) if len(types) > 1 else ()
         return cls(
             model_type=config.model_type,
-            tested=config.model_type in TESTED,
+            text_type=text.model_type,
+            tested=config.model_type in TESTED and text.model_type in TEXT and types <= LAYER_TYPES,
             masks=MaskPlan(window=window, kinds=kinds),
             bidirectional_images=config.model_type in BIDIRECTIONAL_IMAGES,
             limits=Limits.of(text),

@@ -16,14 +16,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saccade.draft.tree import ancestors_of
+from saccade.inputs.prompt import Prompt
 from saccade.target.cache import SlotCache
+from saccade.target.families import ordinary_ids
 from saccade.target.features import Hidden
+from saccade.target.thresholds import Thresholds
 from saccade.target.watch import Watch
 
 _SMALL = 2**19  # numbers in the keys of a layer that are turned to float32 in no time
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred
 roundings of each dtype. A structural difference moves logits by about one standard deviation."""
+PROVED = frozenset(
+    f"transformers.models.{folder}.modeling_{folder}.{name}"
+    for folder, name in (
+        ("llama", "LlamaAttention"),
+        ("mistral", "MistralAttention"),
+        ("qwen2", "Qwen2Attention"),
+        ("qwen3", "Qwen3Attention"),
+        ("qwen2_vl", "Qwen2VLAttention"),
+        ("qwen2_5_vl", "Qwen2_5_VLAttention"),
+        ("qwen3_vl", "Qwen3VLTextAttention"),
+    )
+)
+"""Attention classes whose mathematics this file has; any other one, also one built of the same parts, may do something
+between them that no part shows (Ministral-3 scales its queries by position), and stays as it is."""
 
 
 @dataclass(slots=True)
@@ -185,6 +203,8 @@ def _layer_fits(layer: Any, eps: float) -> bool:
     if {n for n, _ in layer.named_children()} != _LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp
+    if f"{type(attention).__module__}.{type(attention).__qualname__}" not in PROVED:
+        return False
     if not {n for n, _ in attention.named_children()} <= _ATTENTION:
         return False
     if {n for n, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
@@ -199,6 +219,32 @@ def _layer_fits(layer: Any, eps: float) -> bool:
         return False
     hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in layer.modules())
     return not hooked and hasattr(attention, "scaling") and hasattr(attention, "head_dim")
+
+
+def gives_stock_logits(target: Any) -> bool:
+    """Whether a `Target` with a lean decoder in place gives the logits of its stock modules.
+
+    Compared are a small tree behind a short prompt and, in the same two forwards, single tokens on both sides of every
+    length that the configuration names and over the whole context.
+    """
+    limits = target.family.limits
+    far = Thresholds.of(target.text_config).beyond(limits.turn or limits.context)
+    ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
+    cache = target.new_cache(1, len(ids))
+    target.prefill(cache, 0, Prompt(tuple(ids[:7])))
+    tokens = torch.tensor([ids[7:]], device=target.device)
+    parents = [0, 0, 0, 1, *(0 for _ in far)]
+    allow = ancestors_of(torch.tensor([parents], device=target.device), 2)
+    depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
+    deltas = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    with target.stock():
+        stock = target.forward(cache, tokens, allow, depth, deltas).float()
+    cache.drop_pending()
+    ours = target.forward(cache, tokens, allow, depth, deltas).float()
+    error = (ours - stock).abs().amax(-1) / stock.std(-1)
+    return bool(
+        (error <= TOLERANCE.get(target.dtype, 0.0)).all()
+    )  # not >, so that NaN is none of the stock's
 
 
 @torch.inference_mode(False)  # the weights stay the user's, who may go on training

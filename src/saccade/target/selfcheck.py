@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,36 +15,66 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.families import ordinary_ids
+from saccade.target.families import LAYER_TYPES, ordinary_ids
+from saccade.target.thresholds import Thresholds
 
 PROMPT_LENGTH = 6
+LONGEST = 320
+"""Most tokens of a prompt that is to be longer than a length that the configuration names."""
+WINDOW = 4
+"""Put in place of a window for which such a prompt would be too long: masks are made from the configuration."""
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 LEAVES = (3, 4, 5)
 KEPT = (0, 2, 5)
 """Nodes of the second branch: keeping them moves cache entries."""
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @torch.inference_mode()
 def self_check(target: Target) -> None:
     """Compare a small tree, and the token after an accepted path, with full forwards; nothing for tested families.
 
-    Costs four forwards of a few tokens and changes nothing on the model.
+    The text backbone is what is judged, whatever VLM it is in. The prompt is longer than every window that the
+    configuration names, and once more shorter, so that the tree crosses it; positions go beyond every position that it
+    names. Costs four forwards of a few tokens, and four for each window up to `LONGEST`; changes nothing on the model.
 
     Raises:
-        ModelError: the architecture gives other logits on a tree than on the paths of that tree.
+        ModelError: the architecture gives other logits on a tree than on the paths of that tree, or its configuration
+            names a length whose meaning is not known here.
     """
     if target.family.tested:
         return
     unlike = set(getattr(target.text_config, "layer_types", None) or ()) - LAYER_TYPES
     if unlike:
         raise _refusal(target, f"it has layers of type {', '.join(sorted(unlike))}")
+    thresholds = Thresholds.of(target.text_config)
+    if thresholds.unknown:
+        named = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
+        raise _refusal(target, f"what it does with sequences longer than {named} is not known")
+    windows = [n for n in thresholds.windows if target.family.masks.window is not None]
+    near = [n for n in windows if n <= LONGEST]
+    for length in sorted({PROMPT_LENGTH, *(n + d for n in near for d in (-2, 2))} - {0, 1}):
+        _compare(target, length, 0)
+    limits = target.family.limits
+    last = limits.turn or limits.context  # new tokens behind it are moved before it
+    for start in (n for n in thresholds.positions if last is None or n + SHAPE.max_depth + 1 < last):
+        with (
+            _window(target, start + LONGEST) if windows else nullcontext()
+        ):  # which counts tokens, or positions
+            _compare(target, PROMPT_LENGTH, start)
+    if len(near) < len(windows):
+        with _window(target, WINDOW):
+            _compare(target, PROMPT_LENGTH, 0)
+
+
+def _compare(target: Target, length: int, start: int) -> None:
+    """One comparison behind a prompt of ``length`` tokens, all new tokens being placed around position ``start``."""
     with _undisturbed(target):
-        ids = ordinary_ids(target.config, target.vocab_size, PROMPT_LENGTH + len(SHAPE.paths) + 2)
-        prompt, nodes, after = ids[:PROMPT_LENGTH], ids[PROMPT_LENGTH:-1], ids[-1]
+        ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
+        prompt, nodes, after = ids[:length], ids[length:-1], ids[-1]
+        gap = max(start - length - 1, 0)
         try:
-            ours = _on_a_tree(target, prompt, nodes, after)
-            theirs = _path_by_path(target, prompt, nodes, after)
+            ours = _on_a_tree(target, prompt, nodes, after, gap)
+            theirs = _path_by_path(target, prompt, nodes, after, gap)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever an unknown architecture trips over is a refusal, not a crash
@@ -68,12 +99,18 @@ def tolerance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int) -> Tensor:
-    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `KEPT`."""
+def _on_a_tree(
+    target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0
+) -> Tensor:
+    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `KEPT`.
+
+    Args:
+        gap: positions that are left out behind the prompt.
+    """
     context = Context(target, 1, len(prompt) + len(nodes) + 1)
     first = context.load(0, Prompt(tuple(prompt))).logits
     parents = torch.tensor([SHAPE.parents], device=target.device)
-    depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device)
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device) + gap
     tree = context.forward(
         torch.tensor([nodes], device=target.device), ancestors_of(parents, SHAPE.max_depth), depth
     )
@@ -83,11 +120,19 @@ def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], afte
     return torch.cat([first[None], tree[0], last[0]])
 
 
-def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int) -> Tensor:
+def _path_by_path(
+    target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0
+) -> Tensor:
     """The same logits from one forward over whole sequences, one per leaf, without a cache."""
     parents = SHAPE.parents
     rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
-    logits = target.model(input_ids=torch.tensor(rows, device=target.device), use_cache=False).logits
+    tokens, more = torch.tensor(rows, device=target.device), {}
+    if gap:
+        places = torch.arange(tokens.shape[1], device=target.device)
+        places = (places + gap * (places >= len(prompt))).expand_as(tokens)
+        # With a mask beside them, as gaps would otherwise be taken for the borders of packed sequences.
+        more = {"position_ids": places, "attention_mask": torch.ones_like(tokens)}
+    logits = target.model(input_ids=tokens, use_cache=False, **more).logits
     start = len(prompt)
     found = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
     return torch.stack([*found, *logits[:, start + 2], logits[-1, start + 3]])
@@ -108,8 +153,24 @@ def _undisturbed(target: Target) -> Iterator[None]:
             module.rope_deltas = deltas
 
 
+@contextmanager
+def _window(target: Target, length: int) -> Iterator[None]:
+    """Another window in place of the configuration's, from which masks are made for the model and here."""
+    family, own = target.family, target.text_config.sliding_window
+    target.text_config.sliding_window = length
+    target.family = replace(family, masks=replace(family.masks, window=length))
+    try:
+        yield
+    finally:
+        target.text_config.sliding_window, target.family = own, family
+
+
 def _refusal(target: Target, why: str) -> ModelError:
+    family = target.family
+    name = repr(family.model_type)
+    if family.text_type not in (family.model_type, f"{family.model_type}_text"):
+        name += f" around {family.text_type!r}"
     return ModelError(
-        f"The architecture {target.family.model_type!r} cannot be verified on trees: {why}; use one of the tested "
+        f"The architecture {name} cannot be verified on trees: {why}; use one of the tested "
         "families or plain generation."
     )

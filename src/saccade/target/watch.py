@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 
 class Watch:
@@ -27,6 +28,8 @@ class Watch:
         self._hooks: list[dict[Any, Any]] = [
             h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)
         ]
+        # Those of all modules of the process, which would see what is run in their place no more than the others.
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self._own = [m.__dict__ for m in modules]
         children = [
             (m._modules, n, c) for m in modules for n, c in m._modules.items() if c in inside | around

@@ -131,6 +131,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit_weights(d, lambda w: w.update({"residuals": torch.zeros(9, 64)})),
         r"residuals .* is \(9, 64\), not \(4, 64\)",
     ),
+    "a weight of NaN": (
+        lambda d: edit_weights(d, lambda w: w["w1.weight"].fill_(float("nan"))),
+        "weight w1.weight .* holds numbers that are not finite, with which it would draft nothing",
+    ),
+    "an infinite weight": (
+        lambda d: edit_weights(d, lambda w: w["residuals"][1, 2].fill_(float("inf"))),
+        "weight residuals .* holds numbers that are not finite",
+    ),
     "hidden size": (lambda d: edit_config(d, hidden_size=48), "hidden size is 48 but this target's is 64"),
     "vocabulary": (lambda d: edit_config(d, vocab_size=7), "vocabulary is 7 but this target's is 192"),
     "layer count": (

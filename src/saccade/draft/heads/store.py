@@ -208,3 +208,8 @@ def _check(folder: str | Path, name: str, expected: torch.Tensor | None, found: 
             f"The weight {name} of the head {folder} is {tuple(found.shape)}, not {tuple(expected.shape)}; its "
             "config.json belongs to another head."
         )
+    if not bool(torch.isfinite(found).all()):
+        raise ModelError(
+            f"The weight {name} of the head {folder} holds numbers that are not finite, with which it would draft "
+            "nothing; copy it again, or train it anew."
+        )
