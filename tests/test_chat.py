@@ -75,6 +75,8 @@ def test_a_turn_that_was_never_read_leaves_no_trace() -> None:
 class Breaking:
     """A logits processor that raises at the given call, in the middle of a step."""
 
+    stateless = True
+
     def __init__(self, error: type[BaseException], at: int) -> None:
         self.error, self.left = error, at
 

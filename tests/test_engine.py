@@ -22,6 +22,7 @@ from saccade.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
+from saccade.processors import stateless
 from saccade.session import Request, Session
 from saccade.target.adapter import Target
 
@@ -98,7 +99,7 @@ def test_a_stopping_criterion_anywhere_ends_its_row_and_no_other(method: str, ro
     def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return torch.tensor([ids[0, -2:].tolist() == pair])
 
-    for index, output in enumerate(run(method, stopping_criteria=[criterion])):
+    for index, output in enumerate(run(method, stopping_criteria=[stateless(criterion)])):
         text = [prompts()[index].ids[-1], *reference(index)]
         ends = [i for i in range(1, len(text)) if text[i - 1 : i + 1] == pair]
         cut = ends[0] if ends else NEW

@@ -166,6 +166,8 @@ def test_stop_strings_end_rows_where_generate_ends_them(name: str, rows: int, eo
 class ForbidAt(LogitsProcessor):
     """Forbids a token at one place of the padded sequence."""
 
+    stateless = True
+
     def __init__(self, length: int, token: int) -> None:
         self.length, self.token = length, token
 
@@ -177,6 +179,8 @@ class ForbidAt(LogitsProcessor):
 
 class StopAt(StoppingCriteria):
     """Stops every row at one length of the padded sequence."""
+
+    stateless = True
 
     def __init__(self, length: int) -> None:
         self.length = length

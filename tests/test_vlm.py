@@ -12,6 +12,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 
 from checkpoints import picture, saved_picture, says, text, vlm
 from saccade import VLM, InputError, MethodError, load
+from saccade.processors import stateless
 
 PAIRS = [
     ("llava", "llava-draft"),
@@ -224,5 +225,5 @@ def test_a_streamer_hears_of_the_end_when_generation_fails() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        vlm("llama").generate("Say", streamer=streamer, logits_processor=[fail])
+        vlm("llama").generate("Say", streamer=streamer, logits_processor=[stateless(fail)])
     assert "".join(streamer) == ""

@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
+from saccade.processors import criterion_of_row, of_row
 from saccade.target.adapter import Target
 
 DEFAULT_NEW_TOKENS = 256
@@ -101,11 +102,13 @@ def plan(
     Args:
         generation_config: a Hugging Face GenerationConfig; ``options`` override it, the checkpoint's
             ``generation_config`` fills what neither says.
+        logits_processor, stopping_criteria: see `saccade.processors` for those that are taken.
         tokenizer: needed for ``stop_strings``.
         options: any option of GenerationConfig.
 
     Raises:
-        InputError: an unknown or unsupported option, or a value out of range.
+        InputError: an unknown or unsupported option, a value out of range, or a processor or criterion that may keep
+            something between its calls.
     """
     model = target.model
     with _refusing():
@@ -131,8 +134,12 @@ def plan(
                 target,
                 config,
                 prompt,
-                _Logits(logits_processor, prefix_allowed_tokens_fn, index),
-                stopping_criteria,
+                _Logits(
+                    [of_row(p, index, len(prompts)) for p in logits_processor],
+                    prefix_allowed_tokens_fn,
+                    index,
+                ),
+                [criterion_of_row(c, index, len(prompts)) for c in stopping_criteria],
                 tokenizer,
             )
         rows.append(row)

@@ -153,6 +153,8 @@ def test_a_prompt_of_one_token_with_a_forced_first_token() -> None:
 class ForbidAfter(LogitsProcessor):
     """Forbids a token wherever another one came directly before it: needs every node's own prefix."""
 
+    stateless = True
+
     def __init__(self, before: int, token: int) -> None:
         self.before, self.token = before, token
 
@@ -163,6 +165,8 @@ class ForbidAfter(LogitsProcessor):
 
 
 class EndsWith(StoppingCriteria):
+    stateless = True
+
     def __init__(self, *ids: int) -> None:
         self.ids = torch.tensor(ids)
 

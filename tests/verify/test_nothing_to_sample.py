@@ -18,6 +18,7 @@ from saccade.engine import Engine
 from saccade.errors import InputError
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
+from saccade.processors import stateless
 from saccade.session import Request
 from saccade.target.adapter import Target
 
@@ -45,7 +46,7 @@ def spoiling(at: int, value: float) -> Processor:
     def spoil(ids: Tensor, scores: Tensor) -> Tensor:
         return torch.full_like(scores, value) if ids.shape[1] == at else scores
 
-    return spoil
+    return stateless(spoil)
 
 
 def sample(method: str, new: int = 12, **options: Any) -> list[list[int]]:
@@ -82,4 +83,4 @@ def test_one_token_that_is_left_is_taken(method: str) -> None:
         left[:, 77] = scores[:, 77]
         return left
 
-    assert sample(method, 5, logits_processor=[only]) == [[77] * 5] * 2
+    assert sample(method, 5, logits_processor=[stateless(only)]) == [[77] * 5] * 2

@@ -135,7 +135,8 @@ class Speculation:
         seeds = torch.randint(2**62, (batch,)).tolist() if config.do_sample else [0] * batch
         requests = [Request(prompts[b // each], draft_prompts[b // each], seeds[b]) for b in range(batch)]
 
-        rows = Rows(input_ids, mask, each, logits_processor, stopping_criteria)
+        scored = bool(config.return_dict_in_generate and config.output_scores)
+        rows = Rows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
         recorder = Recorder(engine, config.do_sample, batch) if _wants_logits(config) else None
         session = engine.open(batch) if recorder is None else recorder.session
         decoding = Plan(bool(config.do_sample), rows.plans)

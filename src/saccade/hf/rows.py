@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    MaxLengthCriteria,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers.generation import MaxLengthCriteria
 
+from saccade.errors import InputError
 from saccade.generation import RowPlan
-from saccade.verify.processing import PREFIX_FREE, process
+from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
 
 
 class Rows:
@@ -32,6 +26,7 @@ class Rows:
         each: returned sequences per prompt.
         processors: the prepared logits processors.
         criteria: the prepared stopping criteria.
+        with_scores: whether `generate` would give them the scores so far.
 
     Attributes:
         run_on: whether a stopped row runs on until all have stopped, as in `generate` when there is no
@@ -39,8 +34,15 @@ class Rows:
     """
 
     def __init__(
-        self, ids: Tensor, mask: Tensor, each: int, processors: Sequence[Any], criteria: Sequence[Any]
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        each: int,
+        processors: Sequence[Any],
+        criteria: Sequence[Any],
+        with_scores: bool = False,
     ) -> None:
+        self._with_scores = with_scores
         self._padding = [row[kept == 0] for row, kept in zip(ids, mask, strict=True)]
         self._each = each
         self._processors = processors
@@ -66,26 +68,20 @@ class Rows:
         )
 
     def _processor(self, processor: Any, row: int) -> Any:
-        if type(processor) in PREFIX_FREE:
-            return processor
-        own = copy.copy(processor)
-        if type(own) is RepetitionPenaltyLogitsProcessor and isinstance(own.prompt_ignore_length, Tensor):
-            own.prompt_ignore_length = int(own.prompt_ignore_length[row])
-        elif type(own) is PrefixConstrainedLogitsProcessor:
-            allowed = own._prefix_allowed_tokens_fn
-            own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
-        elif type(own) is EncoderRepetitionPenaltyLogitsProcessor:
-            own.encoder_input_ids = own.encoder_input_ids[row // self._each][None]
-        elif type(own) is EncoderNoRepeatNGramLogitsProcessor:
-            own.generated_ngrams, own.batch_size = [own.generated_ngrams[row // self._each]], 1
-        return _Padded(own, self._padding[row]) if len(self._padding[row]) else own
+        own = of_row(processor, row, len(self._padding), self._each)
+        padded = len(self._padding[row]) and type(own) not in PREFIX_FREE and not is_stateful(own)
+        return _Padded(own, self._padding[row]) if padded else own
 
     def _stop(self, row: int) -> Callable[[Tensor, Any], bool]:
         padding, stopped = self._padding[row], self._stopped
+        criteria = [criterion_of_row(c, row, len(self._padding)) for c in self._criteria]
 
         def stop(ids: Tensor, scores: Any) -> bool:
             ids = torch.cat([padding[None], ids.to(padding.device)], 1)
-            asked = [c(ids, scores) for c in self._criteria]  # all of them: a criterion may count its calls
+            given = [_NoScores(c) if self._with_scores else scores for c in self._criteria]
+            asked = [
+                c(ids, s) for c, s in zip(criteria, given, strict=True)
+            ]  # all of them: a criterion may count its calls
             now = any(bool(torch.as_tensor(a).any()) for a in asked)
             if not self.run_on:
                 return now
@@ -103,6 +99,25 @@ class _Padded:
         self._processor = processor
         self._padding = padding
 
+    @property
+    def __name__(self) -> str:
+        return name_of(self._processor)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         padding = self._padding.to(input_ids.device).expand(len(input_ids), -1)
         return process(self._processor, torch.cat([padding, input_ids], 1), scores)
+
+
+class _NoScores:
+    """What criteria are given for the scores that they would have from `generate`: an error, when they look."""
+
+    def __init__(self, criterion: Any) -> None:
+        self._name = name_of(criterion)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise InputError(
+            f"The stopping criterion {self._name} reads scores, which criteria are not given in speculative decoding; "
+            "leave it out, or leave out custom_generate."
+        )
+
+    __getitem__ = __len__ = __iter__ = __bool__ = _refuse

@@ -7,53 +7,104 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process
 
 from saccade.draft.tree import DraftTree
+from saccade.processors import PREFIX_FREE, is_stateful, process
 
 Warp = Callable[[Tensor], Tensor]
 """``[R, V]`` logits to ``[R, V]`` scores, whatever came before them."""
 
-_PREFIX_FREE_NAMES = (
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TopHLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-)
-PREFIX_FREE: tuple[type, ...] = tuple(
-    getattr(logits_process, name) for name in _PREFIX_FREE_NAMES if hasattr(logits_process, name)
-)
-"""Processors whose scores depend on the logits alone."""
+
+class RowProcessing:
+    """One row's processors, from its beginning to its end, and what the stateful ones have read.
+
+    Args:
+        processors: in the order in which `generate` would call them, each called as
+            ``processor(input_ids [n, S], scores [n, V])``, or a `StatefulProcessor`.
+        ends: ids that end the row.
+
+    Attributes:
+        needs_prefix: whether scores depend on more than the logits.
+    """
+
+    def __init__(self, processors: Sequence[Any], ends: Container[int] = ()) -> None:
+        self.processors, self.ends = list(processors), ends
+        self.prefix_free = [p for p in self.processors if type(p) in PREFIX_FREE]
+        self.needs_prefix = len(self.prefix_free) < len(self.processors)
+        self.settings = tuple(_settings(p) for p in self.prefix_free)
+        self._stateful = [place for place, p in enumerate(self.processors) if is_stateful(p)]
+        self._states: dict[int, Any] = {}
+        self._read = 0
+
+    def states_behind(self, prefix: Sequence[int]) -> dict[int, Any]:
+        """State of every stateful processor behind a prefix, which is the prompt at first and then only grows."""
+        if not self._stateful:
+            return {}
+        if not self._read:
+            self._states = {place: self.processors[place].start(prefix) for place in self._stateful}
+        else:
+            for token in prefix[self._read :]:
+                self._states = self.advanced(self._states, token)
+        self._read = len(prefix)
+        return self._states
+
+    def advanced(self, states: dict[int, Any], token: int) -> dict[int, Any]:
+        """The states one token further."""
+        return {place: self.processors[place].advance(state, token) for place, state in states.items()}
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """The prefix-free processors only, on float32 logits ``[R, V]``."""
+        for processor in self.prefix_free:
+            logits = processor(None, logits)
+        return logits
+
+    def scores(self, ids: Tensor, scores: Tensor, states: Sequence[dict[int, Any]]) -> Tensor:
+        """Scores ``[n, V]`` of n nodes with prefixes ``ids`` ``[n, S]`` and these states."""
+        for place, processor in enumerate(self.processors):
+            if states and place in states[0]:
+                parts = zip(states, scores, strict=True)
+                scores = torch.stack([processor.scores(held[place], part.clone()) for held, part in parts])
+            else:
+                scores = process(processor, ids, scores)
+        return scores
 
 
 class Processing:
-    """The processors of every row.
+    """The processors of the rows of one forward, which may be other rows in the next.
 
     Args:
-        rows: for each row its processors in the order in which `generate` would call them, each called as
-            ``processor(input_ids [n, S], scores [n, V])``.
-        ends: for each row the ids that end it; none when empty.
+        rows: the rows' `RowProcessing`, or their processors, of which such are made.
+        ends: for rows of the latter kind the ids that end each; none when empty.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Any]], ends: Sequence[Container[int]] = ()) -> None:
-        self._rows = [list(r) for r in rows]
-        self._ends = ends or [()] * len(self._rows)
-        self.needs_prefix = any(type(p) not in PREFIX_FREE for r in self._rows for p in r)
-        self._prefix_free = [p for p in self._rows[0] if type(p) in PREFIX_FREE]
+    def __init__(
+        self, rows: Sequence[RowProcessing | Sequence[Any]], ends: Sequence[Container[int]] = ()
+    ) -> None:
+        ends = ends or [()] * len(rows)
+        self._rows = [
+            row if isinstance(row, RowProcessing) else RowProcessing(row, end)
+            for row, end in zip(rows, ends, strict=True)
+        ]
+        self.needs_prefix = any(row.needs_prefix for row in self._rows)
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for index, row in enumerate(self._rows):
+            groups.setdefault(row.settings, []).append(index)
+        self._groups = list(groups.values())
 
     def warp(self, logits: Tensor) -> Tensor:
-        """The prefix-free processors only: what a drafter applies to its own logits ``[R, V]``."""
+        """The prefix-free processors only: what a drafter applies to its own logits ``[R, V]``, as many for each row,
+        row by row."""
         scores = logits.float()
-        for processor in self._prefix_free:
-            scores = processor(None, scores)
-        return scores
+        if len(self._groups) == 1:
+            return self._rows[0].warp(scores)
+        by_row = scores.view(len(self._rows), -1, scores.shape[-1])
+        warped = torch.empty_like(by_row)
+        for group in self._groups:
+            at = torch.tensor(group, device=scores.device)
+            warped[at] = (
+                self._rows[group[0]].warp(by_row[at].flatten(0, 1)).view(len(group), *by_row.shape[1:])
+            )
+        return warped.view_as(scores)
 
     def __call__(
         self,
@@ -73,7 +124,7 @@ class Processing:
         may know no answer to others (a constraint that nothing can continue). Nodes behind a token that they forbid,
         behind one that ends the row or without room keep their logits: no lossless rule comes to them.
         """
-        if not any(self._rows):
+        if not any(row.processors for row in self._rows):
             return logits
         batch, size, vocab = logits.shape
         if not self.needs_prefix:
@@ -81,48 +132,51 @@ class Processing:
         scores = logits.to(torch.float32, copy=True)  # written to below; the logits stay the caller's
         below = _tokens_below_root(tree)
         tokens, children = tree.tokens.tolist(), _children(tree)
-        for row, processors in enumerate(self._rows):
-            prefix = torch.tensor(list(prefixes[row]), device=logits.device)
-            nodes, depth = [0], 0
-            while nodes and (room is None or depth < room[row]):
+        for index, row in enumerate(self._rows):
+            room_left = None if room is None else room[index]
+            if not row.needs_prefix:
+                scores[index] = row.warp(scores[index])
+                continue
+            if room_left == 0:
+                continue
+            prefix = torch.tensor(list(prefixes[index]), device=logits.device)
+            nodes, depth, states = [0], 0, [row.states_behind(prefixes[index])]
+            while nodes and (room_left is None or depth < room_left):
                 at = torch.tensor(nodes, device=logits.device)
-                ids = torch.cat([prefix.expand(len(nodes), -1), below[row, at, :depth]], 1)
-                part = scores[row, at]
-                for processor in processors:
-                    part = process(processor, ids, part)
-                scores[row, at] = part
+                ids = torch.cat([prefix.expand(len(nodes), -1), below[index, at, :depth]], 1)
+                part = row.scores(ids, scores[index, at], states)
+                scores[index, at] = part
                 guesses = [
-                    (place, child, tokens[row][child])
+                    (place, child, tokens[index][child])
                     for place, node in enumerate(nodes)
-                    for child in children[row][node]
-                    if tokens[row][child] not in self._ends[row]
+                    for child in children[index][node]
+                    if tokens[index][child] not in row.ends
                 ]
-                nodes = _allowed(guesses, part)
+                guesses = _allowed(guesses, part)
+                states = [row.advanced(states[place], token) for place, _, token in guesses]
+                nodes = [node for _, node, _ in guesses]
                 depth += 1
         return scores
 
 
-def process(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    """Processed scores ``[n, V]`` of n nodes of one row, whose prefixes are ``ids`` ``[n, S]``."""
-    if type(processor) is logits_process.EncoderRepetitionPenaltyLogitsProcessor:
-        # older versions pass over all nodes but the first, as they hold one prompt
-        return torch.cat([processor(i[None], s[None]) for i, s in zip(ids, scores, strict=True)])
-    processed: Tensor = processor(ids, scores)
-    return processed
+def _settings(processor: Any) -> tuple[Any, ...]:
+    """What two processors of one kind must have in common to be the same."""
+    values = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in vars(processor).items()}
+    return type(processor), repr(sorted(values.items()))
 
 
-def _allowed(guesses: Sequence[tuple[int, int, int]], scores: Tensor) -> list[int]:
-    """The nodes of guesses (place of the parent in scores ``[n, V]``, node, token) that the scores do not forbid.
+def _allowed(guesses: Sequence[tuple[int, int, int]], scores: Tensor) -> list[tuple[int, int, int]]:
+    """Those guesses (place of the parent in scores ``[n, V]``, node, token) that the scores do not forbid.
 
     Where they forbid everything, greedy decoding still goes on with some token.
     """
     known = [guess for guess in guesses if guess[2] < scores.shape[1]]
     if not known:
         return []
-    places, nodes, tokens = zip(*known, strict=True)
+    places, _, tokens = zip(*known, strict=True)
     at = list(places)
     forbidden = scores[at, list(tokens)].isneginf() & ~scores.amax(1)[at].isneginf()
-    return [node for node, not_this in zip(nodes, forbidden.tolist(), strict=True) if not not_this]
+    return [guess for guess, not_this in zip(known, forbidden.tolist(), strict=True) if not not_this]
 
 
 def _children(tree: DraftTree) -> list[list[list[int]]]:

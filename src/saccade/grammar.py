@@ -1,0 +1,217 @@
+"""Grammars and JSON schemas on trees of guesses, by the matchers of xgrammar or llguidance (``saccade[grammar]``).
+
+>>> schema = saccade.grammar.json_schema({"type": "object"}, tokenizer, vocab_size)
+>>> vlm.generate("Describe the picture as JSON.", images=["photo.jpg"], logits_processor=[schema])
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from saccade.errors import InputError
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A matcher and the tokens behind the prompt that it has accepted."""
+
+    matcher: Any
+    path: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A state: where on the tree of all that may be said."""
+
+    walk: _Walk
+    path: tuple[int, ...]
+
+
+class Rollback(ABC):
+    """A `StatefulProcessor` made of a matcher that accepts tokens and takes them back.
+
+    One matcher per row walks to every guess that it is asked about, back to where both paths part and forth again.
+    The grammar is about the answer: the prompt is not shown to it.
+    """
+
+    @abstractmethod
+    def matcher(self) -> Any:
+        """A new one, at the beginning."""
+
+    @abstractmethod
+    def accept(self, matcher: Any, token: int) -> bool:
+        """Move on by a token; False where it cannot follow, which leaves the matcher where it is."""
+
+    @abstractmethod
+    def take_back(self, matcher: Any, count: int) -> None:
+        """Undo the last ``count`` tokens."""
+
+    @abstractmethod
+    def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
+        """``[V]`` bool on the CPU: which tokens may follow."""
+
+    def start(self, prompt: Sequence[int]) -> _Place:
+        """See `StatefulProcessor`."""
+        return _Place(_Walk(self.matcher()), ())
+
+    def advance(self, state: _Place, token: int) -> _Place:
+        """See `StatefulProcessor`; nothing is accepted before scores are asked for."""
+        return _Place(state.walk, (*state.path, token))
+
+    def scores(self, state: _Place, scores: Tensor) -> Tensor:
+        """See `StatefulProcessor`; -inf where a token may not follow.
+
+        Raises:
+            InputError: what has been said does not follow the grammar.
+        """
+        self._go(state)
+        allowed = self.allowed(state.walk.matcher, len(scores)).to(scores.device)
+        return scores.masked_fill_(~allowed, float("-inf"))
+
+    def _go(self, state: _Place) -> None:
+        walk, path = state.walk, state.path
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(walk.path, path, strict=False)) if a != b),
+            min(len(walk.path), len(path)),
+        )
+        if len(walk.path) > shared:
+            self.take_back(walk.matcher, len(walk.path) - shared)
+            del walk.path[shared:]
+        for token in path[shared:]:
+            if not self.accept(walk.matcher, token):
+                raise InputError(
+                    f"The grammar does not allow token {token} behind {len(walk.path)} new tokens; let the grammar's "
+                    "stop tokens be among eos_token_id, and use a lossless method."
+                )
+            walk.path.append(token)
+
+
+class XGrammar(Rollback):
+    """A grammar that xgrammar has compiled.
+
+    Args:
+        compiled: an ``xgrammar.CompiledGrammar``, made for the model's tokenizer and vocabulary.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def matcher(self) -> Any:
+        """See `Rollback`."""
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self._compiled)
+
+    def accept(self, matcher: Any, token: int) -> bool:
+        """See `Rollback`."""
+        return not matcher.is_terminated() and bool(matcher.accept_token(token))
+
+    def take_back(self, matcher: Any, count: int) -> None:
+        """See `Rollback`."""
+        matcher.rollback(count)
+
+    def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
+        """See `Rollback`."""
+        mask = torch.full((1, -(-self._compiled.tokenizer_info.vocab_size // 32)), -1, dtype=torch.int32)
+        matcher.fill_next_token_bitmask(mask)
+        return _bits(mask[0], vocab_size)
+
+
+class LLGuidance(Rollback):
+    """A grammar for llguidance.
+
+    Args:
+        tokenizer: an ``llguidance.LLTokenizer``, for example of ``llguidance.hf.from_tokenizer``.
+        grammar: what ``llguidance.LLMatcher`` takes, for example of its ``grammar_from_json_schema``.
+
+    Raises:
+        InputError: llguidance does not take the grammar.
+    """
+
+    def __init__(self, tokenizer: Any, grammar: str) -> None:
+        self._tokenizer, self._grammar = tokenizer, grammar
+        self.matcher()
+
+    def matcher(self) -> Any:
+        """See `Rollback`."""
+        import llguidance
+
+        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar)
+        if matcher.is_error():
+            raise InputError(f"llguidance does not take the grammar ({matcher.get_error()}); correct it.")
+        return matcher
+
+    def accept(self, matcher: Any, token: int) -> bool:
+        """See `Rollback`."""
+        return not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
+
+    def take_back(self, matcher: Any, count: int) -> None:
+        """See `Rollback`."""
+        matcher.rollback(count)
+
+    def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
+        """See `Rollback`."""
+        return _bits(torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32), vocab_size)
+
+
+def json_schema(
+    schema: str | Mapping[str, Any],
+    tokenizer: Any,
+    vocab_size: int,
+    backend: Literal["xgrammar", "llguidance"] = "xgrammar",
+) -> Rollback:
+    """A processor under which an answer is JSON of a schema.
+
+    Args:
+        schema: a JSON schema.
+        tokenizer: a fast tokenizer of transformers; its end-of-sequence token ends the answer.
+        vocab_size: of the model's logits, which may be wider than the tokenizer's.
+        backend: the package whose matcher is used; it must be installed.
+
+    Raises:
+        InputError: the schema cannot be compiled, or there is no such backend.
+        ModuleNotFoundError: the backend is not installed.
+    """
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        if backend == "xgrammar":
+            import xgrammar
+
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+            return XGrammar(xgrammar.GrammarCompiler(info).compile_json_schema(text))
+        if backend == "llguidance":
+            import llguidance.hf
+
+            known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+            return LLGuidance(known, llguidance.LLMatcher.grammar_from_json_schema(text))
+    except (ValueError, RuntimeError) as problem:
+        reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
+        raise InputError(f"{backend} cannot compile the schema ({reason}); correct it.") from problem
+    raise InputError(f"There is no backend {backend!r}; choose xgrammar or llguidance.")
+
+
+def of_xgrammar(processor: Any, row: int) -> XGrammar:
+    """What stands for xgrammar's own processor (``xgrammar.contrib.hf.LogitsProcessor``) in one row.
+
+    Raises:
+        InputError: it is something else of that package, or has no grammar for the row.
+    """
+    grammars = getattr(processor, "compiled_grammars", None)
+    if not grammars or (len(grammars) > 1 and row >= len(grammars)):
+        raise InputError(
+            f"{type(processor).__name__} of xgrammar has no grammar for row {row}; give one for all rows or one each."
+        )
+    return XGrammar(grammars[row if len(grammars) > 1 else 0])
+
+
+def _bits(words: Tensor, vocab_size: int) -> Tensor:
+    """``[V]`` bool from int32 words, the lowest bit first; False behind the last one."""
+    bits = ((words[:, None] >> torch.arange(32)) & 1).bool().flatten()
+    return torch.nn.functional.pad(bits, (0, max(vocab_size - len(bits), 0)))[:vocab_size]

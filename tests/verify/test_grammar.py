@@ -1,0 +1,233 @@
+"""JSON of a schema on trees of guesses: the same answers as plain decoding under the same matcher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from random_trees import NaiveTree, draft_tree
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+
+from families import FAMILIES, FIRST_WORD, VOCAB, reference_greedy
+from saccade import hf
+from saccade.draft.model import ModelDrafter
+from saccade.draft.static import Chain, StaticTree
+from saccade.engine import Engine
+from saccade.errors import InputError
+from saccade.grammar import Rollback, json_schema
+from saccade.inputs.batch import split
+from saccade.session import Request
+from saccade.target.adapter import Target
+from saccade.verify.processing import Processing, RowProcessing
+
+CASE = FAMILIES["llama"]
+END = FIRST_WORD
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 6}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+NEW = 40
+POLICIES = {"chain": Chain(4), "tree": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])}
+
+
+class Brackets(Rollback):
+    """Balanced brackets of two kinds, by a stack that is rolled back."""
+
+    PAIRS: ClassVar = {20: 21, 30: 31}
+
+    def matcher(self) -> list[list[int]]:
+        return [[]]  # stacks after every token
+
+    def accept(self, matcher: list[list[int]], token: int) -> bool:
+        stack = matcher[-1]
+        if token in self.PAIRS:
+            matcher.append([*stack, token])
+        elif stack and token == self.PAIRS[stack[-1]]:
+            matcher.append(stack[:-1])
+        else:
+            return False
+        return True
+
+    def take_back(self, matcher: list[list[int]], count: int) -> None:
+        del matcher[-count:]
+
+    def allowed(self, matcher: list[list[int]], vocab_size: int) -> Tensor:
+        stack = matcher[-1]
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[[*self.PAIRS, *([self.PAIRS[stack[-1]]] if stack else [END])]] = True
+        return mask
+
+
+class OneByOne(LogitsProcessor):
+    """A matcher as it is used in plain decoding: it takes in the last token of every call."""
+
+    def __init__(self, grammar: Rollback) -> None:
+        self.grammar, self.matcher = grammar, None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.matcher is None:
+            self.matcher = self.grammar.matcher()
+        else:
+            assert self.grammar.accept(self.matcher, int(input_ids[0, -1]))
+        return scores.masked_fill(~self.grammar.allowed(self.matcher, scores.shape[-1]), float("-inf"))
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Single characters, and some pieces of what such JSON looks like."""
+    pieces = ['"a"', '": ', '{"', '", ', '"}', '"b', "12", "ab", *(chr(c) for c in range(32, 127))]
+    names = {f"<{i}>": i for i in range(FIRST_WORD)} | {"</s>": END}
+    names |= {piece: END + 1 + i for i, piece in enumerate(pieces)}
+    names |= {f"<{i}>": i for i in range(len(names), VOCAB)}
+    words = Tokenizer(models.BPE({**names}, [], unk_token="<0>"))
+    words.decoder = decoders.ByteFallback()
+    special = [n for n in names if n.startswith("<") and len(n) > 1]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", additional_special_tokens=special
+    )
+
+
+def grammar(name: str) -> Rollback:
+    if name == "brackets":
+        return Brackets()
+    pytest.importorskip(name, reason=f"{name} is an extra: pip install saccade[grammar]")
+    return json_schema(SCHEMA, tokenizer(), VOCAB, name)  # type: ignore[arg-type]
+
+
+GRAMMAR = pytest.mark.parametrize("name", ["brackets", "xgrammar", "llguidance"])
+
+
+def answers(name: str, rows: int = 3) -> list[list[int]]:
+    found = []
+    for row in range(rows):
+        options = {"logits_processor": LogitsProcessorList([OneByOne(grammar(name))]), "eos_token_id": END}
+        found += reference_greedy(CASE.model(), CASE.row_inputs("text", row), NEW, **options)
+    return found
+
+
+def run(name: str, policy: str, **options: Any) -> list[list[int]]:
+    target = Target(CASE.model())
+    engine = Engine(target, ModelDrafter(Target(CASE.draft_model()), POLICIES[policy]))
+    asked = [Request(p, seed=i) for i, p in enumerate(split(target.config, CASE.inputs("text", rows=3)))]
+    more = {"eos_token_id": END, "max_new_tokens": NEW, "logits_processor": [grammar(name)], **options}
+    outputs = engine.generate(asked, **more)
+    return [o.tokens for o in outputs]
+
+
+def follows(name: str, tokens: Sequence[int]) -> bool:
+    own = grammar(name)
+    matcher = own.matcher()
+    return all(own.accept(matcher, t) for t in tokens if t != END)
+
+
+def legal_tree(own: Rollback, said: Sequence[int], source: torch.Generator) -> NaiveTree:
+    """A tree of tokens that the grammar allows, three at each of the first nodes; the root is the last one said."""
+    parents, tokens, paths = [0], [said[-1] if said else 5], [list(said)]
+    for parent in range(5):
+        matcher = own.matcher()
+        assert all(own.accept(matcher, t) for t in paths[parent])
+        mask = own.allowed(matcher, VOCAB)
+        mask[END] = False
+        words = mask.nonzero().flatten()
+        for place in torch.randperm(len(words), generator=source)[:3]:
+            parents.append(parent)
+            tokens.append(int(words[place]))
+            paths.append([*paths[parent], tokens[-1]])
+    return NaiveTree(tuple(parents), tuple(tokens), (True,) * len(parents))
+
+
+@GRAMMAR
+def test_every_branch_is_scored_as_by_a_matcher_of_its_own(name: str) -> None:
+    """Step after step, each going on from a branch of the tree before."""
+    own, source = grammar(name), torch.Generator().manual_seed(0)
+    row = RowProcessing([own], {END})
+    prompt, said = [3, 4, 5], list[int]()
+    for _ in range(6):
+        tree = legal_tree(own, said, source)
+        logits = torch.randn(1, len(tree.tokens), VOCAB, generator=source)
+        scores = Processing([row])(draft_tree([tree]), logits, [[*prompt, *said]])
+        for node in range(len(tree.tokens)):
+            matcher = own.matcher()
+            assert all(own.accept(matcher, t) for t in [*said, *tree.below_root(node)])
+            wanted = logits[0, node].masked_fill(~own.allowed(matcher, VOCAB), float("-inf"))
+            assert torch.equal(scores[0, node], wanted)
+        said += tree.below_root(len(tree.tokens) - 1 - len(said) % 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@GRAMMAR
+def test_greedy_answers_are_those_of_plain_decoding(name: str, policy: str) -> None:
+    assert run(name, policy) == answers(name)
+
+
+@GRAMMAR
+def test_sampled_answers_follow_the_grammar(name: str) -> None:
+    for tokens in run(name, "tree", do_sample=True, temperature=1.2):
+        assert follows(name, tokens)
+
+
+@GRAMMAR
+def test_a_grammar_holds_inside_generate_too(name: str) -> None:
+    inputs = CASE.inputs("text", rows=2)
+    out = CASE.model().generate(
+        **inputs,
+        max_new_tokens=NEW,
+        eos_token_id=END,
+        logits_processor=[grammar(name)],
+        custom_generate=hf.speculate(CASE.draft_model(), gamma=3),
+    )
+    new = out[:, inputs["input_ids"].shape[1] :].tolist()
+    wanted = answers(name, 2)
+    assert [row[: len(w)] for row, w in zip(new, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_an_answer_that_ended_is_json_of_the_schema(name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is an extra: pip install saccade[grammar]")
+    own = json_schema(
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        tokenizer(),
+        VOCAB,
+        name,
+    )  # type: ignore[arg-type]
+    for tokens in run(name, "tree", logits_processor=[own], max_new_tokens=60):
+        assert tokens[-1] == END
+        text = "".join(tokenizer().convert_ids_to_tokens(tokens[:-1]))
+        assert json.loads(text)["a"] in (1, 2)
+
+
+def test_xgrammar_s_own_processor_is_taken_as_its_grammar() -> None:
+    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is an extra: pip install saccade[grammar]")
+    from xgrammar.contrib.hf import LogitsProcessor as Theirs
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCAB)
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+    assert run("xgrammar", "tree", logits_processor=[Theirs(compiled)]) == answers("xgrammar")
+    with pytest.raises(InputError, match="no grammar for row 2"):
+        run("xgrammar", "tree", logits_processor=[Theirs([compiled, compiled])])
+
+
+def test_what_leaves_the_grammar_is_refused() -> None:
+    own = Brackets()
+    state = own.advance(own.advance(own.start([1, 2]), 20), 31)
+    with pytest.raises(InputError, match="does not allow token 31 behind 1 new tokens"):
+        own.scores(state, torch.zeros(VOCAB))
+
+
+def test_a_backend_that_is_unknown_is_refused() -> None:
+    with pytest.raises(InputError, match="no backend 'outlines'"):
+        json_schema({}, None, 10, "outlines")  # type: ignore[arg-type]
