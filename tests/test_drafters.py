@@ -250,9 +250,9 @@ def test_the_built_in_draft_model_serves_other_targets_and_a_folder_of_its_name_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     drafter = str(folders.draft_path())
-    assert builtin.resolved("some/model", "pocket", None, {}) == ("some/model", drafter, {})
+    assert builtin.resolved("some/model", "pocket", None, {}, {}) == ("some/model", drafter, {})
     (tmp_path / "pocket").mkdir()
-    assert builtin.resolved("pocket", "pocket", None, {}) == ("pocket", "pocket", {})
+    assert builtin.resolved("pocket", "pocket", None, {}, {}) == ("pocket", "pocket", {})
 
 
 def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:

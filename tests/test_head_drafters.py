@@ -59,7 +59,7 @@ def test_a_folder_picks_its_own_method(kind: str, tree: str) -> None:
 
 
 def test_options_reach_the_tree() -> None:
-    drafter = with_head("hivis").using("hivis", top=3, depth=2, total=5).engine.drafter
+    drafter = with_head("hivis").using("hivis", top=3, max_depth=2, total=5).engine.drafter
     assert drafter is not None
     assert (drafter.max_depth, drafter.max_nodes, drafter.max_children) == (2, 6, 3)
     chain = with_head("hivis").using("hivis", tree="chain", gamma=7).engine.drafter
@@ -134,7 +134,7 @@ def test_a_head_s_dtype() -> None:
             "needs a trained eagle2 head, but there is none",
         ),
         (lambda: with_head("hivis").using("chain"), MethodError, "Method chain needs a draft model"),
-        (lambda: with_head("hivis", tree="bush"), MethodError, "tree must be one of"),
+        (lambda: with_head("hivis", tree="bush"), MethodError, "tree of method hivis must be one of"),
         (lambda: load(ready("llava"), head_folder("hivis"), draft_dtype="int8"), ModelError, "dtype 'int8'"),
     ],
 )
@@ -178,7 +178,7 @@ def test_in_generate() -> None:
         MethodError, match="trained hivis head, which method eagle2 cannot use; choose method hi"
     ):
         hf.speculate(str(head_folder("hivis")), "eagle2")
-    with pytest.raises(MethodError, match="no option gama; its options are: tree, top"):
+    with pytest.raises(MethodError, match="no option gama; its options are: draft_with, tree, top"):
         hf.speculate(head, gama=3)
 
 

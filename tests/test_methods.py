@@ -10,34 +10,39 @@ from typing import Any
 import pytest
 
 from saccade import MethodError
-from saccade.methods import METHODS, check_options
+from saccade.methods import METHODS, is_lossless, options
+from saccade.options import GROUPS, HEAD_KINDS, TREES, table
 
-GROWN = {"tree": "dynamic", "top": 10, "depth": 6, "total": 60, "gamma": 5}
+GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle2": GROWN,
     "eagle3": GROWN,
     "msd": GROWN,
-    "vispec": {**GROWN, "top": 8, "depth": 4, "total": 30},
+    "vispec": {**GROWN, "top": 8, "max_depth": 4, "total": 30},
     "hivis": GROWN,
     "dream": {**GROWN, "top": 4, "total": 32},
-    "medusa": {**GROWN, "tree": "static", "depth": 5},
-    "hydra": {**GROWN, "tree": "static", "depth": 5},
-    "kangaroo": {"gamma": 6, "threshold": 0.6},
+    "medusa": {"tree": "static", "rule": "exact", "copied": 0},
+    "hydra": {"tree": "static", "rule": "exact", "copied": 0},
+    "kangaroo": {"tree": "confident", "gamma": 6, "confidence": 0.6, "rule": "exact", "copied": 0},
 }
 """Every kind of head -> the tree that it drafts unless told otherwise."""
 
 
 def test_every_kind_of_head_has_the_tree_of_its_paper() -> None:
-    assert {name: dict(m.options) for name, m in METHODS.items() if m.needs == "head"} == HEADS
+    found = {name: dict(m.options) for name, m in METHODS.items() if m.needs == "head"}
+    assert found == {name: {"draft_with": name, **values} for name, values in HEADS.items()}
+    assert tuple(found) == HEAD_KINDS
+    assert options("medusa", {"tree": "dynamic"})["max_depth"] == 5
+    assert options("vispec", {"tree": "sage"})["total"] == 64
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("option", ["kind", "parts", "colour"])
 def test_what_is_no_option_of_a_head_is_refused(name: str, option: str) -> None:
     with pytest.raises(MethodError) as found:
-        check_options(name, {option: "hivis"})
+        options(name, {option: "hivis"})
     assert str(found.value) == (
-        f"Method {name} has no option {option}; its options are: {', '.join(HEADS[name])}."
+        f"Method {name} has no option {option}; its options are: draft_with, {', '.join(HEADS[name])}."
     )
 
 
@@ -45,9 +50,56 @@ def test_options_are_of_their_defaults_type() -> None:
     with pytest.raises(
         MethodError, match=r"^Option top of method vispec must be a whole number, not 'many'\.$"
     ):
-        check_options("vispec", {"top": "many"})
+        options("vispec", {"top": "many"})
     with pytest.raises(MethodError, match=r"^Option tree of method medusa must be a word, not 3\.$"):
-        check_options("medusa", {"tree": 3})
+        options("medusa", {"tree": 3})
+    with pytest.raises(MethodError, match=r"keep_images of method sage must be from 1e-09 to 1, not 2\.$"):
+        options("sage", {"keep_images": 2})
+    assert options("sage", {"keep_images": 1})["keep_images"] == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("sage", {"images": 0.5}, "Option images is called keep_images now (method sage); give keep_images"),
+        ("sage", {"videos": 0.5}, "Option videos is called keep_videos now"),
+        ("hivis", {"depth": 3}, "Option depth is called max_depth now"),
+        ("tabed", {"window": 4}, "Option window is called history now"),
+        ("fly", {"window": 4}, "Option window is called deferred now"),
+        ("kangaroo", {"threshold": 0.5}, "Option threshold is called confidence now"),
+        ("chain", {"width": 3}, "has the option width with tree=width only"),
+        ("chain", {"share": 0.5}, "has the option share with rule=lvspec or rule=random only"),
+        ("chain", {"tree": "oak"}, "tree of method chain must be one of chain, branches"),
+        ("plain", {"gamma": 3}, "Method plain has no option gamma; its options are: none."),
+        ("prompt-lookup", {"tree": "sage"}, "has no option tree"),
+        ("hivis", {"keep_images": 0.5}, "has no option keep_images"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(
+    method: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MethodError) as found:
+        options(method, given)
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_rule_alone_decides_whether_a_method_is_lossless(name: str) -> None:
+    assert METHODS[name].lossless == (name not in ("lvspec", "fly", "random-loosening"))
+    if name == "plain":
+        return
+    assert not is_lossless(options(name, {"rule": "fly"}))
+    assert is_lossless(options(name, {"rule": "exact"}))
+
+
+def test_every_option_is_told_with_its_meaning() -> None:
+    for name, method in METHODS.items():
+        groups = table(method.settings)
+        assert {n: d for brings, rows in groups for n, d, _ in rows if not brings} == dict(method.options)
+        assert all(option.meaning for _, rows in groups for _, _, option in rows), name
+    told = {n for brings, rows in table(METHODS["chain"].settings) for n, _, _ in rows}
+    assert told == {n for group, rows in GROUPS.items() if group != "lookup" for n in rows}
+    assert all(not (set(TREES[tree]) & {"tree", "rule"}) for tree in TREES)
 
 
 def test_methods_are_listed_without_torch() -> None:

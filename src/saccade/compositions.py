@@ -1,238 +1,195 @@
-"""How methods are composed: functions whose keyword arguments are the options of methods.
+"""The one composition behind every method: any drafter with any tree, rule and pruning.
 
 What a method is made of is imported when it is made, so that methods can be listed without loading torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from saccade.parts import Parts
+from saccade.errors import MethodError
 
 if TYPE_CHECKING:
+    from saccade.draft.captions import Captioner
+    from saccade.draft.drafter import Drafter
+    from saccade.draft.heads.head import Head
     from saccade.draft.policy import TreePolicy
-    from saccade.draft.pruning import Pruning
+    from saccade.engine import Engine
+    from saccade.inputs.processor import InputProcessor
+    from saccade.target.adapter import Target
+    from saccade.verify.rule import Rule
+
+Values = Mapping[str, Any]
+"""Options as `saccade.options.resolved` gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a method is composed of besides its options.
+
+    Attributes:
+        target: the model whose answer is wanted.
+        draft_model: a smaller one, where a method needs it.
+        vocab_size: tokens that both share; the smaller vocabulary when None.
+        special_ids: tokens that lossy rules never let pass.
+        draft_processor: makes the draft model's prompts; needed by methods that rewrite them.
+        head: a trained drafter head, where a method needs it.
+    """
+
+    target: Target
+    draft_model: Target | None = None
+    vocab_size: int | None = None
+    special_ids: tuple[int, ...] = ()
+    draft_processor: InputProcessor | None = None
+    head: Head | None = None
+
+
+def compose(method: str, parts: Parts, values: Values) -> Engine:
+    """The engine of resolved options; ``method`` is its name in messages.
+
+    Raises:
+        MethodError, ValueError: options that do not go together, or parts that do not fit them.
+    """
     from saccade.engine import Engine
 
-
-def plain(parts: Parts) -> Engine:
-    return parts.engine(None)
-
-
-def chain(parts: Parts, *, gamma: int = 5) -> Engine:
-    return parts.engine(parts.drafter(policy_of("chain", gamma)))
+    if not values:
+        return Engine(parts.target)
+    return Engine(parts.target, _drafter(method, parts, values), _rule(values, parts.special_ids))
 
 
-def static_tree(parts: Parts) -> Engine:
-    from saccade.draft.static import StaticTree
-
-    return parts.engine(parts.drafter(StaticTree()))
-
-
-def dynamic_tree(parts: Parts, *, top: int = 10, max_depth: int = 6, total: int = 60) -> Engine:
-    from saccade.draft.dynamic import DynamicTree
-
-    return parts.engine(parts.drafter(DynamicTree(top, max_depth, total)))
-
-
-def spd(parts: Parts, *, gamma: int = 5, tree: str = "chain") -> Engine:
-    from saccade.draft.ensemble import EnsembleDrafter
-    from saccade.draft.views import TextOnly
-    from saccade.inputs.families import visual_ids
-
-    assert parts.draft_model is not None
-    sees = visual_ids(parts.draft_model.config)  # else the prompt is the target's
-    config = parts.draft_model.config if sees else parts.target.config
-    blind = TextOnly(config, parts.rewriting("spd").tokenizer)
-    vocab_size = parts.vocab_size or parts.target.vocab_size
-    policy = policy_of(tree, gamma)
-    return parts.engine(EnsembleDrafter(parts.draft_model, policy, [blind], vocab_size=vocab_size))
-
-
-def prompt_lookup(parts: Parts, *, gamma: int = 10, max_ngram: int = 3) -> Engine:
-    from saccade.draft.lookup import PromptLookup
-
-    return parts.engine(PromptLookup(gamma, max_ngram, parts.target.device))
-
-
-def lookup_merge(
-    parts: Parts,
-    *,
-    gamma: int = 5,
-    tree: str = "chain",
-    copied: int = 10,
-    max_ngram: int = 3,
-    total: int = 64,
-) -> Engine:
+def _drafter(method: str, parts: Parts, values: Values) -> Drafter:
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.merged import MergedDrafter
 
-    drafter = parts.drafter(policy_of(tree, gamma))
-    copies = PromptLookup(copied, max_ngram, drafter.model.device, parts.target.vocab_size)
-    return parts.engine(MergedDrafter(drafter, copies, total))
+    drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
+    if drafts == "lookup":
+        return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device)
+    policy = tree_policy(values)
+    if drafts == "model":
+        drafter = _by_model(method, parts, policy, vocab_size, values)
+    elif drafts == "self":
+        drafter = _seeing(parts.target, policy, vocab_size, values)
+    else:
+        drafter = _by_head(method, parts, policy, drafts)
+    if not values["copied"]:
+        return drafter
+    if values.get("alpha_of") == "accepted":
+        raise ValueError(
+            "alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens."
+        )
+    device = getattr(drafter, "model", parts.target).device
+    copies = PromptLookup(values["copied"], values["max_ngram"], device, parts.target.vocab_size)
+    return MergedDrafter(drafter, copies, values["merged_total"])
 
 
-def tabed(
-    parts: Parts,
-    *,
-    views: str = "MT",
-    gamma: int = 5,
-    width: int = 1,
-    tree: str = "chain",
-    weights: str = "auto",
-    distance: str = "kl",
-    window: int = 0,
-    carry: bool = True,
-) -> Engine:
+def _by_model(method: str, parts: Parts, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     from saccade.draft.ensemble import EnsembleDrafter
     from saccade.draft.views import by_names
     from saccade.draft.weights import by_name
-    from saccade.draft.width import WidthTree
+    from saccade.inputs.families import visual_ids
 
-    if width != 1 and tree != "chain":
-        raise ValueError(f"width {width} is a tree of its own; leave out tree={tree}, or width.")
-    assert parts.draft_model is not None
-    seen = by_names(views, parts.draft_model, parts.rewriting("tabed"))
-    weighting = by_name(weights, len(seen), distance=distance, window=window or None)  # type: ignore[arg-type]
-    policy = policy_of(tree, gamma) if width == 1 else WidthTree(width, gamma)
-    vocab_size = parts.vocab_size or parts.target.vocab_size
-    return parts.engine(EnsembleDrafter(parts.draft_model, policy, seen, weighting, vocab_size, carry))
-
-
-def lvspec(
-    parts: Parts,
-    *,
-    gamma: int = 10,
-    branches: int = 1,
-    tree: str = "chain",
-    share: float = 0.7,
-    nearest: int = 10,
-    shift: bool = True,
-    space: str = "hidden",
-    position: str = "verifying",
-) -> Engine:
-    from saccade.draft.static import branches_of
-    from saccade.verify.lvspec import LVSpec
-
-    if branches != 1 and tree != "chain":
-        raise ValueError(f"{branches} branches are chains; leave out tree={tree}, or branches.")
-    rule = LVSpec(share, nearest, shift, space, parts.special_ids, position)  # type: ignore[arg-type]  # checked there
-    policy = policy_of(tree, gamma) if branches == 1 else branches_of(branches, gamma)
-    return parts.engine(parts.drafter(policy), rule)
-
-
-def fly(parts: Parts, *, gamma: int = 10, entropy: float = 0.2, window: int = 4) -> Engine:
-    from saccade.verify.fly import FLy
-
-    return parts.engine(parts.drafter(policy_of("chain", gamma)), FLy(entropy, window, parts.special_ids))
-
-
-def random_loosening(parts: Parts, *, gamma: int = 10, share: float = 0.7) -> Engine:
-    from saccade.verify.lvspec import RandomLoosening
-
-    return parts.engine(parts.drafter(policy_of("chain", gamma)), RandomLoosening(share, parts.special_ids))
-
-
-def specvlm(
-    parts: Parts,
-    *,
-    select: str = "specvlm",
-    images: float = 0.2,
-    videos: float = 0.1,
-    mass: float = 0.4,
-    tree: str = "static",
-    gamma: int = 5,
-) -> Engine:
-    assert parts.draft_model is not None
-    return parts.pruned(parts.draft_model, policy_of(tree, gamma), _pruning(select, images, videos, mass))
-
-
-def self_spec(
-    parts: Parts,
-    *,
-    select: str = "specvlm",
-    images: float = 0.2,
-    videos: float = 0.1,
-    mass: float = 0.4,
-    tree: str = "static",
-    gamma: int = 5,
-) -> Engine:
-    return parts.pruned(parts.target, policy_of(tree, gamma), _pruning(select, images, videos, mass))
-
-
-def sage(
-    parts: Parts,
-    *,
-    signal: str = "entropy",
-    lookahead: bool = True,
-    probability: str = "path",
-    window: int = 10,
-    threshold: float = 0.1,
-    total: int = 64,
-    select: str = "specvlm",
-    images: float = 0.2,
-    videos: float = 0.1,
-    mass: float = 0.4,
-) -> Engine:
-    from saccade.draft.sage import SageTree
-
-    assert parts.draft_model is not None
-    tree = SageTree(
-        signal=signal,  # type: ignore[arg-type]  # checked there
-        lookahead=lookahead,
-        probability=probability,  # type: ignore[arg-type]
-        window=window,
-        threshold=threshold,
-        total=total,
+    model, processor = parts.draft_model, parts.draft_processor
+    assert model is not None
+    if not values["views"]:
+        return _seeing(model, policy, vocab_size, values)
+    if processor is None:
+        raise MethodError(
+            f"{method} rewrites the draft model's prompt, so it needs its processor; use saccade.load()."
+        )
+    reader = (
+        model if visual_ids(model.config) else parts.target
+    )  # a blind drafter is given the target's prompt
+    views = by_names(
+        values["views"],
+        model,
+        processor,
+        captioner_of(values["captioner"], model, processor),
+        pruning_of(values) if "R" in values["views"] else None,
+        reader.config,
     )
-    return parts.pruned(parts.draft_model, tree, _pruning(select, images, videos, mass))
+    history = values["history"] or None
+    weighting = by_name(values["weights"], len(views), distance=values["distance"], window=history)
+    return EnsembleDrafter(model, policy, views, weighting, vocab_size, values["carry"])
 
 
-def headed(
-    kind: str,
-    parts: Parts,
-    *,
-    tree: str = "dynamic",
-    top: int = 10,
-    depth: int = 6,
-    total: int = 60,
-    gamma: int = 5,
-) -> Engine:
-    """Any kind of head; ``top``, ``depth`` and ``total`` are of the dynamic tree, ``gamma`` of the chain."""
-    from saccade.draft.dynamic import DynamicTree
+def _seeing(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+    """A model that drafts with all or part of the visual tokens; the target itself for self-speculation."""
+    from saccade.draft.model import ModelDrafter
+    from saccade.draft.pruned import PrunedDrafter
 
-    return parts.headed(kind, DynamicTree(top, depth, total) if tree == "dynamic" else policy_of(tree, gamma))
+    pruning = pruning_of(values)
+    if not pruning.prunes:
+        return ModelDrafter(model, policy, vocab_size)
+    return PrunedDrafter(model, policy, vocab_size, pruning)
 
 
-def kangaroo(parts: Parts, *, gamma: int = 6, threshold: float = 0.6) -> Engine:
-    from saccade.draft.confident import ConfidentChain
+def _by_head(method: str, parts: Parts, policy: TreePolicy, kind: str) -> Drafter:
+    from saccade.draft.heads.session import HeadDrafter
 
-    return parts.headed("kangaroo", ConfidentChain(gamma, threshold))
+    assert parts.head is not None
+    if parts.head.kind != kind:
+        raise MethodError(
+            f"Method {method} needs a head of the kind {kind}, but the one given is of the kind {parts.head.kind}; "
+            f"choose method {parts.head.kind}, or give another head."
+        )
+    return HeadDrafter(parts.head, parts.target, policy)
 
 
-def policy_of(tree: str, gamma: int) -> TreePolicy:
-    """A tree policy by its name in options; ``gamma`` is the length of a chain and says nothing to the others.
+def tree_policy(values: Values) -> TreePolicy:
+    """The tree policy that resolved options choose.
 
     Raises:
-        ValueError: unknown name, or a value out of range.
+        ValueError: values that do not go together.
     """
+    from saccade.draft.confident import ConfidentChain
     from saccade.draft.dynamic import DynamicTree
     from saccade.draft.sage import SageTree
-    from saccade.draft.static import Chain, StaticTree
+    from saccade.draft.static import Chain, StaticTree, branches_of
+    from saccade.draft.width import WidthTree
+    from saccade.options import TREES
 
-    policies: dict[str, Callable[[], TreePolicy]] = {
-        "chain": lambda: Chain(gamma),
+    makers: dict[str, Callable[..., TreePolicy]] = {
+        "chain": Chain,
+        "branches": lambda branches, gamma: branches_of(branches, gamma),
+        "confident": lambda gamma, confidence: ConfidentChain(gamma, confidence),
         "static": StaticTree,
         "dynamic": DynamicTree,
+        "width": WidthTree,
         "sage": SageTree,
     }
-    if tree not in policies:
-        raise ValueError(f"tree must be one of {', '.join(policies)}, not {tree!r}.")
-    return policies[tree]()
+    tree = values["tree"]
+    return makers[tree](**{name: values[name] for name in TREES[tree]})
 
 
-def _pruning(select: str, images: float, videos: float, mass: float) -> Pruning:
+def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
+    """None for the lossless rules, of which decoding chooses one."""
+    from saccade.options import LOSSLESS_RULE, RULES
+    from saccade.verify.fly import FLy
+    from saccade.verify.lvspec import LVSpec, RandomLoosening
+
+    rule = values["rule"]
+    if rule == LOSSLESS_RULE:
+        return None
+    makers: dict[str, Callable[..., Rule]] = {"lvspec": LVSpec, "fly": FLy, "random": RandomLoosening}
+    return makers[rule](**{name: values[name] for name in RULES[rule]}, special_ids=special_ids)
+
+
+def pruning_of(values: Values) -> Any:
+    """What of the visual tokens a drafter keeps."""
     from saccade.draft.pruning import Pruning
 
-    return Pruning(select, images, videos, mass)  # type: ignore[arg-type]  # checked there
+    return Pruning(values["select"], values["keep_images"], values["keep_videos"], values["mass"])
+
+
+def captioner_of(given: Any, model: Target, processor: InputProcessor) -> Captioner | None:
+    """Whatever `captioner` may be, as a captioner; None for the draft model itself."""
+    from saccade.draft.captions import GivenCaptions, PictureCaptions, from_checkpoint
+
+    if not given:
+        return None
+    if isinstance(given, Mapping):
+        return GivenCaptions(given)
+    tell = from_checkpoint(given, model.device) if isinstance(given, str) else given
+    return PictureCaptions(processor, tell)

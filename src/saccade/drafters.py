@@ -13,6 +13,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
 from saccade.loading import check_dtype, name_of, path_of
+from saccade.options import HEAD_KINDS
 from saccade.target.adapter import Target
 
 AnyHead = str | Path | Head
@@ -87,12 +88,13 @@ def read_heads(
     return loaded
 
 
-def choose(method: str, kinds: Mapping[str, str], name: str | None = None) -> str | None:
+def choose(method: str, drafts: str | None, kinds: Mapping[str, str], name: str | None = None) -> str | None:
     """Which head a method drafts with: the named one, or that of its kind.
 
     Of several of its kind it is the one that is called like the kind.
 
     Args:
+        drafts: what the method drafts with (its option ``draft_with``).
         kinds: name -> kind of every head that there is.
         name: of the head that is wanted.
 
@@ -102,7 +104,7 @@ def choose(method: str, kinds: Mapping[str, str], name: str | None = None) -> st
     Raises:
         MethodError: there is none, it is of another kind, or it is not clear which one is meant.
     """
-    if methods.get(method).needs != "head":
+    if drafts not in HEAD_KINDS:
         if name is not None:
             raise MethodError(f"Method {method} takes no head; leave out head={name}.")
         return None
@@ -112,14 +114,14 @@ def choose(method: str, kinds: Mapping[str, str], name: str | None = None) -> st
             f"There is no head called {name!r} (there: {there or 'none'}); give its folder with "
             f"heads={{{name!r}: FOLDER}} (--head {name}=FOLDER on the command line)."
         )
-    if name is not None and kinds[name] != method:
+    if name is not None and kinds[name] != drafts:
         raise MethodError(
             f"The head {name} is of the kind {kinds[name]}, which method {method} cannot use; choose method "
             f"{kinds[name]}, or another head."
         )
     if name is not None:
         return name
-    fitting = [n for n, kind in kinds.items() if kind == method]
+    fitting = [n for n, kind in kinds.items() if kind == drafts]
     if not kinds:
         raise MethodError(
             f"Method {method} needs a trained head; give its folder with drafter=..., or with heads=... beside a draft "
@@ -127,15 +129,15 @@ def choose(method: str, kinds: Mapping[str, str], name: str | None = None) -> st
         )
     if not fitting:
         raise MethodError(
-            f"Method {method} needs a trained {method} head, but there is none (there: {there}); choose another "
+            f"Method {method} needs a trained {drafts} head, but there is none (there: {there}); choose another "
             "method, or give the folder of one."
         )
-    if len(fitting) > 1 and method not in fitting:
+    if len(fitting) > 1 and drafts not in fitting:
         raise MethodError(
-            f"There are several {method} heads ({', '.join(fitting)}); say which one with head=NAME, or call one of "
-            f"them {method}."
+            f"There are several {drafts} heads ({', '.join(fitting)}); say which one with head=NAME, or call one of "
+            f"them {drafts}."
         )
-    return method if method in fitting else fitting[0]
+    return drafts if drafts in fitting else fitting[0]
 
 
 def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> str:
@@ -149,9 +151,11 @@ def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = No
     return methods.default(drafter is not None)
 
 
-def check(method: str, drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> None:
-    """Raise `MethodError` unless what was given is what a method needs."""
-    needs = methods.get(method).needs
+def check(
+    method: str, values: Mapping[str, Any], drafter: Any, kinds: Mapping[str, str], head: str | None = None
+) -> None:
+    """Raise `MethodError` unless what was given is what a method needs with these options (see `methods.options`)."""
+    needs = methods.needs(values)
     headed = is_head(drafter)
     if drafter is not None and needs == "nothing":
         raise MethodError(f"Method {method} takes no drafter; leave it out or choose another method.")
@@ -170,7 +174,7 @@ def check(method: str, drafter: Any, kinds: Mapping[str, str], head: str | None 
             f"Method {method} needs a trained head, which {name_of(drafter)} is not; give the folder of one, or choose "
             "another method."
         )
-    choose(method, kinds, head)
+    choose(method, values.get("draft_with"), kinds, head)
 
 
 def _own_name(head: AnyHead) -> str:

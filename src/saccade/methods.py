@@ -1,18 +1,17 @@
-"""Methods are data: named compositions of drafter, tree policy and acceptance rule, with their defaults."""
+"""Methods are data: named settings of the one composition of drafter, tree, rule and pruning."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from saccade import compositions
 from saccade.errors import MethodError
-from saccade.parts import Parts
+from saccade.options import HEAD_KINDS, LOSSLESS_RULE, resolved
 
 if TYPE_CHECKING:
+    from saccade.compositions import Parts
     from saccade.engine import Engine
 
 Needs = Literal["nothing", "draft model", "head"]
@@ -25,185 +24,160 @@ class Method:
     Attributes:
         summary: one line for `saccade methods`.
         source: paper and section.
-        lossless: whether its output is the target's own (distribution).
-        needs: what the user has to give besides the target.
-        compose: makes the engine from parts; its keyword arguments are the method's options.
+        settings: its options where they differ from the composition's defaults (see `saccade.options.resolved`).
     """
 
     summary: str
     source: str
-    lossless: bool
-    needs: Needs
-    compose: Callable[..., Engine]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """Names and defaults that the user may override."""
-        parameters = inspect.signature(self.compose).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        """Names and defaults that the user may override, as long as tree, rule and drafter stay as they are."""
+        return resolved("", self.settings, {})
 
+    @property
+    def lossless(self) -> bool:
+        """Whether its output is the target's own (distribution), unless another rule is chosen."""
+        return is_lossless(self.options)
+
+    @property
+    def needs(self) -> Needs:
+        """What the user has to give besides the target, unless another drafter is chosen."""
+        return needs(self.options)
+
+
+def is_lossless(values: Mapping[str, Any]) -> bool:
+    """Whether options as `options` resolves them leave the target's output as it is."""
+    return bool(values.get("rule", LOSSLESS_RULE) == LOSSLESS_RULE)
+
+
+def needs(values: Mapping[str, Any]) -> Needs:
+    """What the user has to give besides the target for options as `options` resolves them."""
+    drafts = values.get("draft_with")
+    return "head" if drafts in HEAD_KINDS else "draft model" if drafts == "model" else "nothing"
+
+
+_PRUNED = {"keep_images": 0.2, "keep_videos": 0.1}
 
 METHODS: dict[str, Method] = {
     "plain": Method(
         "one target pass per token: the baseline, on the same engine",
         source="",
-        lossless=True,
-        needs="nothing",
-        compose=compositions.plain,
+        settings={"draft_with": "none"},
     ),
     "chain": Method(
         "a draft model guesses gamma tokens in a row",
         source="Leviathan et al. 2023, Algorithm 1",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.chain,
     ),
     "static-tree": Method(
         "a draft model fills SpecVLM's tree of 25 nodes over 5 levels",
         source="Ji et al. 2025, SpecVLM; the tree is EAGLE's mc_sim_7b_63",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.static_tree,
+        settings={"tree": "static"},
     ),
     "dynamic-tree": Method(
         "a draft model grows EAGLE-2's tree: expand the likeliest, keep the likeliest of all",
         source="Li et al. 2024, EAGLE-2, Section 4",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.dynamic_tree,
+        settings={"tree": "dynamic"},
     ),
     "prompt-lookup": Method(
         "copies what followed the same n-gram earlier; no draft model",
         source="Saxena 2023, prompt lookup decoding",
-        lossless=True,
-        needs="nothing",
-        compose=compositions.prompt_lookup,
+        settings={"draft_with": "lookup"},
     ),
     "lookup-merge": Method(
         "one tree of what a draft model guesses and of what prompt lookup copies",
-        source="Saxena 2023 beside a draft model; tree=chain, static, dynamic or sage, copied=10 tokens at most",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.lookup_merge,
+        source="Saxena 2023 beside a draft model",
+        settings={"copied": 10},
     ),
     "spd": Method(
         "a draft model that reads the words alone: a language model, or a VLM with a line break for every picture",
         source="Gagrani et al. 2024, On Speculative Decoding for Multimodal LLMs",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.spd,
+        settings={"views": "T"},
     ),
     "tabed": Method(
         "an ensemble of views of one draft VLM (M picture, T text, C caption, P pooled, R pruned), weighted by success",
-        source="TABED, Section 4; views=MTCP is MTCP*; window=0 keeps all of the history; tree=sage, or width=2",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.tabed,
+        source="TABED, Section 4; views=MTCP is MTCP*; tree=width is Section 6.1's token tree",
+        settings=_PRUNED | {"views": "MT"},
     ),
     "specvlm": Method(
         "a draft VLM that sees a pruned share of the visual tokens fills the static tree",
         source="Ji et al. 2025, SpecVLM; attention of the target's own prefill chooses",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.specvlm,
+        settings=_PRUNED | {"tree": "static"},
     ),
     "self-spec": Method(
         "the target drafts for itself with a pruned share of the visual tokens",
         source="Ji et al. 2025, SpecVLM, self-speculation; for many visual tokens (videos)",
-        lossless=True,
-        needs="nothing",
-        compose=compositions.self_spec,
+        settings=_PRUNED | {"draft_with": "self", "tree": "static"},
     ),
     "sage": Method(
         "entropy-shaped trees by a draft VLM that sees a pruned share of the visual tokens",
-        source="SAGE, Sections 3.1 to 3.3 and 5.1; images=1 videos=1 turns pruning off",
-        lossless=True,
-        needs="draft model",
-        compose=compositions.sage,
+        source="SAGE, Sections 3.1 to 3.3 and 5.1; keep_images=1 keep_videos=1 turns pruning off",
+        settings=_PRUNED | {"tree": "sage"},
     ),
     "eagle2": Method(
-        "a trained head guesses the target's next states; EAGLE-2's tree (tree=chain, static or sage: others)",
+        "a trained head guesses the target's next states; EAGLE-2's tree",
         source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "eagle2"),
+        settings={"draft_with": "eagle2", "tree": "dynamic"},
     ),
     "eagle3": Method(
         "a trained head mixes states of three layers, and guesses tokens alone; EAGLE-2's tree",
         source="Li et al. 2025, EAGLE-3, Section 3",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "eagle3"),
+        settings={"draft_with": "eagle3", "tree": "dynamic"},
     ),
     "msd": Method(
         "EAGLE-2's head, but visual tokens reach it without the target's states",
         source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "msd"),
+        settings={"draft_with": "msd", "tree": "dynamic"},
     ),
     "vispec": Method(
         "EAGLE-2's head, which is shown an image as a vector and told another at every later word",
         source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "vispec", top=8, depth=4, total=30),
+        settings={
+            "draft_with": "vispec",
+            "tree": "dynamic",
+            "tree=dynamic": {"top": 8, "max_depth": 4, "total": 30},
+        },
     ),
     "hivis": Method(
         "a trained head that is shown no visual tokens, only what the target's states say of them",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "hivis"),
+        settings={"draft_with": "hivis", "tree": "dynamic"},
     ),
     "dream": Method(
         "a trained head attends to the target's states of all tokens, and is shown a share of the visual ones",
         source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "dream", top=4, total=32),
+        settings={"draft_with": "dream", "tree": "dynamic", "tree=dynamic": {"top": 4, "total": 32}},
     ),
     "medusa": Method(
         "a trained head guesses every token of a static tree from the target's last state alone",
-        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic or chain: others",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "medusa", tree="static", depth=5),
+        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        settings={"draft_with": "medusa", "tree": "static", "tree=dynamic": {"max_depth": 5}},
     ),
     "hydra": Method(
         "Medusa's guesses, each of which also reads the tokens guessed before it",
-        source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic or chain: others",
-        lossless=True,
-        needs="head",
-        compose=partial(compositions.headed, "hydra", tree="static", depth=5),
+        source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        settings={"draft_with": "hydra", "tree": "static", "tree=dynamic": {"max_depth": 5}},
     ),
     "kangaroo": Method(
         "the target's own first layers and a trained adapter guess a chain, which ends where they are unsure",
-        source="Liu et al. 2024, Kangaroo, Section 3; threshold=0 never stops early",
-        lossless=True,
-        needs="head",
-        compose=compositions.kangaroo,
+        source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
+        settings={"draft_with": "kangaroo", "tree": "confident", "gamma": 6},
     ),
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
-        source="LVSpec, Section 3; branches=2 is Appendix E, tree=sage grows SAGE's trees; greedy decoding only",
-        lossless=False,
-        needs="draft model",
-        compose=compositions.lvspec,
+        source="LVSpec, Section 3; tree=branches is Appendix E; greedy decoding only",
+        settings={"rule": "lvspec", "gamma": 10},
     ),
     "fly": Method(
-        "LOSSY: forgives a mismatch where the target is unsure and the next guesses match (window=0: where unsure)",
+        "LOSSY: forgives a mismatch where the target is unsure and the next guesses match (deferred=0: where unsure)",
         source="Li et al. 2025, FLy, as in LVSpec's baselines; greedy decoding only",
-        lossless=False,
-        needs="draft model",
-        compose=compositions.fly,
+        settings={"rule": "fly", "gamma": 10},
     ),
     "random-loosening": Method(
         "LOSSY: forgives a random share of the guesses; the control for LVSpec",
         source="LVSpec, Figure 7; greedy decoding only",
-        lossless=False,
-        needs="draft model",
-        compose=compositions.random_loosening,
+        settings={"rule": "random", "gamma": 10},
     ),
 }
 """Every method by name."""
@@ -227,48 +201,40 @@ def default(has_draft_model: bool) -> str:
     return "chain" if has_draft_model else "prompt-lookup"
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of a method with its value, those that were given in place of its defaults.
+
+    Raises:
+        MethodError: unknown method or option, or a value of the wrong type or out of range.
+    """
+    return resolved(name, get(name).settings, given)
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise `MethodError` for an option that the method does not have, or for a value of the wrong type."""
-    method = get(name)
-    unknown = set(options) - set(method.options)
-    if unknown:
-        known = ", ".join(method.options) or "none"
-        raise MethodError(
-            f"Method {name} has no option {', '.join(sorted(unknown))}; its options are: {known}."
-        )
-    for option, value in options.items():
-        kind = type(method.options[option])
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        if not fits:
-            raise MethodError(f"Option {option} of method {name} must be {_WORDS[kind]}, not {value!r}.")
-
-
-def build(name: str, parts: Parts, **options: Any) -> Engine:
+def build(name: str, parts: Parts, **given: Any) -> Engine:
     """The engine of a method.
 
     Args:
-        options: override the method's defaults.
+        given: override the method's defaults.
 
     Raises:
-        MethodError: unknown method or option, a value out of range, or no draft model or head where one is needed.
+        MethodError: as `options`; values that do not go together; or no draft model or head where one is needed.
     """
-    method = get(name)
-    check_options(name, options)
-    if method.needs == "draft model" and parts.draft_model is None:
+    from saccade.compositions import compose
+
+    values = options(name, given)
+    wanted = needs(values)
+    if wanted == "draft model" and parts.draft_model is None:
         raise MethodError(
             f"Method {name} needs a draft model; give one with drafter=... (--drafter on the command line), or use "
             "prompt-lookup, which needs none."
         )
-    if method.needs == "head" and parts.head is None:
+    if wanted == "head" and parts.head is None:
         raise MethodError(
             f"Method {name} needs a trained head; give its folder with drafter=... (--drafter or --head on the "
             "command line), or use prompt-lookup, which needs none."
         )
     try:
-        return method.compose(parts, **options)
+        return compose(name, parts, values)
     except (TypeError, ValueError) as problem:
         raise MethodError(f"Method {name} cannot be set up like that: {problem}") from problem
 

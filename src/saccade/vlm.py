@@ -13,6 +13,7 @@ import torch
 from saccade import builtin, drafters, methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
 from saccade.chat import Chat
+from saccade.compositions import Parts
 from saccade.draft.heads.head import Head
 from saccade.drafters import Heads
 from saccade.errors import InputError
@@ -32,7 +33,6 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
-from saccade.parts import Parts
 from saccade.session import Request, Session
 from saccade.stream import Stream
 from saccade.target.adapter import Target
@@ -71,12 +71,13 @@ def load(
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
         MethodError: unknown method or option.
     """
-    target, drafter, given = builtin.resolved(target, drafter, method, drafters.named(drafter, heads))
+    target, drafter, given = builtin.resolved(
+        target, drafter, method, options, drafters.named(drafter, heads)
+    )
     kinds = drafters.kinds_of(given)
     name = method or drafters.default_method(drafter, kinds, head)
-    drafters.check(name, drafter, kinds, head)
     # All that can be wrong is found before gigabytes of weights are read.
-    methods.check_options(name, options)
+    drafters.check(name, methods.options(name, options), drafter, kinds, head)
     check_device(device_map)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
@@ -124,6 +125,9 @@ class VLM:
         heads: the loaded heads by name.
         head: the one of them that the method uses; None when it needs none.
         head_name: its name.
+        method: name of the method.
+        options: every option of the method with its value.
+        lossless: whether answers are the target's own; the rule decides, whatever the method is called.
     """
 
     def __init__(
@@ -158,12 +162,15 @@ class VLM:
         self._compose(method or default, head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
-        self.head_name = drafters.choose(method, drafters.kinds_of(self.heads), head)
+        values = methods.options(method, options)
+        kinds = drafters.kinds_of(self.heads)
+        self.head_name = drafters.choose(method, values.get("draft_with"), kinds, head)
         self.head = None if self.head_name is None else self.heads[self.head_name]
         parts = replace(self._parts, head=self.head)
         self.engine = methods.build(method, parts, **options)
         self.method = method
-        self.lossless = methods.get(method).lossless
+        self.options = values
+        self.lossless = methods.is_lossless(values)
 
     def generate(
         self,
@@ -264,7 +271,7 @@ class VLM:
         """The question as the draft model sees it; text only when it has no eyes, or others for a ready prompt."""
         if self.draft_model is None or self._draft_processor is None:
             return None
-        if methods.get(self.method).needs != "draft model":
+        if methods.needs(self.options) != "draft model":
             return None
         if not prompt.media:
             return prompt

@@ -141,9 +141,11 @@ def test_methods_can_be_chosen_by_label_or_by_name() -> None:
 def test_an_unknown_method_or_option_that_is_not_optional_is_an_error(vlm: saccade.VLM) -> None:
     with pytest.raises(SaccadeError, match="there is no method 'warp'; there are plain, chain"):
         prepare(suite(methods=["warp"]), vlm)
-    with pytest.raises(SaccadeError, match="method chain has no option beta; its options are: gamma"):
+    with pytest.raises(
+        SaccadeError, match="Method chain has no option beta; its options are: draft_with, tree, gamma"
+    ):
         prepare(suite(methods=[{"name": "chain", "beta": 3}]), vlm)
-    with pytest.raises(SaccadeError, match="gamma must be at least 1"):
+    with pytest.raises(SaccadeError, match="gamma of method chain must be at least 1"):
         prepare(suite(methods=[{"name": "chain", "gamma": 0}]), vlm)
 
 

@@ -88,8 +88,8 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
     ("arguments", "drafter", "head", "option"),
     [
         ((), draft_path(), None, {"gamma": 5}),
-        (("-m", "hivis", "--set", "depth=3"), head_path("hivis"), "hivis", {"depth": 3, "top": 10}),
-        (("-d", head_path("eagle2")), head_path("eagle2"), "eagle2", {"depth": 6}),
+        (("-m", "hivis", "--set", "max_depth=3"), head_path("hivis"), "hivis", {"max_depth": 3, "top": 10}),
+        (("-d", head_path("eagle2")), head_path("eagle2"), "eagle2", {"max_depth": 6}),
         (("-m", "prompt-lookup"), None, None, {"gamma": 10}),
     ],
 )

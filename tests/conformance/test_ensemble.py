@@ -161,7 +161,7 @@ def test_a_drafter_that_only_reads_takes_the_text_view_too() -> None:
 @pytest.mark.parametrize("select", ["uniform", "specvlm"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_the_pruned_view_alone_is_the_pruned_draft_model(name: str, select: Any) -> None:
-    pruning = Pruning(select, images=0.5)
+    pruning = Pruning(select, keep_images=0.5)
     alone = EnsembleDrafter(draft(name), TREES["static"], [Pruned(pruning)])
     pruned = PrunedDrafter(draft(name), TREES["static"], pruning=pruning)
     ours, theirs = (

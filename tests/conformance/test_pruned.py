@@ -32,7 +32,7 @@ CASES = [
 @cache
 def engine(name: str, drafter: str, policy: str, select: Any = "specvlm") -> Engine:
     model = target(name) if drafter == "self" else draft(name)
-    pruning = Pruning(select, images=0.5, videos=0.5)
+    pruning = Pruning(select, keep_images=0.5, keep_videos=0.5)
     return Engine(target(name), PrunedDrafter(model, POLICIES[policy], pruning=pruning))
 
 
@@ -102,7 +102,7 @@ def test_a_row_s_draws_do_not_depend_on_its_neighbours(name: str) -> None:
 def test_without_pruning_self_speculation_is_always_right() -> None:
     """Two contexts on the same weights, one of them filled by way of the other's prompt."""
     case, own = FAMILIES["qwen3_vl"], target("qwen3_vl")
-    drafter = PrunedDrafter(own, Chain(4), pruning=Pruning(images=1.0, videos=1.0))
+    drafter = PrunedDrafter(own, Chain(4), pruning=Pruning(keep_images=1.0, keep_videos=1.0))
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     (output,) = Engine(own, drafter).generate([Request(prompt)], max_new_tokens=61)
     assert output.tokens == case.reference("image", n=61)[0]

@@ -67,7 +67,9 @@ DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
     "model": lambda name, tree: ModelDrafter(harness.draft(name), TREES[tree]),
     "ensemble": lambda name, tree: ensemble(name, TREES[tree]),
     "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
-    "pruned": lambda name, tree: PrunedDrafter(harness.draft(name), TREES[tree], pruning=Pruning(images=0.5)),
+    "pruned": lambda name, tree: PrunedDrafter(
+        harness.draft(name), TREES[tree], pruning=Pruning(keep_images=0.5)
+    ),
     **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
     "lookup": lambda name, tree: PromptLookup(),
     "merged": lambda name, tree: MergedDrafter(

@@ -23,7 +23,7 @@ from test_sampling import (
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.draft.sage import SageTree
+from saccade.draft.sage import SageShaping, SageTree
 from saccade.draft.sampling import TopProposer
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
@@ -36,6 +36,7 @@ SWITCHES: dict[str, SageTree] = {
     "own probabilities": SageTree(probability="own", threshold=0.2),
     "same step": SageTree(lookahead=False),
     "top probability": SageTree(signal="top"),
+    "last accepted node": SageTree(alpha_of="accepted"),
     "no history": SageTree(window=0),
     "few nodes": SageTree(total=6),
 }
@@ -71,7 +72,14 @@ def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the host does not read how many nodes there are; padding takes their place."""
-    monkeypatch.setattr("saccade.draft.sage_growth.SageGrowth._count", lambda self, flags, bound: bound)
+    begin = SageShaping.begin
+
+    def begun(*arguments: Any) -> Any:
+        growth: Any = begin(*arguments)
+        growth._exact = False
+        return growth
+
+    monkeypatch.setattr(SageShaping, "begin", begun)
     case = FAMILIES[name]
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
     outputs = engine(name, "as published").generate(requests, max_new_tokens=24)
@@ -86,7 +94,7 @@ def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(
 def test_one_pass_draws_from_the_target(step: str, draft_seed: int) -> None:
     """The static first tree, and one that the draft's own probabilities have shaped."""
     rows, length = 20_000, 5 if step == "first" else 4
-    policy = SageTree(depth=3, ceiling=3, width=4, total=12, threshold=0.05)
+    policy = SageTree(d_max=3, ceiling=3, w_max=4, total=12, threshold=0.05)
     shaping: Any = policy.open(rows, torch.device("cpu"))
     tables = Table(4, 6, seed=1), Table(4, 6, seed=draft_seed)
     setup = Trial(*tables, shaping, TopProposer(), Sampling(), ManyUniforms(rows))
@@ -101,7 +109,7 @@ def test_one_pass_draws_from_the_target(step: str, draft_seed: int) -> None:
 
 @pytest.mark.parametrize("option", ["temperature", "top_p", "repetition_penalty"])
 def test_the_engine_draws_from_the_target(option: str) -> None:
-    policy = SageTree(min_depth=1, depth=2, ceiling=3, width=3)
+    policy = SageTree(d_min=1, d_max=2, ceiling=3, w_max=3)
     method = Engine(Target(small_model(1)), ModelDrafter(Target(small_model(2)), policy))
     session, found, options = method.open(BATCH), [], OPTIONS[option]
     for batch in range(BATCHES):

@@ -31,7 +31,7 @@ class NaiveSage:
     margin: float = 1.0
 
     def __post_init__(self) -> None:
-        self.deepest = self.policy.depth
+        self.deepest = self.policy.d_max
 
     def step(self, model: PathModel, row: int) -> set[Path]:
         """The step's tree, as token paths."""
@@ -52,7 +52,7 @@ class NaiveSage:
         self.lengths = [*self.lengths, accepted][-self.policy.window :]
         average = sum(self.lengths) / len(self.lengths)
         if average < self.policy.low:
-            self.deepest = max(self.deepest - 1, self.policy.min_depth)
+            self.deepest = max(self.deepest - 1, self.policy.d_min)
         if average > self.policy.high:
             self.deepest = min(self.deepest + 1, self.policy.ceiling)
 
@@ -72,8 +72,8 @@ class NaiveSage:
 
     def _grown(self, model: PathModel, row: int) -> dict[Path, float]:
         policy = self.policy
-        depth = policy.min_depth + self.confidence * (self.deepest - policy.min_depth)
-        width = policy.min_width + (1 - self.confidence) * (policy.width - policy.min_width)
+        depth = policy.d_min + self.confidence * (self.deepest - policy.d_min)
+        width = policy.w_min + (1 - self.confidence) * (policy.w_max - policy.w_min)
         self._close(depth % 1, 0.5)
         found: dict[Path, float] = {}
 

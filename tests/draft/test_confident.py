@@ -23,7 +23,7 @@ def naive(model: PathModel, row: int, policy: ConfidentChain) -> Path:
     while len(path) < policy.gamma:
         probabilities: Sequence[float] = torch.tensor(model.logits(row, path)).softmax(-1).tolist()
         path = (*path, max(range(VOCAB), key=lambda token: probabilities[token]))
-        if max(probabilities) < policy.threshold:
+        if max(probabilities) < policy.confidence:
             break
     return path
 

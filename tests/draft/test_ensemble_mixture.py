@@ -346,6 +346,6 @@ def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int) -> 
 
 
 def test_a_width_or_depth_below_one_is_refused() -> None:
-    for wrong in ({"width": 0}, {"depth": 0}):
+    for wrong in ({"width": 0}, {"max_depth": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             WidthTree(**wrong)

@@ -111,7 +111,7 @@ def test_a_row_that_has_ended_lets_the_others_draft_as_if_they_were_alone(kind: 
 
 
 def _shallow(name: str) -> Any:
-    return ConfidentChain(5, 0.6) if name == "confident" else SageTree(depth=5, ceiling=5)
+    return ConfidentChain(5, 0.6) if name == "confident" else SageTree(d_max=5, ceiling=5)
 
 
 def test_a_finished_row_s_next_turn_begins_where_its_last_one_ended() -> None:

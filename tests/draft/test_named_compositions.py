@@ -9,13 +9,12 @@ import pytest
 from checkpoints import picture, vlm
 from families import FAMILIES
 from saccade import MethodError
-from saccade.compositions import policy_of
+from saccade.compositions import Parts
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, branches_of
 from saccade.hf import speculate
 from saccade.methods import build
-from saccade.parts import Parts
 from saccade.session import Request
 
 IMAGES = [picture(3)]
@@ -38,9 +37,9 @@ def course(output: Any) -> tuple[Any, ...]:
         ("spd", {}),
         ("spd", {"tree": "sage"}),
         ("lookup-merge", {}),
-        ("lookup-merge", {"tree": "static", "total": 20}),
+        ("lookup-merge", {"tree": "static", "merged_total": 20}),
         ("tabed", {"tree": "sage"}),
-        ("lvspec", {"share": 0.0, "shift": False, "branches": 2}),
+        ("lvspec", {"share": 0.0, "shift": False, "tree": "branches"}),
         ("lvspec", {"share": 0.0, "shift": False, "tree": "sage"}),
     ],
     ids=str,
@@ -92,7 +91,7 @@ def test_trees_are_put_where_the_options_say() -> None:
     assert isinstance(tabed, EnsembleDrafter)
     assert isinstance(tabed.policy, SageTree)
     assert build("lvspec", parts, tree="sage").drafter.policy == SageTree()  # type: ignore[union-attr]
-    assert build("lvspec", parts, branches=2, gamma=3).drafter.policy == branches_of(2, 3)  # type: ignore[union-attr]
+    assert build("lvspec", parts, tree="branches", gamma=3).drafter.policy == branches_of(2, 3)  # type: ignore[union-attr]
     assert build("lvspec", parts, gamma=3).drafter.policy == Chain(3)  # type: ignore[union-attr]
     assert branches_of(2, 2).paths == [(0,), (0, 0), (1,), (1, 0)]
 
@@ -100,13 +99,13 @@ def test_trees_are_put_where_the_options_say() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("tabed", {"tree": "oak"}, "tree must be one of chain, static, dynamic, sage, not 'oak'"),
-        ("tabed", {"tree": "sage", "width": 2}, "width 2 is a tree of its own; leave out tree=sage"),
-        ("lvspec", {"tree": "sage", "branches": 2}, "2 branches are chains; leave out tree=sage"),
-        ("lvspec", {"branches": 0}, "branches and gamma must be at least 1"),
-        ("lookup-merge", {"total": 0}, "total must be at least 1"),
-        ("lookup-merge", {"copied": 0}, "gamma and max_ngram of at least 1"),
-        ("spd", {"gamma": 0}, "gamma must be at least 1"),
+        ("tabed", {"tree": "oak"}, "tree of method tabed must be one of chain, branches"),
+        ("tabed", {"tree": "sage", "width": 2}, "has the option width with tree=width only"),
+        ("lvspec", {"tree": "branches", "branches": 0}, "branches of method lvspec must be at least 1"),
+        ("lookup-merge", {"merged_total": 0}, "merged_total of method lookup-merge must be at least 1"),
+        ("lookup-merge", {"copied": -1}, "copied of method lookup-merge must be at least 0"),
+        ("sage", {"d_min": 9}, "depths must rise from d_min over d_max to ceiling"),
+        ("spd", {"gamma": 0}, "gamma of method spd must be at least 1"),
     ],
 )
 def test_nonsense_is_refused(method: str, options: dict[str, Any], message: str) -> None:
@@ -119,7 +118,6 @@ def test_methods_that_rewrite_prompts_say_what_they_need() -> None:
     for method in ("spd", "tabed"):
         with pytest.raises(MethodError, match=f"{method} rewrites the draft model's prompt"):
             build(method, Parts(parts.target, parts.draft_model))
-    assert policy_of("chain", 4) == Chain(4)
 
 
 def test_a_drafter_without_eyes_beside_copies_goes_into_generate() -> None:

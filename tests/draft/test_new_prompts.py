@@ -31,7 +31,7 @@ from saccade.target.adapter import Target
 from saccade.verify.rule import Verdict
 
 NAME = "llava"
-EVEN = Pruning("uniform", images=0.5)
+EVEN = Pruning("uniform", keep_images=0.5)
 
 
 @dataclass(frozen=True)

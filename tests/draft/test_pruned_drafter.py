@@ -59,7 +59,7 @@ def proposals(session: DraftSession) -> list[DraftTree]:
 @pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: str, select: Any) -> None:
-    everything = Pruning(select, images=1.0, videos=1.0)
+    everything = Pruning(select, keep_images=1.0, keep_videos=1.0)
     for policy in (Chain(3), SageTree()):
         ours, _ = loaded(PrunedDrafter(draft(name), policy, pruning=everything), name, prompt(name))
         theirs, _ = loaded(ModelDrafter(draft(name), policy), name, prompt(name))
@@ -73,7 +73,7 @@ def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: st
 def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> None:
     given = prompt(name)
     session, _ = loaded(
-        PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, images=0.25)), name, given
+        PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, keep_images=0.25)), name, given
     )
     visual = int(visual_mask(target(name).config, given.ids).sum())
     kept = max(1, int(0.25 * visual + 0.5))
@@ -86,7 +86,7 @@ def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> 
 
 def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
     for select, expected in (("uniform", False), ("attention", True), ("specvlm", True)):
-        pruning = Pruning(select, images=0.5)  # type: ignore[arg-type]
+        pruning = Pruning(select, keep_images=0.5)  # type: ignore[arg-type]
         _, context = loaded(
             PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava")
         )
@@ -111,7 +111,7 @@ def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
 
 def test_it_keeps_what_the_target_looks_at() -> None:
     name, given = "qwen2_5_vl", prompt("qwen2_5_vl")
-    pruning = Pruning("attention", images=0.5)
+    pruning = Pruning("attention", keep_images=0.5)
     session, context = loaded(PrunedDrafter(draft(name), Chain(2), pruning=pruning), name, given)
     assert context.attention is not None
     assert context.attention.columns is not None
@@ -126,7 +126,7 @@ def test_a_second_turn_keeps_the_gaps_of_the_first(name: str) -> None:
     case, first = FAMILIES[name], prompt(name)
     (longer,) = split(target(name).config, case.continued("image", 0, NEW[2]))
     session, context = loaded(
-        PrunedDrafter(draft(name), Chain(2), pruning=Pruning(images=0.5)), name, first, room=80
+        PrunedDrafter(draft(name), Chain(2), pruning=Pruning(keep_images=0.5)), name, first, room=80
     )
     gaps = session.context._held[0].dropped
     session.propose([NEW[2]], TopProposer())
@@ -147,7 +147,7 @@ def test_a_prompt_without_images_is_read_whole() -> None:
 
 def test_self_speculation_shares_the_weights() -> None:
     own = target("qwen3_vl")
-    drafter = PrunedDrafter(own, Chain(3), pruning=Pruning(images=0.25))
+    drafter = PrunedDrafter(own, Chain(3), pruning=Pruning(keep_images=0.25))
     session, context = loaded(drafter, "qwen3_vl", prompt("qwen3_vl"))
     assert session.context.target is context.target is own
     assert session.context.lengths[0] < context.lengths[0]
@@ -156,7 +156,7 @@ def test_self_speculation_shares_the_weights() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_self_speculation_looks_once_at_an_image_of_a_later_turn(name: str) -> None:
     """The drafter goes on a few words before the target, which holds what was accepted last already."""
-    case, pruning = FAMILIES[name], Pruning(images=0.5)
+    case, pruning = FAMILIES[name], Pruning(keep_images=0.5)
     own, other = Target(case.model()), Target(case.model())
     base = own.model.base_model
     tower = base.visual if hasattr(base, "visual") else base.vision_tower

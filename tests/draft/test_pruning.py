@@ -55,7 +55,7 @@ def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
     prompt = processor.prompt("What?", images=images, videos=[film])
     left = {}
     for images_share, videos_share in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
-        pruning = Pruning("uniform", images=images_share, videos=videos_share)
+        pruning = Pruning("uniform", keep_images=images_share, keep_videos=videos_share)
         dropped = set(pruning.dropped(processor.config, prompt))
         left[images_share, videos_share] = [
             sum(place not in dropped for place in places) for places in places_of(processor.config, prompt)
@@ -107,7 +107,7 @@ def test_every_fifth_token_stays_of_an_image_and_every_tenth_of_a_video() -> Non
 
 @pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
 def test_a_share_of_one_keeps_everything(select: Any) -> None:
-    pruning = Pruning(select, images=1.0, videos=1.0)
+    pruning = Pruning(select, keep_images=1.0, keep_videos=1.0)
     (prompt,) = split(FAMILIES["llava"].model().config, FAMILIES["llava"].row_inputs("images2", 0))
     assert pruning.dropped(FAMILIES["llava"].model().config, prompt) == []
     assert not pruning.needs_attention
@@ -132,7 +132,7 @@ def test_every_medium_keeps_its_share_and_all_text_stays(name: str, kind: str) -
     (prompt,) = split(config, FAMILIES[name].row_inputs(kind, 0))
     columns = torch.rand(len(prompt), generator=torch.Generator().manual_seed(0))
     for select in ("uniform", "attention", "specvlm"):
-        pruning = Pruning(select, images=0.5, videos=0.25)  # type: ignore[arg-type]
+        pruning = Pruning(select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
         dropped = set(pruning.dropped(config, prompt, prompt, columns, config))
         for places, medium in zip(places_of(config, prompt), prompt.media, strict=True):
             assert sum(frames_of(config, medium)) == medium.n_tokens == len(places)
@@ -184,7 +184,7 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
     config = FAMILIES["llava"].model().config
     columns = torch.zeros(18)
     columns[1 + 5 : 1 + 7] = torch.tensor([1.0, 2.0])  # both middle tokens of the second row
-    pruning = Pruning("attention", images=0.5)
+    pruning = Pruning("attention", keep_images=0.5)
     dropped = pruning.dropped(config, prompt_of(image(4)), prompt_of(image(16)), columns, config)
     assert dropped == [3, 4]
 
@@ -194,11 +194,11 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
 )
 def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt) -> None:
     config = FAMILIES["llava"].model().config
-    pruning, mine = Pruning("specvlm", images=0.5), prompt_of(image(4))
+    pruning, mine = Pruning("specvlm", keep_images=0.5), prompt_of(image(4))
     columns = torch.rand(len(other))
     with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
         dropped = pruning.dropped(config, mine, other, columns, config)
-    assert dropped == Pruning("uniform", images=0.5).dropped(config, mine)
+    assert dropped == Pruning("uniform", keep_images=0.5).dropped(config, mine)
 
 
 def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
@@ -219,8 +219,8 @@ def test_media_of_unknown_families_stay_whole() -> None:
     ("wrong", "message"),
     [
         ({"select": "best"}, "select must be one of"),
-        ({"images": 0.0}, "images must be a share above 0"),
-        ({"videos": 1.1}, "videos must be a share above 0"),
+        ({"keep_images": 0.0}, "keep_images must be a share above 0"),
+        ({"keep_videos": 1.1}, "keep_videos must be a share above 0"),
         ({"mass": -0.1}, "mass must lie between 0 and 1"),
     ],
 )

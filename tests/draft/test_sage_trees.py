@@ -17,7 +17,7 @@ from saccade.draft.sampling import TopProposer
 from saccade.draft.static import SPECVLM_TREE, StaticTree
 from saccade.draft.tree import DraftTree
 from saccade.theory.entropy import confidence
-from saccade.verify.rule import Verdict
+from saccade.verify.rule import Verdict, path_to
 
 VOCAB, BATCH = 13, 3
 ROOTS = torch.tensor([3, 4, 5])
@@ -26,10 +26,10 @@ MARGIN = 1e-5
 
 POLICIES = st.builds(
     SageTree,
-    min_depth=st.integers(1, 3),
-    depth=st.integers(3, 5),
-    min_width=st.integers(1, 3),
-    width=st.integers(3, 6),
+    d_min=st.integers(1, 3),
+    d_max=st.integers(3, 5),
+    w_min=st.integers(1, 3),
+    w_max=st.integers(3, 6),
     total=st.sampled_from([5, 12, 64]),
     k=st.sampled_from([2, 5, 10, 20]),
     threshold=st.sampled_from([0.0, 0.02, 0.1, 0.3]),
@@ -178,15 +178,63 @@ def test_own_probabilities_keep_what_path_probabilities_drop() -> None:
 def test_confidence_is_that_of_the_theory(scale: float) -> None:
     logits = scale * torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
     p = logits.softmax(-1)
-    found = SageTree().confidence(p.topk(10).values)
     for row in range(2):
-        assert float(found[row]) == pytest.approx(confidence(p[row].double().numpy()), abs=1e-6)
+        found = SageTree().confidence(p[row].topk(10).values.tolist())
+        assert found == pytest.approx(confidence(p[row].double().numpy()), abs=1e-6)
 
 
 def test_the_counter_example_to_the_papers_bound_has_its_confidence() -> None:
     """Two equal top tokens: alpha = 0.699, whatever Eq. 13 says of p1."""
-    top = torch.tensor([[0.5, 0.5, *[0.0] * 8]])
-    assert float(SageTree().confidence(top)) == pytest.approx(1 - math.log(2) / math.log(10), abs=1e-6)
+    assert SageTree().confidence([0.5, 0.5, *[0.0] * 8]) == pytest.approx(
+        1 - math.log(2) / math.log(10), abs=1e-6
+    )
+
+
+def test_numbers_that_are_none_give_the_confidence_of_the_start() -> None:
+    for top in ([math.nan] * 10, [0.0] * 10, [1.0], []):
+        assert SageTree().confidence(top) == 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(["path", "own"]))
+def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(
+    seed: int, probability: str
+) -> None:
+    """Of a node that the drafter has not run, the one above it; after the first, static tree and after others."""
+    policy = SageTree(d_max=5, ceiling=5, w_max=4, total=30, probability=probability, alpha_of="accepted")  # type: ignore[arg-type]
+    shaping = policy.open(BATCH, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(3):
+        model = Sharper(VOCAB, seed=seed + step)
+        tree = model.grow(shaping.begin(ROOTS, TopProposer()), BATCH)
+        nodes = [
+            int(torch.randint(int(tree.valid[row].sum()), (), generator=generator)) for row in range(BATCH)
+        ]
+        end = torch.tensor(nodes)
+        shaping.learn(Verdict(path_to(tree, end), tree.depth.gather(1, end[:, None])[:, 0], end))
+        shaping._catch_up()
+        for row, node in enumerate(nodes):
+            path = next(p for p, n in tokens_to_nodes(tree, row).items() if n == node)
+
+            def measured(path: tuple[int, ...], row: int = row) -> float:
+                p = sorted((math.exp(v) for v in model.log_probabilities(row, path)), reverse=True)  # noqa: B023
+                return policy.confidence(p[: policy.k])
+
+            found = shaping._rows[row].confidence
+            has_children = bool((tree.parents[row, 1:] == node)[tree.valid[row, 1:]].any())
+            wanted = [path] if has_children or not path else [path, path[:-1]]
+            assert any(found == pytest.approx(measured(p), abs=1e-5) for p in wanted)
+
+
+def tokens_to_nodes(tree: DraftTree, row: int) -> dict[tuple[int, ...], int]:
+    """Token path -> node of a row's real nodes."""
+    found: dict[tuple[int, ...], int] = {}
+    for node in range(tree.size):
+        if tree.valid[row, node]:
+            chain = [n for n in range(tree.size) if tree.ancestors[row, node, n] and n]
+            chain.sort(key=lambda n: int(tree.depth[row, n]))
+            found[tuple(int(tree.tokens[row, n]) for n in chain)] = node
+    return found
 
 
 def deepest_after(policy: SageTree, lengths: list[int]) -> int:
@@ -242,7 +290,7 @@ def test_no_confidence_needs_more_room_than_was_reserved(policy: SageTree, alpha
         assert frontier.allow.shape == (1, frontier.tokens.shape[1], ran)
         frontier = growth.expand(torch.randn(1, frontier.tokens.shape[1], VOCAB))
     assert ran <= policy.max_run
-    assert half_up(policy.depth_at(alpha, policy.depth)) <= policy.max_depth
+    assert half_up(policy.depth_at(alpha, policy.d_max)) <= policy.max_depth
 
 
 def test_logits_that_are_not_finite_are_left_to_the_engine_to_report() -> None:
@@ -256,10 +304,10 @@ def test_logits_that_are_not_finite_are_left_to_the_engine_to_report() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"min_depth": 0}, "min_depth must be at least 1"),
-        ({"depth": 2}, "depths must rise"),
+        ({"d_min": 0}, "d_min must be at least 1"),
+        ({"d_max": 2}, "depths must rise"),
         ({"ceiling": 7}, "depths must rise"),
-        ({"width": 1}, "width must be at least min_width"),
+        ({"w_max": 1}, "w_max must be at least w_min"),
         ({"k": 1}, "k must be at least 2"),
         ({"low": 4.0}, "low not above high"),
         ({"signal": "gut"}, "signal must be one of entropy, top"),

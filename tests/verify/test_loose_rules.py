@@ -17,7 +17,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
 from saccade.engine import Engine
-from saccade.errors import InputError, MethodError
+from saccade.errors import InputError
 from saccade.inputs.batch import split, visual_mask
 from saccade.session import Request
 from saccade.target.adapter import Target
@@ -259,10 +259,7 @@ def test_tokens_that_a_processor_forbids_are_never_loosened() -> None:
         assert verdict.count.tolist() == [5, 0, 0]
 
 
-def test_rules_for_chains_refuse_trees_and_loose_rules_refuse_sampling() -> None:
-    for rule in (FLy(), RandomLoosening()):
-        with pytest.raises(MethodError, match="needs a chain"):
-            rule.uniforms(3, 2)
+def test_loose_rules_refuse_sampling() -> None:
     loose, requests = engine("llava", LVSpec())
     with pytest.raises(InputError, match="greedy decoding"):
         loose.generate(requests, max_new_tokens=4, do_sample=True)
@@ -276,7 +273,7 @@ def test_rules_for_chains_refuse_trees_and_loose_rules_refuse_sampling() -> None
         lambda: LVSpec(space="pixels"),  # type: ignore[arg-type]
         lambda: LVSpec(position="child"),  # type: ignore[arg-type]
         lambda: FLy(entropy=-1),
-        lambda: FLy(window=-1),
+        lambda: FLy(deferred=-1),
         lambda: RandomLoosening(share=2),
     ],
 )

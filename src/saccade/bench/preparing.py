@@ -138,10 +138,10 @@ def lacking(entry: MethodEntry) -> str:
     """Why this version of Saccade does not have a method with these options; empty when it does."""
     if entry.name not in methods.METHODS:
         return f"there is no method {entry.name!r}; there are {', '.join(methods.METHODS)}."
-    unknown = sorted(set(entry.options) - set(methods.get(entry.name).options))
-    if unknown:
-        known = ", ".join(methods.get(entry.name).options) or "none"
-        return f"method {entry.name} has no option {', '.join(unknown)}; its options are: {known}."
+    try:
+        methods.options(entry.name, entry.options)
+    except MethodError as problem:
+        return str(problem)
     return ""
 
 
@@ -166,13 +166,13 @@ def as_json(content: dict[str, Any]) -> dict[str, Any]:
 
 def _resolved(entry: MethodEntry, vlm: VLM) -> dict[str, Any]:
     """A method with its defaults filled in, and the bounds of its trees (root included in nodes)."""
-    method, drafter = methods.get(entry.name), vlm.engine.drafter
+    drafter = vlm.engine.drafter
     return {
         "name": entry.name,
         "label": entry.label,
-        "options": {**method.options, **entry.options},
-        "lossless": method.lossless,
-        "needs": method.needs,
+        "options": dict(vlm.options),
+        "lossless": vlm.lossless,
+        "needs": methods.needs(vlm.options),
         "head": vlm.head_name,
         "max_nodes": drafter.max_nodes if drafter else 1,
         "max_depth": drafter.max_depth if drafter else 0,

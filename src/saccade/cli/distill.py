@@ -137,12 +137,12 @@ def distill(
     from saccade import methods
 
     name = method or ("plain" if drafter is None else None)
-    if name is not None and not methods.get(name).lossless:
+    pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
+    settings = o.settings(set_)
+    if name is not None and not methods.is_lossless(methods.options(name, settings)):
         raise MethodError(
             f"Method {name} is lossy, so its answers are not the target's; choose a lossless one."
         )
-    pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
-    settings = o.settings(set_)
     chosen: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampled_share": sampled_share,

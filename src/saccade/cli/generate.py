@@ -78,7 +78,7 @@ def generate(
     stream = vlm.stream(question, images, videos, seed=seed, num_frames=num_frames, **decoding)
     if as_json:
         output = screen.finish(stream, lambda _: None)
-        print(json.dumps({"target": target, **_used(vlm, drafter, settings), **output.as_dict()}))
+        print(json.dumps({"target": target, **_used(vlm, drafter), **output.as_dict()}))
     else:
         output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
         screen.note(screen.summary(output, vlm.method))
@@ -86,28 +86,27 @@ def generate(
         raise typer.Exit(130)
 
 
-def _used(vlm: VLM, given: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+def _used(vlm: VLM, given: str | None) -> dict[str, Any]:
     """What drafted, and how: the drafter's folder or hub id, its head's name, every option of the method, the dtypes.
 
     Args:
         given: what the user named as drafter.
-        settings: options of the method that the user set.
     """
     from saccade import methods
     from saccade.loading import name_of
     from saccade.pocket import head_path
 
-    method, drafter, draft_dtype = methods.get(vlm.method), None, None
+    drafter, draft_dtype = None, None
     if vlm.head is not None:
         drafter = given or str(head_path(vlm.head.kind))
         draft_dtype = _name(next(vlm.head.parameters()).dtype)
-    elif vlm.draft_model is not None and method.needs == "draft model":
+    elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
         drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
     return {
         "drafter": drafter,
         "head": vlm.head_name,
         "method": vlm.method,
-        "options": {**method.options, **settings},
+        "options": vlm.options,
         "dtype": _name(vlm.target.dtype),
         "draft_dtype": draft_dtype,
     }

@@ -1,42 +1,62 @@
-"""`saccade methods`: what there is."""
+"""`saccade methods`: what there is, and every option of a method."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 
 def methods(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Tell every option of this method.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the methods: what each does, whether it is lossless, what it needs, and its source.
 
-    A draft model or the folder of a trained head is given with --drafter; `saccade bench` takes more heads with --head.
+    With a name: all that can be set with --set NAME=VALUE, with defaults, ranges and meanings. Drafter, tree, rule and
+    pruning go together freely; an answer is lossy exactly when its rule is. A draft model or the folder of a trained
+    head is given with --drafter; `saccade bench` takes more heads with --head.
     """
-    from saccade.methods import METHODS
+    from saccade.methods import METHODS, get
+    from saccade.options import table
 
+    chosen = METHODS if name is None else {name: get(name)}
     if as_json:
         fields = ("summary", "source", "lossless", "needs")
-        listed = {
-            name: {**{f: getattr(m, f) for f in fields}, "options": dict(m.options)}
-            for name, m in METHODS.items()
+        listed: dict[str, dict[str, Any]] = {
+            key: {**{f: getattr(m, f) for f in fields}, "options": dict(m.options)}
+            for key, m in chosen.items()
         }
-        print(json.dumps(listed))
+        if name is not None:
+            listed[name]["about"] = [
+                {"name": n, "default": d, "range": o.range, "meaning": o.meaning, "with": brings}
+                for brings, rows in table(METHODS[name].settings)
+                for n, d, o in rows
+            ]
+        print(json.dumps(listed if name is None else listed[name]))
         return
     from rich.markup import escape
 
     from saccade.cli.screen import out
 
     console = out()
-    for name, method in METHODS.items():
+    for key, method in chosen.items():
         kind = "lossless" if method.lossless else "LOSSY"
-        console.print(f"[bold]{escape(name)}[/bold]  {kind}, needs {method.needs}", soft_wrap=True)
+        console.print(f"[bold]{escape(key)}[/bold]  {kind}, needs {method.needs}", soft_wrap=True)
         lines = [method.summary]
-        if method.options:
+        if method.options and name is None:
             lines.append("options: " + " ".join(f"{k}={v}" for k, v in method.options.items()))
         if method.source:
             lines.append(f"source:  {method.source}")
         for line in lines:
             console.print(f"    {line}", markup=False, soft_wrap=True)
+    for brings, rows in table(METHODS[name].settings) if name is not None else []:
+        console.print(f"    with {brings}:" if brings else "    options:", markup=False, soft_wrap=True)
+        for option, default, about in rows:
+            text = f"        {option}={default}  {about.meaning}" + (
+                f" ({about.range})" if about.range else ""
+            )
+            console.print(text, markup=False, soft_wrap=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -13,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.draft.view import PlainView
-from saccade.errors import MethodError
+from saccade.errors import InputError, MethodError, ModelError
 from saccade.inputs.blind import spans_with_wrappers
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, visual_ids
 from saccade.inputs.patches import join_patches
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
+from saccade.loading import adapt, check_checkpoint, load_model
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 
@@ -59,8 +61,8 @@ class Caption(PlainView):
     Args:
         config: the draft model's Hugging Face configuration.
         tokenizer: its tokenizer.
-        captioner: asked once for every image or video, when a prompt with it is first read; `OwnCaptions`, or
-            `PictureCaptions` around any function of a PIL image.
+        captioner: asked once for every image or video, when a prompt with it is first read; `OwnCaptions`,
+            `GivenCaptions`, or `PictureCaptions` around any function of a PIL image.
         device: where the captioner computes. What is still queued there (the target's prefill) is waited for first, so
             that it does not count as time spent on captions.
 
@@ -108,10 +110,10 @@ class Caption(PlainView):
 
 
 class OwnCaptions:
-    """The draft VLM tells itself what it sees, greedily.
+    """A VLM that Saccade runs tells what it sees, greedily: the draft model itself.
 
     Args:
-        model: the adapter of the draft model.
+        model: the adapter of the VLM.
         processor: its inputs.
         max_new_tokens: of a caption.
         question: what it is asked; ``{kind}`` becomes image or video.
@@ -141,9 +143,16 @@ class OwnCaptions:
         start, stop = spans[0][0], spans[-1][1]
         return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), seen.media)
 
-    @torch.inference_mode()
     def __call__(self, seen: Seen) -> str:
-        prompt, device = self.prompt(seen), self._model.device
+        return self._answer(self.prompt(seen))
+
+    def of_picture(self, image: Image.Image) -> str:
+        """The caption of a picture, which this VLM's own processor prepares."""
+        return self._answer(self._processor.prompt(self._question.format(kind="image"), images=[image]))
+
+    @torch.inference_mode()
+    def _answer(self, prompt: Prompt) -> str:
+        device = self._model.device
         context = Context(self._model, 1, len(prompt) + self._max_new_tokens)
         itself = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
         depth = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -173,6 +182,49 @@ class PictureCaptions:
         return self._tell(picture(self._processor, seen.medium))
 
 
+class GivenCaptions:
+    """Captions that are there already.
+
+    Args:
+        texts: by digest (`Medium.digest`; of a video that a family takes as images, its frames' joined by blanks).
+    """
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def __call__(self, seen: Seen) -> str:
+        if seen.digest not in self._texts:
+            raise InputError(
+                f"No caption was given for the {seen.kind} with the digest {seen.digest}; add it to captioner, or let "
+                "a checkpoint or the draft model caption."
+            )
+        return self._texts[seen.digest]
+
+
+@lru_cache(maxsize=1)
+def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], str]:
+    """A function from pictures to captions: a VLM of a known family, or any image-to-text model of transformers.
+
+    The last one stays loaded.
+
+    Args:
+        path: checkpoint folder or hub id.
+        device: where it runs.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded, or does not see.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    config = check_checkpoint(path)
+    if visual_ids(config):
+        model = load_model(path, device_map=None if device.type == "cpu" else device)
+        return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        raise ModelError(f"The captioner {path} is a language model, which sees nothing; give one that does.")
+    return CheckpointCaptions(path, device=device)
+
+
 class CheckpointCaptions:
     """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words.
 
@@ -188,10 +240,11 @@ class CheckpointCaptions:
     def __init__(self, path: str, max_new_tokens: int = 32, device: str | torch.device | None = None) -> None:
         from transformers import AutoProcessor
 
-        from saccade.loading import load_model
-
         self._model = load_model(path, device_map=device).eval()
-        self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+        try:
+            self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as problem:
+            raise ModelError(f"The captioner {path} has no usable processor: {problem}") from problem
         self._max_new_tokens = max_new_tokens
 
     @torch.inference_mode()

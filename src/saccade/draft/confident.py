@@ -25,16 +25,16 @@ class ConfidentChain(Chain):
 
     Attributes:
         gamma: most guesses.
-        threshold: smallest confidence at which drafting goes on; 0 is the plain chain.
+        confidence: smallest confidence at which drafting goes on; 0 is the plain chain.
     """
 
     gamma: int = 6
-    threshold: float = 0.6
+    confidence: float = 0.6
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be from 0 to 1, not {self.threshold}.")
+        if not 0 <= self.confidence <= 1:
+            raise ValueError(f"confidence must be from 0 to 1, not {self.confidence}.")
 
     def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> ConfidentGrowth:
         return ConfidentGrowth(self, roots, proposer, live)
@@ -62,9 +62,9 @@ class ConfidentGrowth:
         depth = len(self._tokens) - 1
         if depth == self._policy.gamma:
             return None
-        if self._policy.threshold:
+        if self._policy.confidence:
             confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
-            self._going = self._going & (confidence >= self._policy.threshold)
+            self._going = self._going & (confidence >= self._policy.confidence)
             # One host sync per guess: Kangaroo stops drafting when no row is confident any more, which saves forwards.
             if not self._going.any():
                 return None

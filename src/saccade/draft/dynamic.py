@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.draft.history import on_device
 from saccade.draft.policy import Frontier, Growth
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree, ancestors_of
@@ -104,10 +105,7 @@ class _DynamicGrowth:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
         scores = torch.cat(self._scores, 1)
         batch, device = tokens.shape[0], tokens.device
-        depths = torch.repeat_interleave(
-            torch.arange(len(self._level_sizes), device=device),
-            torch.tensor(self._level_sizes, device=device),
-        )
+        depths = on_device([d for d, size in enumerate(self._level_sizes) for _ in range(size)], device)
         # Stable: of equal scores the earlier node wins, so no child is kept without its parent.
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self._policy.max_nodes]
         kept = order.sort(1).values  # [B, N], node 0 first

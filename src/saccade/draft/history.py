@@ -105,5 +105,5 @@ class History:
 
 
 def on_device(values: Sequence[object], device: torch.device) -> Tensor:
-    """Host values on a device, which is not waited for."""
-    return torch.tensor(values).to(device, non_blocking=True)
+    """Host values on a device, which is not waited for: they go from pinned memory where it is a GPU."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -56,7 +56,7 @@ class PrunedDraftSession(ModelDraftSession):
                     f"{self._pruning.layers}; choose the same layers for all that read it."
                 )
         self._merged: Merged | None = None
-        if drafter.model is target.target and min(self._pruning.images, self._pruning.videos) < 1:
+        if drafter.model is target.target and self._pruning.prunes:
             self._merged = target.merged = target.merged or Merged()
 
     def grow(self, capacity: int) -> None:

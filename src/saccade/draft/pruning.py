@@ -33,31 +33,36 @@ class Pruning:
         select: ``uniform``: evenly spread over every frame; ``attention``: those with the highest attention from the
             target's words; ``specvlm``: the fewest that get ``mass`` of that attention, and the rest of the share
             evenly spread over the others.
-        images: share of an image's tokens that stays.
-        videos: share of a video's tokens that stays; also where the family takes its frames as images.
+        keep_images: share of an image's tokens that stays.
+        keep_videos: share of a video's tokens that stays; also where the family takes its frames as images.
         mass: of the attention, for the first stage of ``specvlm`` (0.4 in its authors' released code).
         layers: of the target whose attention counts, None for all (as there); ``(-1,)`` is the last one.
     """
 
     select: Literal["uniform", "attention", "specvlm"] = "specvlm"
-    images: float = 0.2
-    videos: float = 0.1
+    keep_images: float = 0.2
+    keep_videos: float = 0.1
     mass: float = 0.4
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.select not in ("uniform", "attention", "specvlm"):
             raise ValueError(f"select must be one of uniform, attention, specvlm, not {self.select!r}.")
-        for name in ("images", "videos"):
+        for name in ("keep_images", "keep_videos"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a share above 0 and up to 1, not {getattr(self, name)}.")
         if not 0 <= self.mass <= 1:
             raise ValueError(f"mass must lie between 0 and 1, not {self.mass}.")
 
     @property
+    def prunes(self) -> bool:
+        """Whether any visual token goes."""
+        return min(self.keep_images, self.keep_videos) < 1
+
+    @property
     def needs_attention(self) -> bool:
         """Whether the target's attention is read."""
-        return self.select != "uniform" and min(self.images, self.videos) < 1
+        return self.select != "uniform" and self.prunes
 
     def kept(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
         """Ascending indices of the tokens of one medium that stay.
@@ -66,7 +71,7 @@ class Pruning:
             config: of the model whose tokens they are.
             scores: ``[n_tokens]`` attention that each gets; None spreads evenly.
         """
-        share = self.videos if medium.is_of_video else self.images
+        share = self.keep_videos if medium.is_of_video else self.keep_images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
         if self.select == "uniform" or scores is None:
             return spread(frames_of(config, medium), budget)

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from saccade.draft.history import on_device
 from saccade.draft.policy import Growth
-from saccade.draft.sage_growth import Level, SageGrowth, Shape
+from saccade.draft.sage_growth import BEYOND, Level, SageGrowth, Shape
 from saccade.draft.sampling import Proposer
 from saccade.draft.static import SPECVLM_TREE
 from saccade.draft.tree import TreeShape
@@ -36,14 +37,17 @@ class SageTree:
     each is verified as a point mass, which stays exact.
 
     Attributes:
-        min_depth: levels at confidence 0 (``D_min``).
-        depth: levels at confidence 1 (``D_max``), where the history starts.
-        min_width: children of the root at confidence 1 (``W_min``).
-        width: children of the root at confidence 0 (``W_max``).
+        d_min: levels at confidence 0 (``D_min``).
+        d_max: levels at confidence 1 (``D_max``), where the history starts.
+        w_min: children of the root at confidence 1 (``W_min``).
+        w_max: children of the root at confidence 0 (``W_max``).
         total: nodes that are verified, the root not counted (``N_max``); the likeliest paths stay.
         k: tokens whose entropy counts.
         threshold: a node of level l needs a probability above ``threshold * l / D``.
         signal: confidence from the entropy (Eq. 9), or the largest probability alone (ablation).
+        alpha_of: where the confidence is measured: after the ``root`` of step t, its newest committed token, or after
+            its last ``accepted`` node, the newest one once it is verified (the node above it where the drafter has not
+            run that node).
         lookahead: the confidence of step t shapes the tree of step t + 1; False: its own tree, at the price of
             one more synchronisation a step (ablation).
         probability: of a node, in its threshold and in Eq. 12: that of its whole path (the paper's formal
@@ -54,14 +58,15 @@ class SageTree:
         ceiling: largest ``D_max``.
     """
 
-    min_depth: int = 3
-    depth: int = 8
-    min_width: int = 2
-    width: int = 10
+    d_min: int = 3
+    d_max: int = 8
+    w_min: int = 2
+    w_max: int = 10
     total: int = 64
     k: int = 10
     threshold: float = 0.1
     signal: Literal["entropy", "top"] = "entropy"
+    alpha_of: Literal["root", "accepted"] = "root"
     lookahead: bool = True
     probability: Literal["path", "own"] = "path"
     window: int = 10
@@ -70,23 +75,30 @@ class SageTree:
     ceiling: int = 12
 
     def __post_init__(self) -> None:
-        for name in ("min_depth", "min_width", "total"):
+        for name in ("d_min", "w_min", "total"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not self.min_depth <= self.depth <= self.ceiling:
+        if not self.d_min <= self.d_max <= self.ceiling:
             raise ValueError(
-                f"The depths must rise from min_depth over depth to ceiling, not {self.min_depth}, {self.depth}, "
+                f"The depths must rise from d_min over d_max to ceiling, not {self.d_min}, {self.d_max}, "
                 f"{self.ceiling}."
             )
-        if self.width < self.min_width:
-            raise ValueError(f"width must be at least min_width ({self.min_width}), not {self.width}.")
+        if self.w_max < self.w_min:
+            raise ValueError(f"w_max must be at least w_min ({self.w_min}), not {self.w_max}.")
         if self.k < 2:
             raise ValueError(f"k must be at least 2, not {self.k}: one token has no entropy.")
         if self.threshold < 0 or self.window < 0 or self.low > self.high:
             raise ValueError("threshold and window must not be negative, and low not above high.")
-        for name, known in (("signal", ("entropy", "top")), ("probability", ("path", "own"))):
+        words = {
+            "signal": ("entropy", "top"),
+            "probability": ("path", "own"),
+            "alpha_of": ("root", "accepted"),
+        }
+        for name, known in words.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+        if self.alpha_of == "accepted" and not self.lookahead:
+            raise ValueError("What is accepted is known after the step: alpha_of=accepted needs lookahead.")
 
     @property
     def max_nodes(self) -> int:
@@ -103,7 +115,7 @@ class SageTree:
 
     @property
     def max_children(self) -> int:
-        return max(self.width, self.start.max_children)
+        return max(self.w_max, self.start.max_children)
 
     @property
     def can_sample(self) -> bool:
@@ -116,26 +128,28 @@ class SageTree:
 
     @property
     def _deepest(self) -> int:
-        return self.ceiling if self.window else self.depth
+        return self.ceiling if self.window else self.d_max
 
     def open(self, batch: int, device: torch.device) -> SageShaping:
-        return SageShaping(self, batch)
+        return SageShaping(self, batch, device)
 
     def depth_at(self, confidence: float, deepest: int) -> float:
         """``D(alpha)`` (Eq. 10)."""
-        return self.min_depth + confidence * (deepest - self.min_depth)
+        return self.d_min + confidence * (deepest - self.d_min)
 
     def width_at(self, confidence: float) -> float:
         """``W(alpha)`` (Eq. 11)."""
-        return self.min_width + (1 - confidence) * (self.width - self.min_width)
+        return self.w_min + (1 - confidence) * (self.w_max - self.w_min)
 
-    def confidence(self, top: Tensor) -> Tensor:
-        """``[B]`` confidence from the drafter's k largest probabilities ``[B, k]`` (Eqs. 7 to 9)."""
+    def confidence(self, top: Sequence[float]) -> float:
+        """Confidence from the drafter's k largest probabilities (Eqs. 7 to 9); of no numbers that of the start."""
+        total = sum(top)
+        if not total > 0 or len(top) < 2:
+            return START
         if self.signal == "top":
-            return top[:, 0]
-        top = top / top.sum(1, keepdim=True)
-        entropy: Tensor = torch.special.entr(top).sum(1)
-        return (1 - entropy / math.log(top.shape[1])).clamp(0, 1)
+            return top[0]
+        entropy = -sum(p / total * math.log(p / total) for p in top if p > 0)
+        return min(max(1 - entropy / math.log(len(top)), 0.0), 1.0)
 
     @cached_property
     def _levels(self) -> dict[tuple[int, bool], tuple[Level, ...]]:
@@ -205,14 +219,40 @@ class _Row:
 
 
 class SageShaping:
-    """Confidence and history of every row, on the host."""
+    """Confidence and history of every row, on the host.
 
-    def __init__(self, policy: SageTree, batch: int) -> None:
+    Attributes:
+        ranks: ``[C]`` what a rank must not exceed: rank r is below a width rounded half up, at least 1, just where
+            r = 0 or r + 1/2 reaches up to the width.
+        nothing: ``[]`` score of what is no node.
+    """
+
+    def __init__(self, policy: SageTree, batch: int, device: torch.device) -> None:
         self.policy = policy
+        self.ranks = torch.arange(policy.max_children, device=device) + 0.5
+        self.ranks[:1] = 0.0
+        self.nothing = torch.full((), -1.0, device=device)
+        self._device = device
+        self._counts: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows = [self._fresh() for _ in range(batch)]
         self._live = list(range(batch))
-        self._confidence: _Arriving | None = None
+        self._top: _Arriving | None = None
         self._accepted: _Arriving | None = None
+        self._tops: tuple[Tensor, Tensor] | None = None
+
+    def counted(self, width: int) -> tuple[Tensor, Tensor]:
+        """``[width]`` numbers from 0 on, and ``[width, width]`` the identity; made once."""
+        if width not in self._counts:
+            eye = torch.eye(width, dtype=torch.bool, device=self._device)
+            self._counts[width] = torch.arange(width, device=self._device), eye
+        return self._counts[width]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """``[nodes + 1, C]`` node of the static first tree by parent and rank, 0 (the root) where there is none."""
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(self.policy.start.paths)}
+        table = [[index.get((*p, rank), 0) for rank in range(self.policy.max_children)] for p in index]
+        return on_device(table, self._device)
 
     def restart(self, row: int) -> None:
         """The row's next tree is a first one, whatever earlier answers said."""
@@ -224,33 +264,56 @@ class SageShaping:
         self._live = [i for i in range(len(self._rows)) if live is None or live[i]]
         return SageGrowth(self, roots)
 
+    def measured(self, tops: Tensor, sources: Tensor) -> None:
+        """Keep what gives the confidence of every node, until one is accepted.
+
+        Args:
+            tops: ``[B, E, k]`` the k largest probabilities after every node that was run.
+            sources: ``[B, N]`` which of them are a node's.
+        """
+        self._tops = tops, sources
+
     def learn(self, verdict: Verdict) -> None:
         self._accepted = _Arriving(verdict.count)
+        if self._tops is None:
+            return
+        tops, sources = self._tops
+        last = verdict.path.gather(1, verdict.count[:, None]).to(sources.device, non_blocking=True)
+        entry = sources.gather(1, last)[..., None].expand(-1, -1, tops.shape[2])
+        self._top, self._tops = _Arriving(tops.gather(1, entry)[:, 0]), None
 
     def shape(self, top: Tensor) -> Shape:
         """The form of this step's trees, given the k largest probabilities after the roots ``[B, k]``."""
-        confidence = self.policy.confidence(top).nan_to_num(START)
         if not self.policy.lookahead:
-            self._measured(confidence.tolist())
-        shape = self._form(top.device)
+            self._measure(top.tolist())
+        shape = self._form()
         for index in self._live:
             self._rows[index].starting = False
-        if self.policy.lookahead:
-            self._confidence = _Arriving(confidence)
+        if self.policy.lookahead and self.policy.alpha_of == "root":
+            self._top = _Arriving(top)
         return shape
 
-    def _form(self, device: torch.device) -> Shape:
+    def _form(self) -> Shape:
         """A finished row has depth 0: of its tree the root's best child is left."""
         policy, going = self.policy, [self._rows[index] for index in self._live]
         starting = any(row.starting for row in going)
         sizes = policy.levels(max(row.deepest for row in going), starting)
-        numbers = [[0.0, 0.0, 0.0] for _ in self._rows]
+        depths, widths, first = ([0.0] * len(self._rows) for _ in range(3))
         for index, row in zip(self._live, going, strict=True):
-            depth, width = policy.depth_at(row.confidence, row.deepest), policy.width_at(row.confidence)
-            numbers[index] = [depth, width, float(row.starting)]
-        last = max(policy.start.max_depth if first else rounded(depth) for depth, _, first in numbers)
-        widest = max(width for _, width, _ in numbers)
-        return Shape.of(policy, sizes[:last], widest, torch.tensor(numbers, device=device).T, starting)
+            depths[index] = policy.depth_at(row.confidence, row.deepest)
+            widths[index] = policy.width_at(row.confidence)
+            first[index] = float(row.starting)
+        count = max(policy.start.max_depth if f else rounded(d) for d, f in zip(depths, first, strict=True))
+        levels = range(1, count + 1)
+        limits = [
+            [policy.threshold * level / d if level <= math.floor(d + 0.5) else BEYOND for d in depths]
+            for level in levels
+        ]
+        numbers = [[[width / level for width in widths] for level in levels], limits, [first] * count]
+        width, threshold, is_first = on_device(numbers, self._device)[..., None]
+        return Shape(
+            sizes[:count], max(widths), width, threshold, limits, is_first[0] > 0 if starting else None
+        )
 
     def _catch_up(self) -> None:
         """Take in what the last step said of the rows that were live in it."""
@@ -258,13 +321,13 @@ class SageShaping:
             lengths = self._accepted.values()
             for index in self._live:
                 self._remember(self._rows[index], int(lengths[index]))
-        if self._confidence is not None:
-            self._measured(self._confidence.values())
-        self._accepted = self._confidence = None
+        if self._top is not None:
+            self._measure(self._top.values())
+        self._accepted = self._top = self._tops = None
 
-    def _measured(self, confidence: Sequence[float]) -> None:
+    def _measure(self, tops: Sequence[Sequence[float]]) -> None:
         for index in self._live:
-            self._rows[index].confidence = confidence[index]
+            self._rows[index].confidence = self.policy.confidence(tops[index])
 
     def _remember(self, row: _Row, length: int) -> None:
         """Adaptive history tracking (Section 3.3)."""
@@ -273,12 +336,12 @@ class SageShaping:
         row.lengths.append(length)
         average = sum(row.lengths) / len(row.lengths)
         if average < self.policy.low:
-            row.deepest = max(row.deepest - 1, self.policy.min_depth)
+            row.deepest = max(row.deepest - 1, self.policy.d_min)
         elif average > self.policy.high:
             row.deepest = min(row.deepest + 1, self.policy.ceiling)
 
     def _fresh(self) -> _Row:
-        return _Row(deque(maxlen=max(self.policy.window, 1)), self.policy.depth)
+        return _Row(deque(maxlen=max(self.policy.window, 1)), self.policy.d_max)
 
 
 class _Arriving:
@@ -290,8 +353,8 @@ class _Arriving:
         if values.is_cuda:
             self._event = torch.cuda.current_stream(values.device).record_event()
 
-    def values(self) -> list[float]:
+    def values(self) -> list[Any]:
         if self._event is not None:
             self._event.synchronize()  # for callers without a synchronisation of their own
-        numbers: list[float] = self._values.tolist()
+        numbers: list[Any] = self._values.tolist()
         return numbers

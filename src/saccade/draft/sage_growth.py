@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from saccade.draft.policy import Frontier
-from saccade.draft.tree import DraftTree, TreeShape, ancestors_of
+from saccade.draft.tree import DraftTree, ancestors_of
 
 if TYPE_CHECKING:
-    from saccade.draft.sage import SageShaping, SageTree
+    from saccade.draft.sage import SageShaping
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class Level:
         )
 
 
+BEYOND = 2.0
+"""A threshold that no probability exceeds: below a row's last level."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The form of one step's trees.
@@ -43,7 +47,8 @@ class Shape:
         levels: bounds, as many as the deepest row's tree may have.
         widest: largest ``W(alpha)`` of a row.
         width: ``[L, B, 1]`` each row's ``W(alpha)`` (Eq. 11), divided by the level.
-        threshold: ``[L, B, 1]`` what a node's probability must exceed; more than 1 below a row's last level.
+        threshold: ``[L, B, 1]`` what a node's probability must exceed.
+        limits: the same on the host, by level and row.
         starting: ``[B, 1]`` which rows have their static first tree, None when no row has.
     """
 
@@ -51,30 +56,16 @@ class Shape:
     widest: float
     width: Tensor
     threshold: Tensor
+    limits: list[list[float]]
     starting: Tensor | None
-
-    @classmethod
-    def of(
-        cls, policy: SageTree, levels: tuple[Level, ...], widest: float, numbers: Tensor, starting: bool
-    ) -> Shape:
-        """``numbers`` ``[3, B]``: ``D(alpha)``, ``W(alpha)``, and 1 for rows with their static first tree."""
-        depth, width, first = numbers[..., None]
-        level = torch.arange(1, len(levels) + 1, device=numbers.device)[:, None, None]
-        return cls(
-            levels=levels,
-            widest=widest,
-            width=width / level,
-            threshold=torch.where(level <= (depth + 0.5).floor(), policy.threshold * level / depth, 2.0),
-            starting=first > 0 if starting else None,
-        )
 
 
 class SageGrowth:
     """One step's trees while they grow.
 
     A level's candidates are scored by the probability of their path, -1 for those that the rule drops, so that the
-    best come first and padding last everywhere. Sizes are read off where the host computes anyway; an accelerator
-    gets the bounds instead of being waited for.
+    best come first and padding last everywhere; below a dropped one every path is negative and is dropped, too. Sizes
+    are read off where the host computes anyway; an accelerator gets the bounds instead of being waited for.
     """
 
     def __init__(self, shaping: SageShaping, roots: Tensor) -> None:
@@ -84,16 +75,23 @@ class SageGrowth:
         self._shape: Shape | None = None
         self._exact = device.type == "cpu"
         self._level = 0
-        self._ones = torch.ones(batch, 1, device=device)
         self._tokens = [roots[:, None]]
         self._parents = [roots.new_zeros(batch, 1)]
-        self._scores = [2 * self._ones]  # the root comes first
-        # The frontier: F nodes per row that are being run.
-        self._nodes = roots.new_zeros(batch, 1)
-        self._path = self._own = self._ones  # probabilities
-        self._real = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        self._form: Tensor | None = roots.new_zeros(batch, 1)  # places in the static first tree
+        self._path = self._own = torch.ones(
+            batch, 1, device=device
+        )  # probabilities of the frontier's F nodes
+        self._scores = [self._path + 1]  # the root comes first
+        self._size = 1  # nodes so far
+        self._kept = [1] * batch  # of them, those that are no padding; on the host where sizes are exact
+        self._nodes = self._parents[0]  # of the frontier
+        self._form: Tensor | None = self._nodes  # places in the static first tree
         self._allow = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
+        # Where the last accepted node's confidence is wanted: what was said after every node that was run, and which of
+        # it is nearest to each node.
+        self._keeps_tops = self._policy.alpha_of == "accepted"
+        self._tops: list[Tensor] = []
+        self._sources = [self._nodes]
+        self._ran = 0
 
     def expand(self, logits: Tensor) -> Frontier | None:
         self._level += 1
@@ -101,58 +99,74 @@ class SageGrowth:
         shape = self._shape
         assert shape is not None
         path = own * self._path[..., None]  # [B, F, C]
-        keep, form = self._kept(shape, own, path)
+        keep, form = self._passing(shape, own, path)
         bound = shape.levels[self._level - 1]
-        count = min(self._count(keep.flatten(1), bound.nodes), path[0].numel())
-        scores, picked = torch.where(keep, path, -1.0).flatten(1).topk(count, -1)  # [B, n]
-        above = picked // own.shape[2]
-        first = sum(t.shape[1] for t in self._tokens)
-        self._tokens.append(tokens.flatten(1).gather(1, picked))
+        scores, picked = (
+            torch.where(keep, path, self._shaping.nothing)
+            .flatten(1)
+            .topk(min(bound.nodes, path[0].numel()), -1)
+        )
+        rows = scores.tolist() if self._exact else None
+        if rows is not None:
+            kept = [sum(score >= 0 for score in row) for row in rows]
+            self._kept = [before + new for before, new in zip(self._kept, kept, strict=True)]
+            scores, picked = scores[:, : max(kept)], picked[:, : max(kept)]
+        count, above = scores.shape[1], picked // own.shape[2]
+        first, self._size = self._size, self._size + count
+        new = tokens.flatten(1).gather(1, picked)
+        self._tokens.append(new)
         self._parents.append(self._nodes.gather(1, above))
         self._scores.append(scores)
+        if self._keeps_tops:
+            self._sources.append(self._ran + above)
+            self._ran += own.shape[1]
         if self._level == len(shape.levels) or count == 0:
             return None
 
-        if form is not None:
+        chosen: Tensor | None = (
+            None  # without static trees the nodes to expand are the first ones of each row
+        )
+        if form is None:
+            width = min(self._deeper(shape, rows, bound), count)
+        else:
             form = form.flatten(1).gather(1, picked)
-        more = self._expanded(shape, scores, form)
-        width = min(self._count(more, bound.run), count)
+            more = self._expanded(shape, scores, form)
+            width = min(int(more.sum(1).max()) if self._exact else bound.run, count)
+            chosen = more.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
         if width == 0:
             return None
-        # Without static trees the nodes to expand are the first ones of each row.
-        chosen = (
-            None if form is None else more.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
-        )
 
         def taken(values: Tensor) -> Tensor:
             return values[:, :width] if chosen is None else values.gather(1, chosen)
 
         above = taken(above)
-        self._nodes = first + (
-            torch.arange(width, device=logits.device).expand(len(scores), -1) if chosen is None else chosen
-        )
-        self._path = taken(scores).clamp(min=0)
+        order, itself = self._shaping.counted(width)
+        places = order.expand(len(scores), -1) if chosen is None else chosen
+        self._nodes = first + places
+        self._path = taken(scores)
         self._own = self._path if self._on_path else taken(own.flatten(1).gather(1, picked))
-        self._real, self._form = taken(more), None if form is None else taken(form)
+        self._form = None if form is None else taken(form)
+        if self._keeps_tops:
+            self._sources[-1] = self._sources[-1].scatter(
+                1, places, self._ran + order.expand(len(scores), -1)
+            )
         seen = self._allow.gather(1, above[..., None].expand(-1, -1, self._allow.shape[2]))
-        itself = torch.eye(width, dtype=torch.bool, device=logits.device).expand(len(scores), -1, -1)
-        self._allow = torch.cat([seen, itself], 2)
-        return Frontier(taken(self._tokens[-1]), self._allow, self._level)
+        self._allow = torch.cat([seen, itself.expand(len(scores), -1, -1)], 2)
+        return Frontier(taken(new), self._allow, self._level)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
-        scores = torch.cat(self._scores, 1)
-        count = min(self._count(scores >= 0, tokens.shape[1]), self._policy.max_nodes)
+        count = min(max(self._kept) if self._exact else self._size, self._policy.max_nodes)
         # Stable: of equal scores the earlier node wins, so no child comes before its parent.
-        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]  # [B, N], root first
-        valid = scores.gather(1, order) >= 0
-        place = torch.zeros_like(parents).scatter_(
-            1, order, torch.arange(count, device=tokens.device).expand_as(order)
-        )
+        scores, order = torch.cat(self._scores, 1).sort(dim=1, descending=True, stable=True)
+        order, valid = order[:, :count], scores[:, :count] >= 0  # root first
+        place = torch.zeros_like(parents).scatter_(1, order, self._shaping.counted(count)[0].expand_as(order))
         new_parents = place.gather(1, parents.gather(1, order)).where(valid, 0)
         levels = len(self._tokens) - 1
         ancestors = ancestors_of(new_parents, levels)
         ancestors[..., 0] &= valid  # padding sees itself alone
+        if self._keeps_tops:
+            self._shaping.measured(torch.cat(self._tops, 1), torch.cat(self._sources, 1).gather(1, order))
         return DraftTree(
             tokens=tokens.gather(1, order),
             parents=new_parents,
@@ -165,16 +179,16 @@ class SageGrowth:
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens ``[B, F, C]`` and their probabilities, best first; at the root they also give this step's form."""
-        logits = logits.float()
-        total = logits.logsumexp(-1, keepdim=True)
-        if self._shape is not None:
-            best, tokens = logits.topk(min(self._most(self._shape), logits.shape[2]), -1)
-            return tokens, (best - total).exp()
-        best, tokens = logits.topk(min(max(self._policy.k, self._policy.max_children), logits.shape[2]), -1)
-        own = (best - total).exp()
-        self._shape = self._shaping.shape(own[:, 0, : self._policy.k])
-        most = self._most(self._shape)
-        return tokens[..., :most], own[..., :most]
+        probabilities, k = logits.softmax(-1, torch.float32), self._policy.k
+        wanted = self._policy.max_children if self._shape is None else self._most(self._shape)
+        measured = self._shape is None or self._keeps_tops
+        own, tokens = probabilities.topk(min(max(wanted, k) if measured else wanted, logits.shape[2]), -1)
+        if self._keeps_tops:
+            self._tops.append(own[..., :k])
+        if self._shape is None:
+            self._shape = self._shaping.shape(own[:, 0, :k])
+            wanted = self._most(self._shape)
+        return tokens[..., :wanted], own[..., :wanted]
 
     def _most(self, shape: Shape) -> int:
         """Children that any node of this level can have, its parent's probability being 1 at most."""
@@ -184,43 +198,40 @@ class SageGrowth:
         scale = 1.0 if self._level == 1 else 1.5 / self._level
         return min(bound, max(1, int(shape.widest * scale + 0.5)))
 
-    def _kept(self, shape: Shape, own: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _passing(self, shape: Shape, own: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
         """Which candidates become nodes ``[B, F, C]``, and their places in the static first tree."""
         width = shape.width[self._level - 1]
         if self._level > 1:
             width = width * (0.5 + self._own)  # Eq. 12
-        # Rank r is below the width rounded half up, at least 1, just where r = 0 or r + 1/2 reaches up to the width.
-        ranks = torch.arange(own.shape[2], device=own.device) + 0.5
-        ranks[0] = 0.0
         judged = path if self._on_path else own
-        keep = (ranks <= width[..., None]) & (judged > shape.threshold[self._level - 1][..., None])
+        keep = self._shaping.ranks[: own.shape[2]] <= width[..., None]
+        keep &= judged > shape.threshold[self._level - 1][..., None]
         if self._level == 1:
             keep[..., 0] = True  # the best child of the root, however unlikely
-        keep = keep & self._real[..., None]
+        if not self._on_path:
+            keep &= (self._path >= 0)[..., None]
         if shape.starting is None or self._form is None:
             return keep, None
-        form = _places(self._policy.start, own)[self._form][..., : own.shape[2]]
-        keep = torch.where(shape.starting[..., None], (form > 0) & self._real[..., None], keep)
+        form = self._shaping.places[self._form][..., : own.shape[2]]
+        keep = torch.where(shape.starting[..., None], (form > 0) & (self._path >= 0)[..., None], keep)
         return keep, form
 
-    def _expanded(self, shape: Shape, scores: Tensor, form: Tensor | None) -> Tensor:
-        """Which of a level's nodes ``[B, n]`` may have children."""
+    def _deeper(self, shape: Shape, rows: list[list[float]] | None, bound: Level) -> int:
+        """How many of a level's nodes may have children, in the row that has the most of them."""
+        if rows is None:
+            return bound.run
+        limits = shape.limits[self._level]
+        if self._on_path:  # no child's path is likelier than its parent's
+            return max(sum(score > limit for score in row) for row, limit in zip(rows, limits, strict=True))
+        return max(
+            sum(score >= 0 for score in row) * (limit < BEYOND)
+            for row, limit in zip(rows, limits, strict=True)
+        )
+
+    def _expanded(self, shape: Shape, scores: Tensor, form: Tensor) -> Tensor:
+        """Which of a level's nodes ``[B, n]`` may have children, where some rows have their static first tree."""
         threshold = shape.threshold[self._level]
-        # No child's path is likelier than its parent's.
-        more = scores > threshold if self._on_path else (scores >= 0) & (threshold <= 1)
-        if shape.starting is None or form is None:
-            return more
-        has_children = (_places(self._policy.start, scores) > 0).any(1)
+        more = scores > threshold if self._on_path else (scores >= 0) & (threshold < BEYOND)
+        assert shape.starting is not None
+        has_children = (self._shaping.places > 0).any(1)
         return torch.where(shape.starting, has_children[form] & (scores >= 0), more)
-
-    def _count(self, flags: Tensor, bound: int) -> int:
-        """The largest number of flags of a row, or its bound where reading it would stall an accelerator."""
-        return int(flags.sum(1).max()) if self._exact else bound
-
-
-def _places(shape: TreeShape, like: Tensor) -> Tensor:
-    """``[nodes + 1, C]`` node of a static tree by parent and rank, 0 (the root) where there is none."""
-    index = {(): 0} | {path: i + 1 for i, path in enumerate(shape.paths)}
-    most = max(like.shape[-1], shape.max_children)
-    table = [[index.get((*path, rank), 0) for rank in range(most)] for path in index]
-    return torch.tensor(table, device=like.device)

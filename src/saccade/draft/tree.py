@@ -62,14 +62,22 @@ class DraftTree:
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
-    """``[B, N, N]`` ancestor matrix (a node counts as its own ancestor) from ``[B, N]`` parents."""
+    """``[B, N, N]`` ancestor matrix (a node counts as its own ancestor) from ``[B, N]`` parents.
+
+    Pointers are doubled: what is known of k generations above every node gives 2k.
+    """
     count = parents.shape[1]
-    eye = torch.eye(count, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
-    matrix, node = eye, parents
-    for _ in range(max_depth):
-        matrix = matrix | torch.nn.functional.one_hot(node, count).bool()
-        node = parents.gather(1, node)
-    return matrix
+    matrix = torch.eye(count, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
+    above, known = (
+        parents,
+        1,
+    )  # the ancestor `known` generations above, and how many generations are in the matrix
+    while True:
+        matrix = matrix | matrix.gather(1, above[..., None].expand(-1, -1, count))
+        known *= 2
+        if known > max_depth:
+            return matrix
+        above = above.gather(1, above)
 
 
 @dataclass(frozen=True, slots=True)

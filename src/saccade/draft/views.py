@@ -20,7 +20,12 @@ from saccade.target.context import Context
 
 
 def by_names(
-    names: str, model: Target, processor: InputProcessor, captioner: Captioner | None = None
+    names: str,
+    model: Target,
+    processor: InputProcessor,
+    captioner: Captioner | None = None,
+    pruning: Pruning | None = None,
+    config: Any = None,
 ) -> list[View]:
     """The views of one draft model by their letters, as in ``MTCP``.
 
@@ -29,17 +34,19 @@ def by_names(
         model: the adapter of the draft model.
         processor: its inputs.
         captioner: for C; the draft model itself when None.
+        pruning: for R; SpecVLM's shares when None.
+        config: of the model whose prompts T and C are given; the draft model's when None.
 
     Raises:
         MethodError: a letter is unknown or repeated, there is none, or the draft model cannot have that view.
     """
-    config, tokenizer = processor.config, processor.tokenizer
+    config, tokenizer = config or processor.config, processor.tokenizer
     makers: dict[str, Callable[[], View]] = {
         "M": Multimodal,
         "T": lambda: TextOnly(config, tokenizer),
         "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor), model.device),
         "P": lambda: pooled(model),
-        "R": Pruned,
+        "R": lambda: Pruned(pruning),
     }
     if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
         raise MethodError(f"The views {names!r} are not letters of {''.join(makers)}, each at most once.")

@@ -23,30 +23,26 @@ class WidthTree:
 
     Attributes:
         width: d.
-        depth: levels.
+        max_depth: levels.
 
     Which nodes are kept depends on the draft probabilities, so children are the likeliest tokens, never draws.
     """
 
     width: int = 2
-    depth: int = 5
+    max_depth: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth"):
+        for name in ("width", "max_depth"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
 
     @property
     def max_nodes(self) -> int:
-        return self.width * self.depth + 1
+        return self.width * self.max_depth + 1
 
     @property
     def max_run(self) -> int:
-        return self.width * (self.depth - 1)
-
-    @property
-    def max_depth(self) -> int:
-        return self.depth
+        return self.width * (self.max_depth - 1)
 
     @property
     def max_children(self) -> int:
@@ -90,7 +86,7 @@ class _Beam:
         self._first += self._tokens[-1].shape[1]
         self._tokens.append(new)
         depth = len(self._tokens) - 1
-        if depth == self._policy.depth:
+        if depth == self._policy.max_depth:
             return None
         seen = self._allow.gather(1, above[..., None].expand(-1, -1, self._allow.shape[2]))
         itself = torch.eye(picked.shape[1], dtype=torch.bool, device=logits.device).expand(batch, -1, -1)
@@ -104,8 +100,8 @@ class _Beam:
             tokens=tokens,
             parents=parents,
             depth=depth,
-            ancestors=ancestors_of(parents, self._policy.depth),
+            ancestors=ancestors_of(parents, self._policy.max_depth),
             valid=torch.ones_like(depth, dtype=torch.bool),
-            max_depth=self._policy.depth,
+            max_depth=self._policy.max_depth,
             max_children=self._policy.width,
         )

@@ -20,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig,
 from transformers.utils.generic import TransformersKwargs
 
 from saccade import drafters, methods
+from saccade.compositions import Parts
 from saccade.draft.drafter import Drafter
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
@@ -37,7 +38,6 @@ from saccade.inputs.families import family_of, kind_of, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.output import Output
-from saccade.parts import Parts
 from saccade.session import Request
 from saccade.target.adapter import Target
 from saccade.target.placing import TYPES, check_types
@@ -89,8 +89,7 @@ class Speculation:
             )
         self._method = method or kind or methods.default(model is not None)
         if not given:
-            check_method(self._method, model is not None, kind)
-            methods.check_options(self._method, options)
+            check_method(self._method, methods.options(self._method, options), model is not None, kind)
         self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]
         self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
         self._draft_model = None if model is None else adapt(model)

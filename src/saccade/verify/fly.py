@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
-from saccade.errors import MethodError
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.verify.loosening import drafted, guarded, target_tokens, walk
@@ -23,14 +22,15 @@ class FLy:
     Attributes:
         entropy: h, the least entropy of the target's distribution at a forgiven position, as a share of the
             largest possible (log of the vocabulary).
-        window: W, how many following guesses must all match; 0 is the variant without window.
+        deferred: W, how many following guesses must all match; 0 is the variant without window.
         special_ids: tokens that are never forgiven.
 
-    For chains only: a guess within the last W positions has no full window and stays strict.
+    A guess within the last W positions of its chain has no full window and stays strict. In a tree every branch is
+    judged as a chain, and the longest that stands wins.
     """
 
     entropy: float = 0.2
-    window: int = 4
+    deferred: int = 4
     special_ids: tuple[int, ...] = ()
 
     lossless = False
@@ -39,14 +39,10 @@ class FLy:
     def __post_init__(self) -> None:
         if not 0 <= self.entropy <= 1:
             raise ValueError(f"entropy must be a share from 0 to 1, not {self.entropy}.")
-        if self.window < 0:
-            raise ValueError(f"window must be at least 0, not {self.window}.")
+        if self.deferred < 0:
+            raise ValueError(f"deferred must be at least 0, not {self.deferred}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
-        if max_children > 1:
-            raise MethodError(
-                "FLy looks at the guesses that follow, so it needs a chain; choose a chain method."
-            )
         return 0, 0
 
     def open(self, context: Context) -> FLy:
@@ -65,15 +61,20 @@ class FLy:
         )  # [B, N], after each node
         unsure = entropy.gather(1, tree.parents.expand_as(choice)) > self.entropy
         barred = guarded(tree, scores, wanted, self.special_ids)
-        loose = guesses & ~match & unsure & ~barred & _followed(match, self.window)
-        return walk(tree, choice, match, loose, torch.zeros_like(match))
+        loose = guesses & ~match & unsure & ~barred
+        ends = _settled(tree, match, loose, self.deferred)
+        return walk(tree, choice, match, loose, torch.zeros_like(match), ends)
 
 
-def _followed(match: Tensor, window: int) -> Tensor:
-    """``[B, N]`` whether the next ``window`` guesses of a chain all match."""
-    followed = torch.ones_like(match)
-    for step in range(1, window + 1):
-        shifted = torch.zeros_like(match)
-        shifted[:, : max(match.shape[1] - step, 0)] = match[:, step:]
-        followed &= shifted
-    return followed
+def _settled(tree: DraftTree, match: Tensor, loose: Tensor, deferred: int) -> Tensor:
+    """``[B, N]`` nodes at which a branch may end: every mismatch above has been followed by so many matches."""
+    parents = tree.parents.expand_as(match)
+    never = tree.max_depth + deferred + 1  # more matches than any branch has
+    owed = torch.zeros_like(parents)  # matches that are still to come
+    for _ in range(tree.max_depth):
+        above = owed.gather(1, parents)
+        after = torch.where(
+            match, (above - 1).clamp(min=0), torch.where(loose & (above == 0), deferred, never)
+        )
+        owed = torch.where(tree.depth > 0, after.clamp(max=never), 0)
+    return owed == 0

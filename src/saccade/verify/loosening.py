@@ -28,7 +28,14 @@ def drafted(tree: DraftTree) -> Tensor:
     return is_guess
 
 
-def walk(tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted: Tensor) -> Verdict:
+def walk(
+    tree: DraftTree,
+    choice: Tensor,
+    match: Tensor,
+    loose: Tensor,
+    shifted: Tensor,
+    ends: Tensor | None = None,
+) -> Verdict:
     """The longest path on which every guess matches or is forgiven; of several, the one with the most matches.
 
     Args:
@@ -36,16 +43,33 @@ def walk(tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted:
         match: ``[B, N]`` guesses that are the target's own token.
         loose: ``[B, N]`` guesses forgiven for what they say.
         shifted: ``[B, N]`` guesses forgiven because the target's token stands elsewhere in the draft.
+        ends: ``[B, N]`` nodes at which the path may end; None for all.
     """
     wrong = ~(match | loose | shifted) | ~drafted(tree)
     wrong[:, 0] = False
     stands = ~(tree.ancestors & wrong[:, None]).any(-1)
+    stands = stands if ends is None else stands & ends
     own = (tree.ancestors & match[:, None]).sum(-1)  # at most max_depth
     node = torch.where(stands, tree.depth * (tree.max_depth + 1) + own, -1).argmax(1)
     count = tree.depth.expand_as(choice).gather(1, node[:, None])[:, 0]
     path = path_to(tree, node)
     marks = torch.where(match, STRICT, torch.where(loose, LOOSE, SHIFTED))
     return Verdict(path, count, choice.gather(1, node[:, None])[:, 0], marks.gather(1, path))
+
+
+def least(values: Tensor, line: Tensor, share: float) -> Tensor:
+    """``[B, N]`` which nodes are among the floor(share * K) of least value of the K guesses in line with them.
+
+    Args:
+        values: ``[B, N]``; of equal ones the first counts as the lesser.
+        line: as `in_line` gives it.
+    """
+    here, there = values[:, :, None], values[:, None, :]
+    earlier = torch.ones_like(line[0]).tril(-1)
+    rank = (line & ((there < here) | ((there == here) & earlier))).sum(-1)
+    return (
+        rank < (share * line.sum(-1) + 1e-6).floor()
+    )  # the small term keeps 0.7 * 10 from becoming 6.999...
 
 
 def in_line(tree: DraftTree) -> Tensor:

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.tree import DraftTree
-from saccade.errors import MethodError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.verify.loosening import drafted, guarded, in_line, target_tokens, walk
+from saccade.verify.loosening import drafted, guarded, in_line, least, target_tokens, walk
 from saccade.verify.rule import Verdict
 
 
@@ -108,7 +107,7 @@ class LVSpecJudge:
         sees = self._gather()[1].any(1)[:, None]
         forgivable = guesses & ~barred & sees
         line = in_line(tree)
-        loose = self._loose(self.relevance(tree), line) & forgivable
+        loose = least(self.relevance(tree), line, self._rule.share) & forgivable
         shifted = torch.zeros_like(match)
         if self._rule.shift:
             elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & line
@@ -126,16 +125,6 @@ class LVSpecJudge:
         if self._rule.space == "embedding" or self._rule.position == "own":
             return relevance
         return relevance.gather(1, tree.parents.expand_as(relevance))
-
-    def _loose(self, relevance: Tensor, line: Tensor) -> Tensor:
-        """``[B, N]`` which nodes are among the floor(lambda * K) least relevant of the K guesses in line with them."""
-        here, there = relevance[:, :, None], relevance[:, None, :]
-        earlier = torch.ones_like(line[0]).tril(
-            -1
-        )  # of equally relevant guesses the first counts as the lesser
-        rank = (line & ((there < here) | ((there == here) & earlier))).sum(-1)
-        # the small term keeps 0.7 * 10 from becoming 6.999...
-        return rank < (self._rule.share * line.sum(-1) + 1e-6).floor()
 
     def _gather(self) -> tuple[Tensor, Tensor]:
         """``[B, V, d]`` normalised states of all rows' visual tokens, and ``[B, V]`` which are real."""
@@ -156,7 +145,9 @@ def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomLoosening:
-    """Control for LVSpec: as many guesses are loose, chosen at random. LOSSY.
+    """Control for LVSpec: as many guesses of every branch are loose, chosen at random. LOSSY.
+
+    There is one random number per level of a tree.
 
     Attributes:
         share: share of guesses that are loose.
@@ -174,10 +165,6 @@ class RandomLoosening:
             raise ValueError(f"share must be from 0 to 1, not {self.share}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
-        if max_children > 1:
-            raise MethodError(
-                "Random loosening has a number per level, so it needs a chain; choose a chain method."
-            )
         return max_depth, 1
 
     def open(self, context: Context) -> RandomLoosening:
@@ -191,10 +178,7 @@ class RandomLoosening:
         choice, wanted = target_tokens(tree, scores)
         guesses = drafted(tree)
         match = guesses & (tree.tokens == wanted)
-        order = torch.ones_like(match, dtype=torch.float32)
-        order[:, 1:] = uniforms[:, : tree.size - 1, 0]  # a chain has as many guesses as levels
-        rank = order.masked_fill(~guesses, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
-        count = (self.share * guesses.sum(1, keepdim=True) + 1e-6).floor()
+        drawn = uniforms[:, :, 0].gather(1, (tree.depth - 1).clamp(min=0).expand_as(match))  # one per level
         barred = guarded(tree, scores, wanted, self.special_ids)
-        loose = (rank < count) & guesses & ~barred
+        loose = least(drawn, in_line(tree), self.share) & guesses & ~barred
         return walk(tree, choice, match, loose, torch.zeros_like(match))

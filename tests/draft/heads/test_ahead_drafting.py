@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from checkpoints import picture, vlm
 from families import FAMILIES, Inputs, pristine, reference_greedy
+from saccade.compositions import Parts
 from saccade.draft.heads import ahead as under_test
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
@@ -22,7 +23,6 @@ from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.static import Chain
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.parts import Parts
 from saccade.session import Request
 
 CLOSE = 1e-3

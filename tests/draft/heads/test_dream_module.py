@@ -14,6 +14,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from saccade import methods
+from saccade.compositions import Parts
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import CrossBlock
@@ -23,7 +24,6 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import MethodError, ModelError
-from saccade.parts import Parts
 from saccade.target.attention import PromptAttention
 from saccade.target.context import Context
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from checkpoints import picture, vlm
 from families import FAMILIES, Inputs, pristine, reference_greedy
+from saccade.compositions import Parts
 from saccade.draft.confident import ConfidentChain
 from saccade.draft.heads import kangaroo_session as under_test
 from saccade.draft.heads.config import HeadConfig
@@ -21,7 +22,6 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.parts import Parts
 from saccade.session import Request
 from saccade.target.context import Context
 
@@ -248,10 +248,10 @@ def test_the_method_by_name() -> None:
     (expected,) = build("plain", parts).generate([Request(prompt)], max_new_tokens=12)
     drafted = {}
     for threshold in (0.0, 0.6, 1.0):
-        under = build("kangaroo", parts, gamma=3, threshold=threshold)
+        under = build("kangaroo", parts, gamma=3, confidence=threshold)
         (output,) = under.generate([Request(prompt)], max_new_tokens=12)
         assert output.tokens == expected.tokens
         drafted[threshold] = output.stats.drafted_tokens / output.stats.target_passes
     assert drafted[0.0] > 2 > drafted[1.0] > 0
-    with pytest.raises(MethodError, match="threshold must be from 0 to 1, not 60"):
-        build("kangaroo", parts, threshold=60.0)
+    with pytest.raises(MethodError, match="confidence of method kangaroo must be from 0 to 1, not 60"):
+        build("kangaroo", parts, confidence=60.0)

@@ -67,7 +67,7 @@ class Dream(Head):
     def pruning(self) -> Pruning:
         """Which visual tokens have entries."""
         keep = self.config.options["keep"]
-        return Pruning("attention", images=keep, videos=keep, layers=(-1,))
+        return Pruning("attention", keep_images=keep, keep_videos=keep, layers=(-1,))
 
     def forward(
         self,
