@@ -114,7 +114,7 @@ KINDS = {"a": "hivis", "b": "hivis", "text-only": "eagle2", "eagle2": "eagle2", 
     ],
 )
 def test_a_head_is_chosen_by_kind_or_name(method: str, name: str | None, chosen: str | None) -> None:
-    assert drafters.choose(method, KINDS, name) == chosen
+    assert drafters.choose(method, method, KINDS, name) == chosen
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_is_not_clear_is_refused(
     method: str, name: str | None, kinds: dict[str, str], message: str
 ) -> None:
     with pytest.raises(MethodError, match=message):
-        drafters.choose(method, kinds, name)
+        drafters.choose(method, method, kinds, name)
 
 
 def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def meant(given: Given) -> tuple[str, str | None, dict[str, str]]:
     drafter, method, heads = given
     drafter = str(own[drafter]) if drafter in own else drafter
     named = drafters.named(drafter, {name: own[head] for name, head in heads.items()})
-    target, drafter, found = builtin.resolved("pocket", drafter, method, named)
+    target, drafter, found = builtin.resolved("pocket", drafter, method, {}, named)
     return Path(target).name, drafter and Path(drafter).name, {n: Path(str(f)).name for n, f in found.items()}
 
 

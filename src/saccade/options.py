@@ -24,6 +24,7 @@ class Option:
         default: its type is the option's.
         meaning: one line.
         low, high: of a number, inclusive; None where there is no bound.
+        beyond_low: the lowest value itself is out of range.
         choices: of a word.
         takes: tells whether an object of another type than the default's is taken as well.
     """
@@ -34,6 +35,7 @@ class Option:
     high: float | None = None
     choices: tuple[str, ...] = ()
     takes: Callable[[Any], bool] | None = None
+    beyond_low: bool = False
 
     @property
     def range(self) -> str:
@@ -41,7 +43,7 @@ class Option:
         if self.choices:
             return " | ".join(self.choices)
         if self.high is not None:
-            return f"{self.low:g} to {self.high:g}"
+            return f"{'above ' * self.beyond_low}{self.low:g} to {self.high:g}"
         return "" if self.low is None else f"{self.low:g} or more"
 
     def check(self, name: str, method: str, value: Any) -> None:
@@ -55,8 +57,9 @@ class Option:
             raise MethodError(
                 f"Option {name} of method {method} must be one of {', '.join(self.choices)}, not {value!r}."
             )
-        if not (self.low is None or value >= self.low) or not (self.high is None or value <= self.high):
-            words = f"from {self.range}" if self.high is not None else f"at least {self.low:g}"
+        is_low = self.low is not None and (value < self.low or (self.beyond_low and value == self.low))
+        if is_low or not (self.high is None or value <= self.high):
+            words = f"in the range {self.range}" if self.high is not None else f"at least {self.low:g}"
             raise MethodError(f"Option {name} of method {method} must be {words}, not {value!r}.")
 
 
@@ -154,8 +157,12 @@ _CHOICES: dict[str, dict[str, Option]] = {
         "merged_total": Option(64, "nodes of the tree with the copies, the root not counted", 1),
     },
     "pruning": {
-        "keep_images": Option(1.0, "share of an image's visual tokens that the drafter keeps", 1e-9, 1),
-        "keep_videos": Option(1.0, "share of a video's visual tokens that the drafter keeps", 1e-9, 1),
+        "keep_images": Option(
+            1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True
+        ),
+        "keep_videos": Option(
+            1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True
+        ),
         "select": Option("specvlm", "how they are chosen", choices=("specvlm", "attention", "uniform")),
         "mass": Option(0.4, "share of the attention that the first stage of specvlm holds", 0, 1),
     },

@@ -35,7 +35,7 @@ def test_without_a_command_there_is_help(shell: Shell) -> None:
         (["generate"], "Missing argument 'prompt'; see `saccade generate --help`."),
         (["generate", "-n", "many", "x"], "Invalid value for '--max-new-tokens'"),
         (["generate", "-t"], "Option '-t' requires an argument; see `saccade"),
-        (["methods", "extra"], "unexpected extra argument(s) (extra); see `saccade methods --help`."),
+        (["methods", "warp"], "Unknown method 'warp'; expected one of plain, chain"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(shell: Shell, arguments: list[str], words: str) -> None:

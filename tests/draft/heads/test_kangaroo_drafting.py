@@ -253,5 +253,7 @@ def test_the_method_by_name() -> None:
         assert output.tokens == expected.tokens
         drafted[threshold] = output.stats.drafted_tokens / output.stats.target_passes
     assert drafted[0.0] > 2 > drafted[1.0] > 0
-    with pytest.raises(MethodError, match="confidence of method kangaroo must be from 0 to 1, not 60"):
+    with pytest.raises(
+        MethodError, match="confidence of method kangaroo must be in the range 0 to 1, not 60"
+    ):
         build("kangaroo", parts, confidence=60.0)
