@@ -434,7 +434,10 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
         ),
         (lambda: speculate(model("llama"), "eagle2"), "needs a trained eagle2 head"),
         (lambda: speculate(None, "chain"), "needs a draft model; give a loaded one"),
-        (lambda: speculate(model("llama"), gama=3), "no option gama; its options are: draft_with, tree, gamma"),
+        (
+            lambda: speculate(model("llama"), gama=3),
+            "no option gama; its options are: draft_with, tree, gamma",
+        ),
         (lambda: speculate(model("llama"), gamma="3"), "gamma of method chain must be a whole number"),
         (lambda: speculate(gama=3), "Method prompt-lookup has no option gama"),
         (lambda: speculate(model("llama"), "spd"), "with its processor, which `generate` is not given"),

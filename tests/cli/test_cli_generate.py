@@ -21,7 +21,7 @@ from saccade import loop
 from saccade.cli import screen
 from saccade.draft import pruning
 from saccade.inputs.prompt import Prompt
-from saccade.methods import METHODS
+from saccade.methods import METHODS, options
 from saccade.output import Mark
 from saccade.pocket import draft_path, head_path
 from saccade.stream import Chunk
@@ -71,7 +71,7 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
     assert {k: answer[k] for k in ("drafter", "head", "options", "dtype", "draft_dtype")} == {
         "drafter": str(ready("llava-draft")),
         "head": None,
-        "options": {"gamma": 7},
+        "options": options("chain", {"gamma": 7}),
         "dtype": "float32",
         "draft_dtype": "float32",
     }
@@ -243,7 +243,7 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         "Method plain takes no drafter": ["-t", llava, "-d", draft, "-m", "plain", "?"],
         "Method chain needs a drafter": ["-t", llava, "-m", "chain", "?"],
         "has another tokenizer than the target": ["-t", llava, "-d", ready("llama-swapped"), "?"],
-        "Method chain has no option size; its options are: gamma": [
+        "Method chain has no option size; its options are: draft_with, tree, gamma": [
             "-t",
             llava,
             "-d",
