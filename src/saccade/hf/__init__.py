@@ -29,6 +29,7 @@ from saccade.engine import Engine
 from saccade.errors import InputError, MethodError
 from saccade.generation import Plan, check_options
 from saccade.hf.checking import check as check_method
+from saccade.hf.export import fill
 from saccade.hf.record import Recorder
 from saccade.hf.rows import Rows
 from saccade.hf.sheet import Sheet
@@ -110,6 +111,7 @@ class Speculation:
         streamer: Any = None,
         tokenizer: Any = None,
         attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
         **_: Any,
     ) -> Any:
         """Called by `generate` with everything prepared: ids ``[B, S]``, already repeated for several returns.
@@ -151,12 +153,16 @@ class Speculation:
             streamer.end()
 
         sequences = torch.cat([input_ids, sheet.tokens.to(input_ids.device)], 1)
+        asked = config.return_dict_in_generate or getattr(past_key_values, "_is_user_defined", False)
+        if past_key_values is not None and asked:
+            fill(past_key_values, session.context.cache, mask, sequences.shape[1])
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
             scores=recorder.scores(sheet.width) if recorder and config.output_scores else None,
             logits=recorder.logits(sheet.width) if recorder and config.output_logits else None,
+            past_key_values=past_key_values,
         )
 
     def _engine_for(self, model: Any) -> Engine:
@@ -264,12 +270,28 @@ def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
     family = family_of(model.config)
     read = {*_READ, *VISUAL_KEYS, None if family is None else family.types}
     takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
+    present.discard("labels")  # of which a loss would be made that `generate` does not look at
+    if "position_ids" in present and _are_default(given["position_ids"], given):
+        present.remove("position_ids")
     for name in sorted(present & takes - read):
         if name not in TYPES or bool(torch.as_tensor(given[name]).any()):  # types of text say nothing
             raise InputError(
                 f"The input {name} does not reach the model in speculative decoding, which makes the model's inputs "
                 "anew; leave it out, or leave out custom_generate."
             )
+
+
+def _are_default(positions: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether positions are those that `generate` would make of ids and mask itself."""
+    ids = given.get("input_ids")
+    if ids is None:
+        return False
+    mask = given.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    default = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    return positions.dim() == 2 and bool(
+        (positions.to(default.device) - default == 0).logical_or(mask == 0).all()
+    )
 
 
 def _check_outputs(config: Any) -> None:

@@ -43,7 +43,9 @@ def count(config: Any, kind: Literal["image", "video"], tensors: Tensors) -> int
     if layout == "runs":
         return pixels.shape[0] * int(config.image_seq_length)
     if name == "gemma3":
-        return pixels.shape[0] * int(config.mm_tokens_per_image)
+        patches = _side(vision)
+        window = patches // int(config.mm_tokens_per_image**0.5)
+        return pixels.shape[0] * (patches // window) ** 2  # a square, whatever number the configuration has
     patch = int(vision.patch_size)
     return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + _class_token(config)
 
