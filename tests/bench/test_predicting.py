@@ -35,6 +35,16 @@ def test_tabeds_own_example_comes_out() -> None:
     assert found.lvspec == pytest.approx(1.29 / 1.315)
     assert found.sage == pytest.approx(2.29 / 1.315)
     assert found.measured == 2.0
+    assert list(table.results(run(records, costs)).columns[3].cells) == ["-", "1.74x"]
+
+
+def test_the_target_that_drafts_for_itself_pays_a_target_step_per_guess() -> None:
+    costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.063})
+    made = run([record("a", "lookup", 1.0, histogram=(0, 10), drafted=20)], costs)
+    made.header.config["methods"][2] |= {"max_depth": 4, "options": {"draft_with": "self"}}
+    (found,) = predictions(made)
+    assert found.draft_cost == 1.0
+    assert found.tabed_free == pytest.approx(2 / 5)
 
 
 def test_verification_is_charged_for_the_nodes_that_were_there() -> None:
@@ -65,7 +75,7 @@ def test_a_lossy_method_is_called_so_and_its_retention_shown() -> None:
         record("a", "chain", 1.0, scores={"x": 0.5}, lossless=False),
     ]
     found = run(records, None)
-    assert list(table.results(found).columns[6].cells) == ["-", "LOSSY"]
+    assert list(table.results(found).columns[7].cells) == ["-", "LOSSY"]
     quality = table.quality(found)
     assert quality is not None
     assert list(quality.columns[2].cells) == ["50.0%"]

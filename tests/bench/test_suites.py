@@ -28,9 +28,9 @@ MIRRORED = [
     "hivis-3",
     "hivis-4",
     "hivis-figure-6",
-    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "figure-7")),
-    *(f"sage-{n}" for n in (1, 4, 5, 6)),
-    *(f"tabed-{n}" for n in range(1, 11)),
+    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "figure-7", "figure-9", "figure-10")),
+    *(f"sage-{n}" for n in (1, 3, 4, 5, 6, "figure-2", "figure-3")),
+    *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
 ]
 
 

@@ -21,7 +21,8 @@ from saccade import loop
 from saccade.cli import screen
 from saccade.draft import pruning
 from saccade.inputs.prompt import Prompt
-from saccade.methods import METHODS, options
+from saccade.methods import METHODS
+from saccade.methods import options as options_of
 from saccade.output import Mark
 from saccade.pocket import draft_path, head_path
 from saccade.stream import Chunk
@@ -71,7 +72,7 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
     assert {k: answer[k] for k in ("drafter", "head", "options", "dtype", "draft_dtype")} == {
         "drafter": str(ready("llava-draft")),
         "head": None,
-        "options": options("chain", {"gamma": 7}),
+        "options": options_of("chain", {"gamma": 7}),
         "dtype": "float32",
         "draft_dtype": "float32",
     }

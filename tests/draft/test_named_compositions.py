@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from checkpoints import picture, vlm
+from checkpoints import picture, ready, vlm
 from families import FAMILIES
-from saccade import MethodError
+from saccade import InputError, MethodError
 from saccade.compositions import Parts
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.sage import SageTree
@@ -111,6 +111,40 @@ def test_trees_are_put_where_the_options_say() -> None:
 def test_nonsense_is_refused(method: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(MethodError, match=message):
         build(method, vlm("llava", "llava-draft")._parts, **options)
+
+
+@pytest.mark.parametrize("form", ["texts", "function"])
+def test_captions_are_given_as_texts_or_by_a_function(form: str) -> None:
+    loaded = vlm("llava", "llava-draft")
+    prompt = loaded.processor.prompt(QUESTION, IMAGES)
+    told: list[Any] = []
+    given: Any = (
+        {prompt.media[0].digest: "a cup"} if form == "texts" else lambda image: told.append(image) or "a cup"
+    )
+    model = loaded.using("tabed", views="MC", captioner=given)
+    assert model.generate(QUESTION, IMAGES).tokens == plain("llava")
+    view: Any = model.engine.drafter.views[1]  # type: ignore[union-attr]
+    assert view.captions == {prompt.media[0].digest: "a cup"}
+    assert len(told) == (form == "function")
+
+
+def test_a_caption_that_is_missing_or_a_captioner_that_is_blind_is_refused() -> None:
+    loaded = vlm("llava", "llava-draft")
+    with pytest.raises(InputError, match="No caption was given for the image with the digest"):
+        loaded.using("tabed", views="MC", captioner={"other": "a cup"}).generate(QUESTION, IMAGES)
+    with pytest.raises(MethodError, match="is a language model, which sees nothing"):
+        loaded.using("tabed", views="MC", captioner=str(ready("llama")))
+    with pytest.raises(MethodError, match="captioner of method tabed must be a word, not 3"):
+        loaded.using("tabed", views="MC", captioner=3)
+    with pytest.raises(MethodError, match="has no option captioner"):
+        loaded.using("chain", captioner="blip")
+
+
+def test_another_vlm_of_a_known_family_captions() -> None:
+    model = vlm("llava", "llava-draft").using("tabed", views="MC", captioner=str(ready("qwen")))
+    assert model.generate(QUESTION, IMAGES).tokens == plain("llava")
+    view: Any = model.engine.drafter.views[1]  # type: ignore[union-attr]
+    assert view.seconds > 0
 
 
 def test_methods_that_rewrite_prompts_say_what_they_need() -> None:

@@ -58,7 +58,7 @@ def predictions(run: Run) -> list[Predicted]:
             _predicted(
                 label,
                 records,
-                steps=0 if method["needs"] == "nothing" else method["max_depth"],
+                steps=method["max_depth"] if draft_cost else 0,
                 draft_cost=draft_cost,
                 costs=costs,
                 measured=measured.value if measured else None,
@@ -68,9 +68,11 @@ def predictions(run: Run) -> list[Predicted]:
 
 
 def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
-    """T_q / T_p; None for a head that was not measured."""
+    """T_q / T_p; 1 for the target itself, None for a head that was not measured."""
     if method["needs"] == "head":
         return costs.head_ratio(str(method.get("head")))
+    if method.get("options", {}).get("draft_with") == "self":
+        return 1.0
     return costs.ratio if method["needs"] == "draft model" else 0.0
 
 

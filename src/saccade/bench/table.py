@@ -16,10 +16,20 @@ from saccade.bench.suite import BASELINE
 
 
 def results(run: Run) -> Table:
-    """One line per method over all tasks."""
+    """One line per method over all tasks; TABED's Eq. 1 as the paper has it, verifying costs one target step."""
     found = _in_order(run)
     scored = any(r.score is not None for r in found)
-    names = ["", "speed-up", "decode\nonly", "tokens/s", "block\nefficiency", "accepted\nlength", "equal"]
+    formula = {row.method: row.tabed_free for row in predictions(run)}
+    names = [
+        "",
+        "speed-up",
+        "decode\nonly",
+        "TABED\nEq. 1",
+        "tokens/s",
+        "block\nefficiency",
+        "accepted\nlength",
+        "equal",
+    ]
     table = _table(*names, *["score"] * scored)
     for result in found:
         ours = result.method != BASELINE
@@ -27,6 +37,7 @@ def results(run: Run) -> Table:
             result.method,
             _times(result.speedup) if ours else "-",
             _value(result.decode_speedup, ".2f", "x") if ours else "-",
+            f"{formula[result.method]:.2f}x" if result.method in formula else "-",
             _value(result.rate, ".0f"),
             _value(result.block_efficiency, ".2f"),
             _value(result.accepted_length, ".2f"),
