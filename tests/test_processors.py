@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -223,6 +225,14 @@ def test_what_may_keep_something_is_refused(processor: Any, rows: int) -> None:
         CASE.model().generate(
             **CASE.inputs("text", rows=rows), logits_processor=[processor], custom_generate=hf.speculate()
         )
+
+
+def test_both_modules_are_there_after_importing_the_package_alone() -> None:
+    code = (
+        "import saccade; print(saccade.processors.stateless.__name__, saccade.grammar.json_schema.__name__)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["stateless", "json_schema"]
 
 
 def test_what_takes_no_mark_is_refused_where_it_is_marked() -> None:

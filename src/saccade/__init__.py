@@ -40,12 +40,15 @@ _HOME = {
     "Output": "output",
     "Stats": "output",
 }
+_MODULES = ("grammar", "processors")
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something needs them."""
-    if name in _HOME:
-        from importlib import import_module
+    from importlib import import_module
 
+    if name in _HOME:
         return getattr(import_module(f"saccade.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"saccade.{name}")
     raise AttributeError(f"module 'saccade' has no attribute {name!r}")

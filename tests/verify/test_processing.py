@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from saccade.processors import PREFIX_FREE
-from saccade.verify.processing import Processing
+from saccade.verify.processing import Processing, RowProcessing
 
 VOCAB = 5
 PREFIXES = [[1, 2, 3, 1], [4], [0, 0, 3, 2, 2, 1, 4]]  # up to and including the root
@@ -115,3 +115,36 @@ def test_a_drafter_applies_the_prefix_free_processors_only() -> None:
 
 def test_an_unknown_processor_is_taken_to_look_at_the_prefix() -> None:
     assert Processing([[lambda ids, scores: scores + ids[:, -1:]]]).needs_prefix
+
+
+def test_rows_with_settings_of_their_own_are_warped_each_by_its_own() -> None:
+    """Also what a drafter draws from, of which every row has as many lines."""
+    rows = [
+        [hf.TemperatureLogitsWarper(t), hf.TopKLogitsWarper(k)] for t, k in ((0.5, 2), (2.0, 3), (0.5, 2))
+    ]
+    logits = torch.randn(3, 4, VOCAB, generator=torch.Generator().manual_seed(0))
+    warped = Processing(rows).warp(logits.flatten(0, 1)).view(3, 4, VOCAB)
+    for row, (temperature, top) in enumerate(rows):
+        expected = top(None, temperature(None, logits[row]))
+        torch.testing.assert_close(warped[row], expected, rtol=0.0, atol=0.0)
+
+
+def test_rows_may_join_and_leave_between_two_forwards() -> None:
+    """What stateful processors have read stays with the row, not with its place."""
+
+    class Said:
+        def start(self, prompt: list[int]) -> int:
+            return 0
+
+        def advance(self, state: int, token: int) -> int:
+            return state + token
+
+        def scores(self, state: int, scores: Tensor) -> Tensor:
+            return scores + state
+
+    first, second = RowProcessing([Said()]), RowProcessing([Said()])
+    tree = draft_tree([NaiveTree((0, 0), (2, 3), (True, True))])
+    assert Processing([first])(tree, torch.zeros(1, 2, VOCAB), [[1, 2]])[0, :, 0].tolist() == [0, 3]
+    both = draft_tree([NaiveTree((0, 0), (4, 1), (True, True))] * 2)
+    scores = Processing([second, first])(both, torch.zeros(2, 2, VOCAB), [[4], [1, 2, 3, 4]])
+    assert scores[..., 0].tolist() == [[0, 1], [7, 8]]
