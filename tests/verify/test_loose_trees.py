@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, trees
-from test_loose_rules import EOS, VOCAB, Still, chain_of, engine, lvspec_reference, scored
+from test_loose_rules import EOS, VOCAB, Still, chain_of, engine, judged, lvspec_reference, scored
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
@@ -17,6 +19,7 @@ from saccade.draft.static import branches_of
 from saccade.draft.tree import DraftTree
 from saccade.engine import Engine
 from saccade.target.adapter import Target
+from saccade.verify.fly import FLy
 from saccade.verify.lvspec import LVSpec
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT
 
@@ -108,6 +111,37 @@ def test_any_tree_is_judged_line_by_line(rows: list[NaiveTree], rule: LVSpec, se
         assert verdict.marks is not None
         assert verdict.marks[index, 1 : len(best) + 1].tolist() == [marked[n] for n in best]
         assert int(verdict.token[index]) == choice[best[-1] if best else 0]
+
+
+@given(trees(rows=2, vocab=VOCAB), SEEDS, st.sampled_from([0.0, 0.3, 0.8]), st.integers(0, 2))
+def test_fly_takes_the_longest_branch_that_stands_as_a_chain(
+    rows: list[NaiveTree], seed: int, least: float, deferred: int
+) -> None:
+    tree = draft_tree(rows)
+    if tree.size == 1:
+        return
+    scores = scored(tree, seed, 1.0)
+    verdict = judged(FLy(least, deferred, (EOS,)), tree, scores)
+    for index, row in enumerate(rows):
+        choice = scores[index].argmax(-1).tolist()
+        p = scores[index].softmax(-1)
+        entropy = (-(p * p.log()).sum(-1) / math.log(VOCAB)).tolist()
+
+        def stands(path: list[int], row: NaiveTree = row) -> bool:
+            wanted = [choice[row.parents[n]] for n in path]  # noqa: B023
+            match = [row.tokens[n] == w for n, w in zip(path, wanted, strict=True)]
+            for i, node in enumerate(path):
+                after = match[i + 1 : i + 1 + deferred]
+                fine = entropy[row.parents[node]] > least and EOS not in (row.tokens[node], wanted[i])  # noqa: B023
+                if not match[i] and not (fine and len(after) == deferred and all(after)):
+                    return False
+            return True
+
+        guesses = [n for n in range(1, len(row.parents)) if row.valid[n]]
+        paths = [row.path(n)[1:] for n in [0, *guesses]]
+        longest = max(len(path) for path in paths if stands(path))
+        assert int(verdict.count[index]) == longest
+        assert stands(verdict.path[index, 1 : longest + 1].tolist())
 
 
 def test_a_sibling_is_no_shifted_position() -> None:
