@@ -266,7 +266,7 @@ def test_a_state_is_all_weights_but_the_towers_and_no_other_is_taken(name: str) 
 def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
     made = learner(name, recipe(ready("llama"), **{"loss.kl": 0.5}))
     blind = step == 5  # every third batch, once the language model learns
-    batch = made.batch([0, 1, 2, 3], step)
+    batch = made.prepare([0, 1, 2, 3], step)
     assert batch is not None
     assert all(("pixel_values" in part.inputs) != blind for part in batch)
     tally = made.judge(batch, recipe().stages[1])
@@ -295,9 +295,9 @@ def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
             raise InputError("videos of several lengths, say")
         return right(target, prompts)
 
-    whole = made.batch(range(5), 4)
+    whole = made.prepare(range(5), 4)
     monkeypatch.setattr(collate, "forward_inputs", two)
-    halved = made.batch(range(5), 4)
+    halved = made.prepare(range(5), 4)
     assert whole is not None
     assert halved is not None
     assert [len(part.samples) for part in halved] == [2, 1, 2]
@@ -343,10 +343,10 @@ def test_samples_longer_than_the_language_models_context_are_left_out_and_counte
     own, said = vlm("llava"), list[str]()
     data = spread(200, [2, -100, 0, 4])
     made = DraftVlmLearner(own.target, own.processor, recipe(near(200)), data, say=said.append)
-    batch = made.batch([0, 1, 2, 3], 0)
+    batch = made.prepare([0, 1, 2, 3], 0)
     assert batch is not None
     assert [s.name for part in batch for s in part.samples] == ["1", "2"]
-    assert made.batch([0, 3], 0) is None
+    assert made.prepare([0, 3], 0) is None
     [words] = said
     assert words.startswith("Sample 0 has 202 tokens, more than 200")
     made.close()
@@ -359,7 +359,7 @@ def test_samples_longer_than_the_language_models_context_are_left_out_and_counte
 
 def test_in_the_first_stage_no_batch_is_blind() -> None:
     made = learner("llava", recipe(**{"loss.blind_every": 1}))
-    batches = [made.batch([1, 2], step) for step in (0, 3, 4)]
+    batches = [made.prepare([1, 2], step) for step in (0, 3, 4)]
     assert [["pixel_values" in part.inputs for part in b] for b in batches if b] == [[True], [True], [False]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_in_top_counts_from_the_likeliest() -> None:
 class Scripted:
     """Stands in for a head: the LM head reads its 'states' as logits, and they are what the script says."""
 
-    config = None
+    config = SimpleNamespace(vocab_size=4)
 
     def logits(self, hidden: Tensor, lm_head: losses.LMHead) -> Tensor:
         return lm_head(hidden)

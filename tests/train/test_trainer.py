@@ -85,8 +85,8 @@ def test_an_answer_that_ends_at_once_is_learnt(tmp_path: Path, kind: str) -> Non
 def test_a_lost_micro_batch_is_noticed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Trainer._backward
 
-    def forgetful(self: Trainer, indices: list[int], stage: Stage, step: int) -> Any:
-        tally = plain(self, indices, stage, step)
+    def forgetful(self: Trainer, indices: list[int], prepared: Any, stage: Stage, step: int) -> Any:
+        tally = plain(self, indices, prepared, stage, step)
         for weight in self._optimiser.weights if indices[0] % 5 == 0 else ():
             weight.grad = torch.zeros_like(weight)
         return tally
@@ -137,16 +137,15 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(
     trainer = Trainer(
         target("llama"), chosen, listed("llama", 24), tmp_path, measure=lambda _: 1.0, say=lambda _: None
     )
-    plain = trainer.learner.feeder.entries
+    plain = trainer.learner.feeder.features
 
     def spoilt(indices: Sequence[int]) -> Any:
-        entries = plain(indices)
-        assert entries is not None
+        features = plain(indices)
         if list(indices) == trainer.order.at(3)[:2]:
-            entries.features[0, 0, 0] = float("nan")
-        return entries
+            features[0].states[max(features[0].states)][0, 0] = float("nan")
+        return features
 
-    monkeypatch.setattr(trainer.learner.feeder, "entries", spoilt)
+    monkeypatch.setattr(trainer.learner.feeder, "features", spoilt)
     with pytest.raises(TrainingError, match=r"The loss is nan at step 4; its batch is in .*bad-step-4"):
         trainer.run()
     bad = tmp_path / "bad-step-4"

@@ -33,6 +33,15 @@ def train(
         typer.Option("--out", "-o", metavar="FOLDER", help="Where checkpoints, log and the trained head go."),
     ],
     target: o.Target = None,
+    begin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="HEAD",
+            help="Begin with the weights of a trained head, a folder or hub id, in place of fresh ones; options that "
+            "no --set names are that head's.",
+        ),
+    ] = None,
     lm: Annotated[
         str | None,
         typer.Option(
@@ -80,6 +89,8 @@ def train(
 
     `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
 
+    `saccade train hivis -t pocket --data more --from head/best --out further`
+
     `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
 
     `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers -o head`
@@ -107,6 +118,7 @@ def train(
         if chosen.kind != "draft-vlm":
             raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train a {chosen.kind} head.")
         chosen = chosen.with_settings({"head.lm": lm})
+    kept = chosen.feature_cache, chosen.cache_gb * 1e9
     if plan:
         chosen = replace(chosen, feature_cache="none")
     if device is None and "LOCAL_RANK" in os.environ:
@@ -125,11 +137,12 @@ def train(
         source,
         out,
         processor=vlm.processor,
+        begin=begin,
         resume=resume == "auto",
         say=screen.note,
     )
     if plan:
-        words = plan_of(trainer)
+        words = plan_of(trainer, kept)
         if trainer.processes.leads:
             print(words)
         return

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.stacked import StackedHead
 from saccade.train.entries import Entries
-from saccade.train.losses import LMHead, Tally
+from saccade.train.losses import LMHead, Tally, in_chunks
 from saccade.train.unroll import Window
 
 
@@ -42,11 +43,17 @@ class AheadObjective:
             if head.follows:  # [M, step + 1, d]
                 windows = embeddings.unfold(1, step + 1, 1).transpose(2, 3)  # [B, A - step, step + 1, d]
                 path = windows[learnt]
-            logits = head.logits(head(here, path, step=step), lm_head).float()
-            tokens = following[:, step:][learnt]
-            summed = F.cross_entropy(logits, tokens, reduction="sum")
-            loss = loss + self.decay**step * self.tokens * summed
-            total += summed.detach()
-            counts[0, step], counts[1, step] = len(tokens), (logits.argmax(-1) == tokens).sum()
+            guess, tokens = head(here, path, step=step), following[:, step:][learnt]
+
+            def judge(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+                logits = head.logits(guess, lm_head).float()
+                summed = F.cross_entropy(logits, tokens, reduction="sum")
+                return summed, (logits.argmax(-1) == tokens).sum()
+
+            counts[0, step] = len(tokens)
+            for summed, right in in_chunks(judge, head.config.vocab_size, guess, tokens):
+                loss = loss + self.decay**step * self.tokens * summed
+                total += summed.detach()
+                counts[1, step] += right
         tried, right = counts.unbind()
         return Tally(loss, {"tokens": total} if self.tokens else {}, tried, tried.clone(), right)

@@ -1,24 +1,38 @@
-"""The head that a run begins with."""
+"""The head that a run begins with: fresh, or one that was trained before."""
 
 from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head, kind_of
+from saccade.draft.heads.stacked import StackedHead
+from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.adapter import Target
 from saccade.train.recipe import Recipe
 
 
-def new_head(target: Target, recipe: Recipe) -> Head:
-    """A head with fresh weights that depend on the recipe's seed alone, float32, on the target's device.
+def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) -> Head:
+    """A head with fresh weights that depend on the recipe's seed alone, or with another's; float32, on the target's
+    device.
+
+    Args:
+        begin: folder or hub id of a head. Options that the recipe leaves open are that head's.
 
     Raises:
-        TrainingError: an option of the head is of another type than its default, or is not for training.
-        ModelError: the kind of head has no such option, or a value is out of range.
+        TrainingError: an option of the head is of another type than its default, or is not for training; or the head
+            to begin with is of another kind, or differs in an option that the recipe names.
+        ModelError: the kind of head has no such option, or a value is out of range; there is no head to begin with,
+            or it was made for another target.
     """
+    known = None if begin is None else _known(begin, target, recipe)
     for name, usual in kind_of(recipe.kind).defaults.items():
         value = recipe.head.get(name, usual)
         if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
@@ -26,6 +40,8 @@ def new_head(target: Target, recipe: Recipe) -> Head:
                 f"The setting head.{name} is {value!r}; expected {type(usual).__name__}, such as {usual!r}."
             )
     config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
+    if known is not None:
+        config = _agreed(begin, config, known.config, recipe)
     for name in kind_of(recipe.kind).loaded_only:
         if config.options[name] != kind_of(recipe.kind).defaults[name]:
             raise TrainingError(
@@ -35,8 +51,55 @@ def new_head(target: Target, recipe: Recipe) -> Head:
         torch.manual_seed(recipe.seed)
         head = build_head(config)
     head.begin_from(target)
+    if known is not None:
+        _take(head, known)
     if not recipe.residuals:
         for name, weight in head.named_parameters():
             if name in ("residuals", "w.weight"):  # r^s start at zero, and stay
                 weight.requires_grad_(False)
     return head.float().to(target.device).train()
+
+
+def digest_of(head: Head) -> str:
+    """A name for all weights of a head."""
+    found = hashlib.sha256()
+    for name, weight in head.state_dict().items():
+        found.update(name.encode())
+        found.update(weight.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _known(begin: str | Path, target: Target, recipe: Recipe) -> Head:
+    head = load_head(begin, target, torch.float32)
+    if head.kind != recipe.kind:
+        raise TrainingError(
+            f"The head {begin} is of the kind {head.kind}, but this recipe trains {recipe.kind}; begin with a "
+            f"{recipe.kind} head, or give the recipe {head.kind}."
+        )
+    return head
+
+
+def _agreed(begin: Any, fresh: HeadConfig, known: HeadConfig, recipe: Recipe) -> HeadConfig:
+    """The configuration of the head to begin with, refused where the recipe asks for another one."""
+    has = {"mlp": known.intermediate_size, **known.options}
+    for name, value in recipe.head.items():
+        if has[name] != value:
+            raise TrainingError(
+                f"The head {begin} has {name} {has[name]!r}, but this run asks for head.{name}={value!r}; leave it "
+                "out, or begin with another head."
+            )
+    if fresh.steps > known.steps and issubclass(kind_of(known.kind), StackedHead):
+        raise TrainingError(
+            f"The head {begin} has stacks for {known.steps} tokens ahead, but this run trains {fresh.steps}; set "
+            f"draft_steps to {known.steps} at most, or begin with another head."
+        )
+    return replace(known, steps=max(known.steps, fresh.steps))
+
+
+def _take(head: Head, known: Head) -> None:
+    """Copy weights; a step residual that is new begins as the last one known, which stood for it before."""
+    weights = dict(known.state_dict())
+    if "residuals" in weights:
+        rows = weights["residuals"]
+        weights["residuals"] = torch.cat([rows, rows[-1:].expand(head.config.steps - len(rows), -1)])
+    head.load_state_dict(weights)

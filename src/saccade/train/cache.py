@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,24 +15,26 @@ from torch import Tensor
 
 from saccade.inputs.batch import visual_mask
 from saccade.target.adapter import Target
-from saccade.train.features import Features
+from saccade.train.features import Features, Needed
 from saccade.train.folders import writing
 
 _SHARD = 64
 """Samples per file."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Of what the files hold; those of another one are thrown away."""
 
 
 class FeatureCache:
     """Features by sample number.
 
-    Only what the target had to compute is kept: text embeddings are looked up again. Files are named after the hash of
-    their content; a damaged one is named, taken away, and its samples are computed anew.
+    Only what the target had to compute and the head reads is kept: text embeddings are looked up again, and states
+    that are never read are zeros afterwards. Files are named after the hash of their content; a damaged one is named,
+    taken away, and its samples are computed anew.
 
     Args:
         target: whose features they are.
+        needed: what the head reads of a sample; all that there is when None.
         limit: bytes; what comes after is not kept.
         folder: of the files; None keeps everything in memory.
         fingerprint: of target, layers, data and what these are made of; files of another one are thrown away.
@@ -49,7 +52,9 @@ class FeatureCache:
         folder: Path | None = None,
         fingerprint: str = "",
         say: Callable[[str], None] = print,
+        needed: Callable[[Features], Needed] | None = None,
     ) -> None:
+        self._needed = needed or _all
         self._target, self._limit, self._folder, self._say = target, limit, folder, say
         self.bytes, self.samples = 0, 0
         self._memory: dict[int, dict[str, Tensor]] = {}
@@ -74,7 +79,7 @@ class FeatureCache:
         if index in self._memory or index in self._shards:
             return
         packed = self._pack(features)
-        size = sum(t.nbytes for t in packed.values())
+        size = _size(packed)
         if self.bytes + size > self._limit:
             return
         self._memory[index] = packed
@@ -82,6 +87,10 @@ class FeatureCache:
         self.samples += 1
         if self._folder is not None and len(self._memory) >= _SHARD:
             self.flush()
+
+    def bytes_of(self, features: Features) -> int:
+        """What a sample takes in here."""
+        return _size(self._pack(features))
 
     def flush(self) -> None:
         """Bring to disk what waits for a file to fill; nothing where all is kept in memory."""
@@ -151,9 +160,10 @@ class FeatureCache:
         self._say(f"The feature file {place} is damaged; its samples are computed anew.")
 
     def _pack(self, features: Features) -> dict[str, Tensor]:
-        packed = {f"state.{layer}": states for layer, states in features.states.items()}
+        needed = self._needed(features)
+        packed = {f"state.{i}": states[needed.states[i]] for i, states in features.states.items()}
         packed["ids"], packed["answer"] = features.ids, features.answer
-        packed["visual"] = features.embeddings[features.visual]
+        packed["visual"] = features.embeddings[needed.visual]
         packed["stops"] = torch.tensor(features.stops, dtype=torch.long)
         if features.dropped is not None:
             packed["dropped"] = features.dropped
@@ -162,10 +172,32 @@ class FeatureCache:
     def _unpack(self, packed: dict[str, Tensor]) -> Features:
         held = {name: t.to(self._target.device) for name, t in packed.items()}
         visual = visual_mask(self._target.config, held["ids"])
+        given = {int(n.partition(".")[2]): t for n, t in held.items() if n.startswith("state.")}
+        stops = tuple(packed["stops"].tolist())
         with torch.no_grad():
             text = held["ids"].masked_fill(visual, 0)  # placeholders may lie outside the embedding table
             embeddings = self._target.model.get_input_embeddings()(text)
-            embeddings[visual] = held["visual"]
-        states = {int(n.partition(".")[2]): t for n, t in held.items() if n.startswith("state.")}
-        stops = tuple(packed["stops"].tolist())
-        return Features(held["ids"], visual, held["answer"], states, embeddings, held.get("dropped"), stops)
+            embeddings[visual] = 0
+            found = Features(
+                held["ids"], visual, held["answer"], given, embeddings, held.get("dropped"), stops
+            )
+            needed = self._needed(found)
+            embeddings[needed.visual] = held["visual"]
+        states = {i: _spread(t, needed.states[i]) for i, t in given.items()}
+        return replace(found, states=states)
+
+
+def _all(features: Features) -> Needed:
+    whole = torch.ones_like(features.visual)
+    return Needed(dict.fromkeys(features.states, whole), features.visual)
+
+
+def _size(packed: dict[str, Tensor]) -> int:
+    return sum(t.nbytes for t in packed.values())
+
+
+def _spread(states: Tensor, where: Tensor) -> Tensor:
+    """``[S, d]`` with zeros where there is none, of the states ``[n, d]`` of the tokens ``where`` ``[S]``."""
+    out = states.new_zeros(len(where), states.shape[1])
+    out[where] = states
+    return out

@@ -93,11 +93,15 @@ class DraftVlmLearner:
     def describe(self, number: int, stage: Stage) -> str:
         return "the projector alone" if number == 1 else "projector and language model"
 
-    def batch(self, indices: Sequence[int], step: int) -> list[DraftBatch] | None:
+    def prepare(self, indices: Sequence[int], step: int) -> list[DraftBatch] | None:
         found = [s for s in map(self._sample, indices) if s is not None]
         # The projector learns nothing from a batch without media.
         blind = self._recipe.at(step)[0] > 1 and self._objective.is_blind(step)
         return self._batches(found, blind) if found else None
+
+    def batch(self, prepared: list[DraftBatch]) -> list[DraftBatch]:
+        """As it was prepared."""
+        return prepared
 
     def judge(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
         tallies = [self._judged(part) for part in batch]
@@ -118,11 +122,15 @@ class DraftVlmLearner:
         """What the layers keep for the backward pass, about 16 vectors a token each, and the logits with gradients."""
         text = self._own.text_config
         total = 0
-        for part in self.batch(indices, 0) or ():
+        for part in self.prepare(indices, 0) or ():
             states = part.learnt.numel() * text.hidden_size * 4
             total += 16 * text.num_hidden_layers * states
             total += 6 * int(part.learnt.sum()) * self._own.vocab_size * 4
         return total
+
+    def cache_bytes(self, indices: Sequence[int]) -> float:
+        """Nothing: a draft VLM keeps no features."""
+        return 0.0
 
     def state(self) -> dict[str, Tensor]:
         """All but the tower, which is the target's."""

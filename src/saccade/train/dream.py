@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import pad
 
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
+from saccade.target.cache import SlotCache
 from saccade.train.dream_entries import DreamEntries
 from saccade.train.entries import Entries
-from saccade.train.losses import LMHead, Tally, smooth_l1
+from saccade.train.losses import LMHead, Tally, in_chunks, smooth_l1
+from saccade.train.unroll import Kept, Window, shifted, with_guesses
 
 LAYERS = ("entropy", "25", "50", "75", "none")
+FEEDING = ("answer", "guess")
 
 
 @dataclass(frozen=True, slots=True)
 class DreamObjective:
     """The target's last states, one of its inner states, and its distribution (DREAM, Section 3.2.1).
 
-    The first draft step is teacher forcing. In every later one the answer's features are the head's own outputs of
-    the step before, at all places at once, and the distribution alone counts.
+    The first draft step is teacher forcing; in every later one features are the head's own outputs of the step before,
+    and the distribution alone counts.
 
     Attributes:
         states: weight of SmoothL1 between the last states and the head's (L_feat).
@@ -33,16 +37,22 @@ class DreamObjective:
         layer: whose output the inner state is: ``entropy``: the layer of the least attention entropy, for every prompt
             its own (Eq. 2); ``25``, ``50``, ``75``: the one at that per cent of the depth; ``none``: no such term
             (Figure 4).
+        feeding: what later steps are fed. ``answer``: the head's outputs at all places of the answer at once, as
+            released; then no true feature behind the prompt is left to them. ``guess``: true features up to where a
+            draft began and the head's own from there on, as in drafting.
     """
 
     states: float = 0.2
     middle: float = 0.2
     distribution: float = 1.0
     layer: str = "entropy"
+    feeding: str = "guess"
 
     def __post_init__(self) -> None:
         if self.layer not in LAYERS:
             raise TrainingError(f"loss.layer must be one of {', '.join(LAYERS)}, not {self.layer!r}.")
+        if self.feeding not in FEEDING:
+            raise TrainingError(f"loss.feeding must be one of {', '.join(FEEDING)}, not {self.feeding!r}.")
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         assert isinstance(head, Dream)
@@ -53,36 +63,83 @@ class DreamObjective:
             torch.zeros((), device=device),
             torch.zeros(2, draft_steps, dtype=torch.long, device=device),
         )
+
+        def judge(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            logits = head.logits(guess, lm_head).float()  # [M, V]
+            with torch.no_grad():
+                teacher = head.logits(true, lm_head).float()
+            return divergence(logits, teacher).sum(), (logits.argmax(-1) == tokens).sum()
+
+        window = Window.of(entries.learnt)
+        following, states = window.take(entries.following), window.take(entries.states)
         begun = head.begin(entries.embeddings, entries.positions, entries.allow)
-        learnt, features = entries.learnt, entries.features
-        for step in range(draft_steps):
+        learnt = window.learnt
+        for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
             if step:
-                learnt = entries.learnt & _behind_own(entries.own)
+                learnt = self._drafted(window.learnt, step)
             if not learnt.any():
                 break
-            out = head.finish(begun, features, entries.positions, entries.allow, entries.reach)
-            logits = head.logits(out[learnt], lm_head).float()  # [M, V]
-            with torch.no_grad():
-                teacher = head.logits(entries.states[learnt], lm_head).float()
-            found = {"distribution": divergence(logits, teacher)}
+            found = {}
             if step == 0:
-                found["states"] = smooth_l1(out[learnt], entries.states[learnt])
+                found["states"] = smooth_l1(out[learnt], states[learnt]).sum()
                 if entries.middle.shape[-1] and head.first is not None:
-                    found["middle"] = smooth_l1(begun[learnt], entries.middle[learnt])
-            for name, values in found.items():
+                    inner = window.take(entries.middle)
+                    found["middle"] = smooth_l1(window.take(begun)[learnt], inner[learnt]).sum()
+            counts[0, step], found["distribution"] = learnt.sum(), torch.zeros((), device=device)
+            for values, right in in_chunks(
+                judge, head.config.vocab_size, out[learnt], states[learnt], following[learnt]
+            ):
+                found["distribution"] = found["distribution"] + values
+                counts[1, step] += right
+            for name, value in found.items():
                 if name in terms:
-                    loss = loss + getattr(self, name) * values.sum()
-                    terms[name] += values.detach().sum()
-            right = logits.argmax(-1) == entries.following[learnt]
-            counts[0, step], counts[1, step] = len(right), right.sum()
-            features = self_fed(entries, out)
+                    loss = loss + getattr(self, name) * value
+                    terms[name] += value.detach()
         tried, agreed = counts.unbind()
         return Tally(loss, terms, tried, tried.clone(), agreed)
+
+    def _drafted(self, learnt: Tensor, step: int) -> Tensor:
+        """``[B, A]`` bool: the places of a later step that are fed a feature of the head's own."""
+        first = step if self.feeding == "guess" else 2
+        return learnt & (torch.arange(learnt.shape[1], device=learnt.device) >= first)
 
     @property
     def terms(self) -> tuple[str, ...]:
         """Names of the terms that count."""
         return tuple(name for name in ("states", "middle", "distribution") if getattr(self, name))
+
+
+def drafts(
+    head: Dream, entries: DreamEntries, window: Window, begun: Tensor, steps: int, feeding: str
+) -> Iterator[Tensor]:
+    """Outputs ``[B, A, d]`` at the window's places, step by step; see `DreamObjective` for the feeding.
+
+    Args:
+        begun: ``[B, E, d]`` of `Dream.begin`.
+
+    Yields:
+        Of step s the first s places of every row mean nothing with the feeding ``guess``; with ``answer`` the first
+        place alone is fed what it was fed before.
+    """
+    positions, allow, places = entries.positions, entries.allow, entries.places
+    if feeding == "answer":
+        features = entries.features
+        for _ in range(steps):
+            out = head.finish(begun, features, positions, allow, entries.reach, places=places)
+            yield window.take(out)
+            features = self_fed(entries, out)
+        return
+    entered, memory = cast("SlotCache", Kept(head.blocks)), cast("SlotCache", Kept(len(head.cross)))
+    out = head.finish(begun, entries.features, positions, allow, entries.reach, entered, memory, places)
+    guess = window.take(out)
+    yield guess
+    begun, own = window.take(begun), window.take(entries.tokens)
+    order = torch.arange(entries.tokens.shape[1], device=own.device)
+    for step in range(1, steps):
+        seen = with_guesses(order <= (window.places - step)[:, :, None], step)
+        reach = with_guesses(places < (own - step).clamp(min=1)[:, :, None], step)
+        guess = head.finish(begun, shifted(guess), own - 1, seen, reach, entered, memory)
+        yield guess
 
 
 def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:
@@ -97,8 +154,3 @@ def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(
         -1
     )
-
-
-def _behind_own(own: Tensor) -> Tensor:
-    """``[B, E]`` bool: the token before the entry's own is part of the answer, where entries have no gaps."""
-    return pad(own[:, :-1], (1, 0))

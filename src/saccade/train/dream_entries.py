@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.train.entries import Entries
-from saccade.train.features import Features
+from saccade.train.features import Features, Needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,14 @@ class DreamEntries(Entries):
         return torch.ones(1, count, count, dtype=torch.bool, device=self.tokens.device).tril()
 
     @property
+    def places(self) -> Tensor:
+        """``[1, S]`` the tokens of the features."""
+        return torch.arange(self.features.shape[1], device=self.tokens.device)[None]
+
+    @property
     def reach(self) -> Tensor:
         """``[B, E, S]`` bool: the features of the tokens before the own one."""
-        places = torch.arange(self.features.shape[1], device=self.tokens.device)
-        return places < self.tokens.clamp(min=1)[..., None]
+        return self.places < self.tokens.clamp(min=1)[..., None]
 
 
 def dream_entries(samples: Sequence[Features], middle: bool) -> DreamEntries:
@@ -55,6 +59,14 @@ def dream_entries(samples: Sequence[Features], middle: bool) -> DreamEntries:
     """
     rows = [_row(sample, middle) for sample in samples]
     return DreamEntries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
+
+
+def dream_needed(sample: Features, middle: bool) -> Needed:
+    """What `dream_entries` and the loss read of a sample; arguments as there."""
+    last, whole = max(sample.states), torch.ones_like(sample.visual)
+    inner = sample.answer if middle else torch.zeros_like(whole)
+    shown = sample.visual if sample.dropped is None else sample.visual & ~sample.dropped
+    return Needed({layer: whole if layer == last else inner for layer in sample.states}, shown)
 
 
 def _row(sample: Features, middle: bool) -> tuple[Tensor, ...]:

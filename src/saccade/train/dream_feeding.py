@@ -15,9 +15,9 @@ from saccade.target.adapter import Target
 from saccade.train.cache import FeatureCache
 from saccade.train.calibration import Calibration
 from saccade.train.dream import DreamObjective
-from saccade.train.dream_entries import dream_entries
+from saccade.train.dream_entries import dream_entries, dream_needed
 from saccade.train.entries import Entries
-from saccade.train.features import Features, read_features
+from saccade.train.features import Features, Needed, read_features
 from saccade.train.feeding import Feeder
 from saccade.train.samples import Sample, Source
 
@@ -66,8 +66,11 @@ class DreamFeeder(Feeder):
             for f, layer, gone in zip(features, wanted, dropped, strict=True)
         ]
 
-    def _entries(self, features: Sequence[Features]) -> Entries:
+    def entries_of(self, features: Sequence[Features]) -> Entries:
         return dream_entries(features, self._layer != "none")
+
+    def needed(self, sample: Features) -> Needed:
+        return dream_needed(sample, self._layer != "none")
 
 
 def inner_layer(layer: str, count: int) -> int:
@@ -79,17 +82,16 @@ def new_feeder(
     target: Target,
     head: Head,
     source: Source,
-    cache: FeatureCache | None,
     objective: Any,
     folder: Path,
     rank: int,
 ) -> Feeder:
-    """The feeder that a kind of head and its objective want.
+    """The feeder that a kind of head and its objective want, without a cache.
 
     Args:
         folder: of a calibration, where one is needed.
         rank: number of this process.
     """
     if isinstance(head, Dream) and isinstance(objective, DreamObjective):
-        return DreamFeeder(target, head, source, cache, layer=objective.layer, folder=folder, rank=rank)
-    return Feeder(target, head, source, cache)
+        return DreamFeeder(target, head, source, layer=objective.layer, folder=folder, rank=rank)
+    return Feeder(target, head, source)

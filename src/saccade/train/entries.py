@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.head import Head, read_at
-from saccade.train.features import Features
+from saccade.train.features import Features, Needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,24 @@ def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
     """
     rows = [_row(head, sample) for sample in samples]
     return Entries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
+
+
+def needed_of(head: Head, sample: Features) -> Needed:
+    """What `entries_of` and a loss read of a sample: features where entries have them, the teacher where they learn."""
+    own, before = head.entries(sample.visual, sample.stops)
+    learnt = sample.answer[own]
+    # Entries that see nothing of each other matter only where they are learnt from.
+    before = before[learnt] if head.blocks == 0 else before
+    taught, fed = torch.zeros_like(sample.visual), torch.zeros_like(sample.visual)
+    taught[own[learnt]] = True
+    fed[before[before >= 0]] = True
+    nothing, last = torch.zeros_like(fed), max(sample.states)
+    states = {
+        layer: (fed if layer in head.layers else nothing) | (taught if layer == last else nothing)
+        for layer in sample.states
+    }
+    shown = sample.visual if head.blocks else sample.visual & taught
+    return Needed(states, shown if head.is_shown_visual else nothing)
 
 
 def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

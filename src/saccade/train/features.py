@@ -44,6 +44,19 @@ class Features:
     stops: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a head reads of one sample, by token.
+
+    Attributes:
+        states: layer index -> ``[S]`` bool; tokens whose state is read.
+        visual: ``[S]`` bool; visual tokens whose embedding is read. Embeddings of text are looked up.
+    """
+
+    states: dict[int, Tensor]
+    visual: Tensor
+
+
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
     """Run the target over prompts and answers: together where its family is known and their media fit together.
 

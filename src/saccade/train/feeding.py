@@ -11,8 +11,8 @@ from torch import Tensor
 from saccade.draft.heads.head import Head
 from saccade.target.adapter import Target
 from saccade.train.cache import FeatureCache
-from saccade.train.entries import Entries, entries_of
-from saccade.train.features import Features, read_features
+from saccade.train.entries import Entries, entries_of, needed_of
+from saccade.train.features import Features, Needed, read_features
 from saccade.train.losses import LMHead
 from saccade.train.samples import Sample, Source
 
@@ -32,12 +32,15 @@ class Feeder:
 
     def entries(self, indices: Sequence[int]) -> Entries | None:
         """The entries of samples, without those that cannot be used; None if none can."""
+        features = self.features(indices)
+        return self.entries_of(features) if features else None
+
+    def features(self, indices: Sequence[int]) -> list[Features]:
+        """Those of samples that can be used: nothing in them depends on the head's weights."""
         if self.cache is None:
             usable = [s for s in (self._source.sample(i) for i in indices) if s is not None]
-            features = self._read(usable) if usable else []
-        else:
-            features = [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
-        return self._entries(features) if features else None
+            return self._read(usable) if usable else []
+        return [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
 
     def save(self) -> None:
         """Bring to disk what a run that goes on from here need not find again; by default nothing."""
@@ -52,17 +55,28 @@ class Feeder:
     def _read(self, samples: Sequence[Sample]) -> list[Features]:
         return read_features(self._target, samples, self._head.layers)
 
-    def _entries(self, features: Sequence[Features]) -> Entries:
+    def entries_of(self, features: Sequence[Features]) -> Entries:
+        """The entries of what the target made of samples."""
         return entries_of(self._head, features)
+
+    def needed(self, sample: Features) -> Needed:
+        """What of a sample's features entries and loss read."""
+        return needed_of(self._head, sample)
 
 
 def new_cache(
-    kind: str, target: Target, limit: float, folder: Path, fingerprint: str, say: Callable[[str], None]
+    kind: str,
+    target: Target,
+    limit: float,
+    folder: Path,
+    fingerprint: str,
+    say: Callable[[str], None],
+    needed: Callable[[Features], Needed] | None = None,
 ) -> FeatureCache | None:
     """The cache that a recipe asks for: ``none``, ``memory`` or ``disk``."""
     if kind == "none":
         return None
-    return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say)
+    return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say, needed)
 
 
 def lm_head_of(target: Target) -> LMHead:

@@ -43,8 +43,15 @@ class Learner(Protocol):
         """What a stage does, in a few words."""
         ...
 
-    def batch(self, indices: Sequence[int], step: int) -> Any | None:
-        """What `judge` takes of samples; None where none of them can be used."""
+    def prepare(self, indices: Sequence[int], step: int) -> Any | None:
+        """What `batch` takes of samples, whatever the drafter's weights; None where none of them can be used.
+
+        It may run in another thread while an earlier step learns.
+        """
+        ...
+
+    def batch(self, prepared: Any) -> Any:
+        """What `judge` takes."""
         ...
 
     def judge(self, batch: Any, stage: Stage) -> Tally:
@@ -57,6 +64,10 @@ class Learner(Protocol):
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
         """About what a forward and backward pass over samples takes."""
+        ...
+
+    def cache_bytes(self, indices: Sequence[int]) -> float:
+        """Bytes that a sample takes in a cache of features, mean over these; 0 where there is none to have."""
         ...
 
     def state(self) -> dict[str, Tensor]:

@@ -22,17 +22,21 @@ def new_learner(
     out: Path,
     *,
     processor: InputProcessor | None = None,
+    begin: str | Path | None = None,
     rank: int = 0,
     say: Callable[[str], None] = print,
 ) -> Learner:
-    """A draft VLM or a head with fresh weights; arguments as in `DraftVlmLearner` and `HeadLearner`.
+    """A draft VLM, or a head with fresh weights or another's; arguments as in `DraftVlmLearner` and `HeadLearner`.
 
     Raises:
-        TrainingError: a draft VLM is wanted, and there is no processor or it cannot be made.
-        ModelError: the kind of head has no such option.
+        TrainingError: a draft VLM is wanted, and there is no processor, or it cannot be made or is to begin with a
+            head; or the head to begin with is another than the recipe's.
+        ModelError: the kind of head has no such option, or there is no head to begin with.
     """
     if recipe.kind != "draft-vlm":
-        return HeadLearner(target, recipe, source, out, rank=rank, say=say)
+        return HeadLearner(target, recipe, source, out, begin=begin, rank=rank, say=say)
+    if begin is not None:
+        raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
     if processor is None:
         raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")
     return DraftVlmLearner(target, processor, recipe, source, say=say)

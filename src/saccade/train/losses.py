@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from saccade.draft.heads.head import Head
 from saccade.train.entries import Entries
 from saccade.train.unroll import Window, unroll
 
 LMHead = Callable[[Tensor], Tensor]
+
+LOGITS = 1 << 24
+"""Logits that are judged at once; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
 
 
 @dataclass(slots=True)
@@ -92,21 +96,48 @@ def draft_loss(
             alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.learnt
         if not alive.any():
             break
-        tokens = following[alive]  # [M]
-        logits = head.logits(guess[alive], lm_head).float()  # [M, V]
-        counts[1, step], counts[2, step] = len(tokens), (logits.argmax(-1) == tokens).sum()
-        kept = torch.ones_like(tokens, dtype=torch.bool)
-        if early_stop:
-            kept = in_top(logits, tokens, top_k)
-            alive = alive.masked_scatter(alive, kept)
-        counts[0, step] = kept.sum()
-        true = states[alive]
-        with torch.no_grad():
-            teacher = lm_head(true).float()
-        for name, values in _terms(guess[alive], true, logits[kept], teacher, weights, top_k).items():
-            loss = loss + decay**step * getattr(weights, name) * values.sum()
-            sums[name] += values.detach().sum()
+
+        def judge(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            logits = head.logits(guess, lm_head).float()  # [M, V]
+            right = (logits.argmax(-1) == tokens).sum()
+            kept = in_top(logits, tokens, top_k) if early_stop else torch.ones_like(tokens, dtype=torch.bool)
+            with torch.no_grad():
+                teacher = lm_head(true[kept]).float()
+            found = _terms(guess[kept], true[kept], logits[kept], teacher, weights, top_k)
+            return kept, right, *(found[name].sum() for name in sums)
+
+        kept = []
+        counts[1, step] = alive.sum()
+        for stays, right, *values in in_chunks(
+            judge, head.config.vocab_size, guess[alive], states[alive], following[alive]
+        ):
+            kept.append(stays)
+            counts[2, step] += right
+            for name, value in zip(sums, values, strict=True):
+                loss = loss + decay**step * getattr(weights, name) * value
+                sums[name] += value.detach()
+        alive = alive.masked_scatter(alive, torch.cat(kept))
+        counts[0, step] = alive.sum()
     return Tally(loss, sums, *counts.unbind())
+
+
+def in_chunks(
+    judge: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """What ``judge`` makes of rows, by chunks of at most `LOGITS` logits; more than one are made again for gradients.
+
+    Args:
+        judge: takes slices of the rows; what it makes of them must not depend on how they are cut.
+        vocabulary: logits that it makes of one row.
+        rows: ``[M, ...]`` each.
+    """
+    count, size = len(rows[0]), max(LOGITS // vocabulary, 1)
+    if count <= size:
+        yield judge(*rows)
+        return
+    for start in range(0, count, size):
+        part = [row[start : start + size] for row in rows]
+        yield checkpoint(judge, *part, use_reentrant=False, preserve_rng_state=False)
 
 
 def smooth_l1(guess: Tensor, true: Tensor) -> Tensor:

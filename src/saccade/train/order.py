@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from random import Random
 
 from saccade.errors import TrainingError
@@ -39,7 +40,7 @@ class Order:
             )
         self._lengths, self._chosen = lengths, list(chosen)
         self._batch, self._seed = batch, seed
-        self._epoch, self._batches = -1, list[list[int]]()
+        self._epoch = lru_cache(maxsize=2)(self._arranged)  # batches are looked up ahead of where a run is
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -52,9 +53,7 @@ class Order:
     def at(self, step: int) -> list[int]:
         """Numbers of the samples of a step, counted from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._batches = epoch, self._arranged(epoch)
-        return self._batches[place]
+        return self._epoch(epoch)[place]
 
     def _arranged(self, epoch: int) -> list[list[int]]:
         random = Random(f"{self._seed}/{epoch}")

@@ -11,6 +11,9 @@ from saccade.train.log import duration
 from saccade.train.recipe import Stage
 from saccade.train.trainer import Trainer
 
+_STEPS, _EACH = 8, 2
+"""Steps, and samples of each, whose features are measured for their size; a step's samples are of one length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -25,6 +28,8 @@ class Plan:
         target: weights of the teacher.
         bytes: of the target's weights; of those that learn with gradients and optimiser; and of one micro batch.
         seconds: per step of each stage.
+        cache: bytes that the features of all samples take, if they are kept.
+        kept: where they are kept, and up to how many bytes per process.
         does: what each stage does.
     """
 
@@ -39,6 +44,8 @@ class Plan:
     does: tuple[str, ...]
     stages: tuple[Stage, ...]
     processes: int
+    cache: float
+    kept: tuple[str, float]
 
     def __str__(self) -> str:
         weights, learning, batch = (f"{b / 1e9:.2f} GB" for b in self.bytes)
@@ -49,6 +56,8 @@ class Plan:
             f"memory     target {weights}, {self.word} with gradients and optimiser {learning}, one micro batch about "
             f"{batch}",
         ]
+        if self.cache:
+            lines.append(f"features   {self._features()}")
         for number, (stage, seconds, does) in enumerate(
             zip(self.stages, self.seconds, self.does, strict=True), 1
         ):
@@ -59,11 +68,26 @@ class Plan:
         each = "1 process" if self.processes == 1 else f"{self.processes} processes"
         return "\n".join([*lines, f"time       about {duration(total)} on {each}, measurements not counted"])
 
+    def _features(self) -> str:
+        """What keeping them takes, for all processes together."""
+        where, limit = self.kept
+        words = f"{self.cache / 1e9:.2f} GB, about {self.cache / self.samples:,.0f} bytes a sample; "
+        if where == "none":
+            return words + "not kept (feature_cache=none)"
+        words += f"kept {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
+        share = min(1.0, limit * self.processes / self.cache)
+        return (
+            words if share == 1 else f"{words}, room for {share:.0%} of them; the rest is read in every epoch"
+        )
 
-def plan_of(trainer: Trainer) -> Plan:
+
+def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     """Make one step of every stage, without changing any weight, and count the rest.
 
     The first step warms up the machine and is not counted.
+
+    Args:
+        kept: as of `Plan`, where the run will keep features and this trainer, which writes nothing, does not.
     """
     recipe, learner = trainer.recipe, trainer.learner
     trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)
@@ -77,6 +101,7 @@ def plan_of(trainer: Trainer) -> Plan:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     weights = list(trainer.target.model.parameters())
+    looked_at = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
     state = 3 if recipe.optimiser == "adamw" else 2
     samples = len(trainer.order)
     batch = learner.batch_bytes(trainer.order.at(0)[: recipe.micro_batch])
@@ -92,4 +117,6 @@ def plan_of(trainer: Trainer) -> Plan:
         does=tuple(learner.describe(number, stage) for number, stage in numbered),
         stages=tuple(stage for _, stage in numbered),
         processes=trainer.processes.count,
+        cache=samples * learner.cache_bytes(looked_at),
+        kept=kept or (recipe.feature_cache, recipe.cache_gb * 1e9),
     )

@@ -38,7 +38,7 @@ PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
 
 _CHOICES = {
     "optimiser": ("adamw", "muon"),
-    "precision": ("fp32", "bf16"),
+    "precision": ("auto", "fp32", "bf16"),
     "feature_cache": ("none", "memory", "disk"),
 }
 _LEAST = {
@@ -79,7 +79,8 @@ class Recipe:
         micro_batch: samples per forward pass of a process; gradients add up.
         optimiser: ``adamw``, or ``muon`` for matrices with AdamW for the rest.
         clip: largest norm of the gradient; 0 for none.
-        precision: of the head's computation; its weights are always float32.
+        precision: of the head's computation: ``fp32``, ``bf16``, or ``auto`` for bf16 where the device has it
+            (`saccade.train.processes.precision_on`). Its weights are always float32.
         min_words: shorter answers are left out (JSON lines only).
         max_tokens: samples are cut to this many.
         validation_samples: kept apart to measure how long drafts are accepted.
@@ -99,7 +100,7 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip: float = 0.5
-    precision: str = "fp32"
+    precision: str = "auto"
     min_words: int = 0
     max_tokens: int = 4096
     validation_samples: int = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from saccade.train.log import Log
 from saccade.train.losses import Tally
 from saccade.train.optimiser import Optimiser, rate_at
 from saccade.train.order import Order, set_apart
-from saccade.train.processes import Processes
+from saccade.train.prefetch import Prefetch, Work
+from saccade.train.processes import Processes, precision_on
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.sums import parted, summed
@@ -57,6 +58,7 @@ class Trainer:
         source: samples.
         out: folder of checkpoints, log, ``best`` and ``head``.
         processor: of the target; for a draft VLM.
+        begin: folder or hub id of a head whose weights are the first ones.
         measure: what tells which drafter is best; block efficiency on samples kept apart when None.
         resume: whether to go on from a checkpoint in ``out``.
         say: takes lines of progress.
@@ -65,10 +67,13 @@ class Trainer:
         learner: what is trained.
         order: which samples make up which step.
         apart: numbers of the samples that are measured on, and not learnt from.
+        precision: that the drafter computes in, ``fp32`` or ``bf16``.
 
     Raises:
-        TrainingError: the data are too few, or no draft VLM can be made of what was given.
-        ModelError: the kind of head has no such option, or a draft VLM's language model cannot be used.
+        TrainingError: the data are too few, no draft VLM can be made of what was given, or the head to begin with does
+            not fit.
+        ModelError: the kind of head has no such option, a draft VLM's language model cannot be used, or there is no
+            head to begin with.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Trainer:
         out: Path,
         *,
         processor: InputProcessor | None = None,
+        begin: str | Path | None = None,
         measure: Measure | None = None,
         resume: bool = False,
         say: Callable[[str], None] = print,
@@ -93,9 +99,11 @@ class Trainer:
             source,
             self._out,
             processor=processor,
+            begin=begin,
             rank=self.processes.rank,
             say=self._say,
         )
+        self.precision = precision_on(target.device, recipe.precision)
         self._optimiser = Optimiser(self.learner.module, recipe)
         apart, chosen = set_apart(len(source.lengths), recipe.validation_samples, recipe.seed)
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
@@ -104,6 +112,7 @@ class Trainer:
         self._checkpoints = Checkpoints(self._out / "checkpoints", self._about())
         self._step, self._best = 0, -math.inf
         self._resume, self._unmeasured = resume, False
+        self._batches = Prefetch(self.learner)
 
     def run(self) -> Outcome:
         """Train to the end.
@@ -121,6 +130,22 @@ class Trainer:
         )
         if self._unmeasured:
             self._validate(log)
+        self._batches.begin(self._work())
+        try:
+            self._train(log)
+        finally:
+            self._batches.close()
+        self.learner.close()
+        last = self._out / self.learner.folder
+        if log is not None:
+            log.close()
+            write_folder(last, self.learner.save)
+        self.processes.wait()
+        best = self._out / "best" if self._best > -math.inf else None
+        return Outcome(last, best, self._best if best else None)
+
+    def _train(self, log: Log | None) -> None:
+        """All steps that are left, with what is due between them."""
         begun = time.monotonic()
         for step in range(self._step, self.recipe.steps):
             values = self.train_step(step)
@@ -135,14 +160,6 @@ class Trainer:
                 self._save()  # before measuring, which may fail where training did not
             if self._unmeasured:
                 self._validate(log)
-        self.learner.close()
-        last = self._out / self.learner.folder
-        if log is not None:
-            log.close()
-            write_folder(last, self.learner.save)
-        self.processes.wait()
-        best = self._out / "best" if self._best > -math.inf else None
-        return Outcome(last, best, self._best if best else None)
 
     def train_step(self, step: int) -> dict[str, Any]:
         """One update of the weights.
@@ -152,10 +169,9 @@ class Trainer:
         """
         number, stage, within = self.recipe.at(step)
         self._optimiser.learn(self.learner.weights(number))
-        mine = self.order.at(step)[self.processes.rank :: self.processes.count]
         tallies = [
-            self._backward(mine[i : i + self.recipe.micro_batch], stage, step)
-            for i in range(0, len(mine), self.recipe.micro_batch)
+            self._backward(indices, self._batches.take((step, indices)), stage, step)
+            for _, indices in self._share(step)
         ]
         sums = summed(
             [t for t in tallies if t is not None],
@@ -200,14 +216,26 @@ class Trainer:
         self._optimiser.learn(self.learner.weights(number))
         for start in range(0, self.recipe.batch_size, self.recipe.micro_batch * self.processes.count):
             mine = self.order.at(step)[start + self.processes.rank :: self.processes.count]
-            self._backward(mine[: self.recipe.micro_batch], stage, step)
+            indices = mine[: self.recipe.micro_batch]
+            self._backward(indices, self.learner.prepare(indices, step), stage, step)
         self._optimiser.clear()
 
-    def _backward(self, indices: list[int], stage: Stage, step: int) -> Tally | None:
-        batch = self.learner.batch(indices, step)
-        if batch is None:
+    def _work(self) -> Iterator[Work]:
+        """The micro batches of all steps that are left."""
+        for step in range(self._step, self.recipe.steps):
+            yield from self._share(step)
+
+    def _share(self, step: int) -> list[Work]:
+        """This process's micro batches of a step."""
+        mine = self.order.at(step)[self.processes.rank :: self.processes.count]
+        size = self.recipe.micro_batch
+        return [(step, mine[i : i + size]) for i in range(0, len(mine), size)]
+
+    def _backward(self, indices: list[int], prepared: Any, stage: Stage, step: int) -> Tally | None:
+        if prepared is None:
             return None
-        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+        batch = self.learner.batch(prepared)
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             tally = self.learner.judge(batch, stage)
         if tally.loss.requires_grad:
             tally.loss.backward()
@@ -233,6 +261,7 @@ class Trainer:
 
     def _about(self) -> dict[str, Any]:
         recipe = {name: value for name, value in self.recipe.as_dict().items() if name not in PACE}
+        recipe["precision"] = self.precision
         return {
             "recipe": recipe,
             "head": self.learner.about,
@@ -264,6 +293,7 @@ class Trainer:
         self._say(f"going on after step {self._step} of {self.recipe.steps}")
 
     def _save(self) -> None:
+        self._batches.rest()
         if self.processes.leads:
             state = {
                 "head": self.learner.state(),
@@ -276,6 +306,7 @@ class Trainer:
         self.processes.wait()
 
     def _validate(self, log: Log | None) -> None:
+        self._batches.rest()  # the target is needed
         if log is not None and (measure := self._measuring()) is not None:
             with (
                 same_draws()

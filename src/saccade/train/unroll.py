@@ -52,7 +52,7 @@ class _Layer:
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)
 
 
-class _Kept:
+class Kept:
     """Keys and values of the steps so far, for gradients to flow back through; a `SlotCache` is written in place."""
 
     def __init__(self, blocks: int) -> None:
@@ -71,7 +71,7 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
         ``[B, A, d]`` per step. Of step s the first s places of every row mean nothing: they would have begun before
         the window.
     """
-    kept: Any = _Kept(head.blocks)
+    kept: Any = Kept(head.blocks)
     count, device = entries.learnt.shape[1], entries.learnt.device
     causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     positions = torch.arange(count, device=device)
@@ -81,15 +81,27 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
     guess = window.take(out)
     yield guess
     embeddings = window.take(entries.embeddings)
-    own = torch.eye(window.places.shape[1], dtype=torch.bool, device=device)
     for step in range(1, steps):
-        began = window.places - step
-        allow = [positions <= began[:, :, None]]  # [B, A, E]
-        for earlier in range(1, step + 1):
-            allow.append(_behind(own, step - earlier).expand(batch, -1, -1))
-        before = torch.cat([torch.zeros_like(guess[:, :1]), guess[:, :-1]], 1)
-        guess = head(before, embeddings, window.places, torch.cat(allow, -1), kept, step)
+        true = positions <= (window.places - step)[:, :, None]  # [B, A, E]
+        guess = head(shifted(guess), embeddings, window.places, with_guesses(true, step), kept, step)
         yield guess
+
+
+def shifted(guess: Tensor) -> Tensor:
+    """``[B, A, d]`` of a step, at the place behind each; zeros at the first."""
+    return torch.cat([torch.zeros_like(guess[:, :1]), guess[:, :-1]], 1)
+
+
+def with_guesses(true: Tensor, step: int) -> Tensor:
+    """``[B, A, K + step * A]`` bool: what each place sees of true entries, then of the guesses of all steps so far.
+
+    Args:
+        true: ``[B, A, K]`` bool; the true entries that stood when its draft began.
+        step: of the places, from 1; they see one guess of every step up to this one, their own in the last.
+    """
+    own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
+    drafts = [_behind(own, step - earlier).expand(len(true), -1, -1) for earlier in range(1, step + 1)]
+    return torch.cat([true, *drafts], -1)
 
 
 def _behind(own: Tensor, distance: int) -> Tensor:

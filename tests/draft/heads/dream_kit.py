@@ -61,6 +61,7 @@ def run(head: Dream, tokens: Sequence[int], embeddings: Tensor, features: Tensor
         torch.tensor(tokens)[None] - 1,
         torch.ones(1, count, count, dtype=torch.bool).tril(),
         reach=reach[None],
+        places=torch.arange(len(features))[None],
     )[0]
     return out
 

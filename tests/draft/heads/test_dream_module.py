@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_cross_attention_is_its_equation_written_out() -> None:
 @torch.no_grad()
 def test_a_new_gate_lets_nothing_pass_but_can_open() -> None:
     features, *rest = given()
-    gated, replacing = fresh(), fresh(gate="replace")
+    gated, replacing = fresh(gate="tanh", direct=False), fresh(gate="replace", direct=False)
     assert torch.equal(gated(features, *rest), gated(-features, *rest))
     assert not torch.allclose(replacing(features, *rest), replacing(-features, *rest))
     with torch.enable_grad():
@@ -91,7 +92,7 @@ def test_a_new_gate_lets_nothing_pass_but_can_open() -> None:
 @torch.no_grad()
 def test_replacing_forgets_the_entry_but_for_what_it_asks() -> None:
     """With one feature in reach, the answer does not depend on the question."""
-    block = fresh(gate="replace").cross[0]
+    block = fresh(gate="replace", rotary=False).cross[0]
     features, x, *_ = given(1)
     reach = torch.ones(1, 1, 1, dtype=torch.bool)
     torch.testing.assert_close(block(x, features, reach), block(-3 * x, features, reach))
@@ -120,11 +121,13 @@ def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: 
         ({"keep": 0}, "keep must be a share above 0 and up to 1, not 0"),
         ({"keep": "most"}, "keep must be a share"),
         ({"keep": 1.5}, "keep must be a share"),
-        ({"gate": "sigmoid"}, "gate must be one of tanh, replace"),
+        ({"gate": "sigmoid"}, "gate must be one of tanh, open, replace"),
         ({"cross": 3}, "cross must be 0, 1 or 2"),
         ({"cross": 1.0}, "cross must be 0, 1 or 2"),
         ({"initial": 0}, "initial must be true or false"),
         ({"initial": False, "final": False}, "needs its initial or its final block"),
+        ({"rotary": 1}, "rotary must be true or false"),
+        ({"direct": "yes"}, "direct must be true or false"),
         ({"colour": 1}, "dream head has no option colour"),
     ],
 )
@@ -144,6 +147,30 @@ def test_a_head_comes_back_as_it_was(options: dict[str, Any], tmp_path: Path) ->
     assert list(again.state_dict()) == list(head.state_dict())
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_a_head_written_before_its_newest_options_is_what_it_was(tmp_path: Path) -> None:
+    head = dream("llava", gate="tanh", rotary=False, direct=False)
+    save_head(head, tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    for name in ("rotary", "direct"):
+        del values["options"][name]
+    file.write_text(json.dumps(values))
+    again = load_head(tmp_path, target("llava"))
+    assert again.config == head.config
+    assert torch.equal(again(*given()), head(*given()))
+
+
+@torch.no_grad()
+def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
+    features, embeddings, positions, allow = given()
+    for rotary in (True, False):
+        head = dream("llava", direct=False, rotary=rotary)
+        begun = head.begin(embeddings, positions, allow)
+        places = (positions, positions.flip(1))
+        outs = [head.finish(begun, features, positions, allow, allow, places=p) for p in places]
+        assert torch.equal(*outs) != rotary
 
 
 @pytest.mark.parametrize("damage", ["missing", "spare", "shape", "target"])

@@ -125,7 +125,10 @@ class HeadConfig:
 
     @classmethod
     def from_json(cls, text: str) -> HeadConfig:
-        """Read what `to_json` wrote; options that the kind had not yet when it was written take their defaults.
+        """Read what `to_json` wrote.
+
+        Options that the kind had not yet when it was written are what they amounted to then (`Head.former`), or take
+        their defaults.
 
         Raises:
             ModelError: it is no head's configuration, or has fields missing or too many.
@@ -140,7 +143,8 @@ class HeadConfig:
 
         values["kind"] = values.pop(MARK)
         if isinstance(values.get("options"), dict):
-            values["options"] = {**kind_of(values["kind"]).defaults, **values["options"]}
+            kind = kind_of(values["kind"])
+            values["options"] = {**kind.defaults, **kind.former, **values["options"]}
         known = {f.name for f in fields(cls)}
         odd = sorted(set(values) ^ known)
         if odd:

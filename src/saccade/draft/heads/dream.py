@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Block
+from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import GATES, CrossBlock
 from saccade.draft.heads.head import Head
@@ -29,7 +29,10 @@ class Dream(Head):
 
     Options:
         keep: share of every medium's tokens that have entries, those that the target's last layer attends to most.
-        gate: of the cross-attention's residual: ``tanh`` or ``replace``, see `CrossBlock`.
+        gate: of the cross-attention's residual: ``tanh``, ``open`` or ``replace``, see `CrossBlock`.
+        rotary: whether the cross-attention has the rotary positions of the features' tokens.
+        direct: whether the feature of the token before its own is added to every entry's stream ahead of the
+            cross-attention, through a projection; nothing without cross-attention.
         initial: whether there is a block before the cross-attention (Table 2).
         cross: cross-attention blocks (Table 2).
         final: whether there is a block behind it (Table 2).
@@ -38,11 +41,14 @@ class Dream(Head):
     kind: ClassVar[str] = "dream"
     defaults: ClassVar[Mapping[str, Any]] = {
         "keep": 0.75,
-        "gate": "tanh",
+        "gate": "open",
+        "rotary": True,
+        "direct": True,
         "initial": True,
         "cross": 1,
         "final": True,
     }
+    former: ClassVar[Mapping[str, Any]] = {"rotary": False, "direct": False}
     default_steps: ClassVar[int] = 2
 
     def __init__(self, config: HeadConfig) -> None:
@@ -50,7 +56,12 @@ class Dream(Head):
         given = config.options
         _check(given)
         self.first = Block(config, 0) if given["initial"] else None
-        self.cross = nn.ModuleList(CrossBlock(config, given["gate"], i) for i in range(given["cross"]))
+        width, direct = config.hidden_size, given["direct"] and given["cross"]
+        self.direct_norm = RMSNorm(width, config.norm_eps) if direct else None
+        self.direct = nn.Linear(width, width, bias=False) if direct else None
+        self.cross = nn.ModuleList(
+            CrossBlock(config, given["gate"], i, given["rotary"]) for i in range(given["cross"])
+        )
         self.last = Block(config, int(given["initial"])) if given["final"] else None
 
     @classmethod
@@ -80,6 +91,7 @@ class Dream(Head):
         *,
         reach: Tensor | None = None,
         memory: SlotCache | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """As in `Head.forward`, with features of their own number.
 
@@ -89,10 +101,12 @@ class Dream(Head):
                 None where each entry comes with the feature of the token before it (M = N): then an entry sees the
                 features of those entries that it sees.
             memory: of `new_memory`, told where to write; None when all features are given at once (F = M).
+            places: ``[B or 1, M]`` the tokens of the features, which stand side by side. None where each entry comes
+                with its own.
         """
         reach = allow if reach is None else reach
         begun = self.begin(embeddings, positions, allow, cache)
-        return self.finish(begun, features, positions, allow, reach, cache, memory)
+        return self.finish(begun, features, positions, allow, reach, cache, memory, places)
 
     def begin(
         self, embeddings: Tensor, positions: Tensor, allow: Tensor, cache: SlotCache | None = None
@@ -112,11 +126,14 @@ class Dream(Head):
         reach: Tensor,
         cache: SlotCache | None = None,
         memory: SlotCache | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """``[B, N, d]`` of `forward`, from what `begin` made of the entries."""
         out = begun
+        if self.direct is not None and self.direct_norm is not None:
+            out = out + self.direct(self.direct_norm(_latest(features, positions, places)))
         for block in self.cross:
-            out = block(out, features, reach, memory)
+            out = block(out, features, reach, memory, (positions, positions if places is None else places))
         if self.last is not None:
             out = self.last(out, positions, allow, cache)
         return out
@@ -124,6 +141,14 @@ class Dream(Head):
     def new_memory(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for the keys and values of ``capacity`` features in each of ``batch`` rows."""
         return SlotCache([next(self.parameters()).device] * len(self.cross), batch, capacity)
+
+
+def _latest(features: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
+    """``[B, N, d]`` the feature of the token before each entry's own, of features ``[B, M, d]`` at ``places``."""
+    if places is None:
+        return features
+    index = (positions - places[:, :1]).expand(len(features), -1)
+    return features.gather(1, index[..., None].expand(-1, -1, features.shape[2]))
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -134,7 +159,7 @@ def _check(options: Mapping[str, Any]) -> None:
         raise ModelError(f"gate must be one of {', '.join(GATES)}, not {gate!r}.")
     if type(cross) is not int or cross not in (0, 1, 2):
         raise ModelError(f"cross must be 0, 1 or 2 cross-attention blocks, not {cross!r}.")
-    for name in ("initial", "final"):
+    for name in ("initial", "final", "rotary", "direct"):
         if not isinstance(options[name], bool):
             raise ModelError(f"{name} must be true or false, not {options[name]!r}.")
     if not (options["initial"] or options["final"]):

@@ -92,6 +92,7 @@ class DreamDraftSession(HeadDraftSession):
             self.cache,
             reach=reach[None],
             memory=self.memory,
+            places=torch.arange(first, last, device=self._device)[None],
         )
         self.cache.keep_first(row, len(tokens))
         self.memory.keep_first(row, last - first)

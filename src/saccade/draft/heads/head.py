@@ -38,6 +38,7 @@ class Head(nn.Module, ABC):
         config: its shape.
         kind: its name in the registry.
         defaults: options of the kind, with their defaults.
+        former: options that came later -> what they are in heads written before, where that is not the default.
         loaded_only: options that published heads may have otherwise than by default, and none that is trained here.
         default_steps: draft steps that the kind is trained for.
         gated: whether it has a gated MLP, of which `HeadConfig.intermediate_size` is the width.
@@ -45,6 +46,7 @@ class Head(nn.Module, ABC):
 
     kind: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]] = {}
+    former: ClassVar[Mapping[str, Any]] = {}
     loaded_only: ClassVar[tuple[str, ...]] = ()
     default_steps: ClassVar[int] = 1
     gated: ClassVar[bool] = True
