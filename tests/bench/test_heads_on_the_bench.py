@@ -176,7 +176,7 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
             prepare(suite(methods=[entry]), headed)
 
 
-@pytest.mark.parametrize("name", [n for n in library.names() if n.startswith(("hivis", "dream"))])
+@pytest.mark.parametrize("name", [n for n in library.names() if n.startswith(("hivis", "dream", "heads"))])
 def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade.VLM) -> None:
     """Every option that these suites set is one that the method has, so only a head can be missing."""
     given = library.load(name)

@@ -22,12 +22,18 @@ MIRRORED = [
     "dream-2",
     "dream-3",
     "dream-figure-4",
+    "dream-figure-4b",
+    "dream-figure-4d",
+    "heads",
     "hivis-1",
     "hivis-2",
     "hivis-2-sampling",
     "hivis-3",
     "hivis-4",
+    "hivis-5",
+    "hivis-5-sampling",
     "hivis-figure-6",
+    "hivis-figure-7",
     *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "figure-7", "figure-9", "figure-10")),
     *(f"sage-{n}" for n in (1, 3, 4, 5, 6, "figure-2", "figure-3")),
     *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
@@ -189,3 +195,13 @@ def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) ->
 
 def test_parse_needs_no_title() -> None:
     assert parse({"tasks": ["scene"], "methods": ["chain"]}, "mine", "mine.toml").title == "mine"
+
+
+def test_figure_6_has_a_chain_as_deep_as_every_tree_and_equal_nodes() -> None:
+    rows = [m for m in library.load("hivis-figure-6").methods if m.name == "hivis"]
+    trees = {(m.head, m.options["depth"]): m.options["total"] for m in rows if "depth" in m.options}
+    chains = {(m.head, m.options["gamma"]) for m in rows if m.options.get("tree") == "chain"}
+    assert trees.keys() == chains
+    assert set(trees.values()) == {60}
+    assert {depth for _, depth in trees} == set(range(6, 11))
+    assert {head for head, _ in trees} == {"hivis", "no-stage-2", "no-stage-2-no-residuals"}

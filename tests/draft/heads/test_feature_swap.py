@@ -1,0 +1,51 @@
+"""Every kind of head learns to use the target's features: another sample's cost it at least 15 points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from feature_swap import Recurrent, agreement, cost, head_for, train
+from torch import Tensor
+
+from saccade.draft.heads.registry import HEADS
+
+LEAST = 0.15
+STEPS = {"medusa": 200, "hydra": 200, "dream": 200}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_another_sample_s_features_cost_what_features_are_for(kind: str) -> None:
+    target = Recurrent()
+    head = train(head_for(kind), target, STEPS.get(kind, 120))
+    found = cost(head, target)
+    assert found >= LEAST, f"{kind}: {agreement(head, target, False):.3f}, swapped {-found:+.3f}"
+
+
+def blind(head: Any) -> Any:
+    """A head to which a planted mistake gives no feature."""
+    name = "finish" if head.kind == "dream" else "forward"
+    plain, place = getattr(head, name), int(head.kind == "dream")
+
+    def without(*given: Any, **more: Any) -> Tensor:
+        features = given[place] * 0
+        out: Tensor = plain(*given[:place], features, *given[place + 1 :], **more)
+        return out
+
+    setattr(head, name, without)
+    return head
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "hivis", "dream", "medusa"])
+def test_a_head_that_ignores_its_features_is_noticed(kind: str) -> None:
+    target = Recurrent()
+    assert cost(train(blind(head_for(kind)), target, 60), target) < LEAST
+
+
+@pytest.mark.slow
+def test_dream_as_released_learns_little_of_its_features() -> None:
+    """The reason for the defaults: without positions or a direct path the latest feature is not found."""
+    target = Recurrent()
+    released = train(head_for("dream", gate="tanh", rotary=False, direct=False), target, STEPS["dream"])
+    chosen = train(head_for("dream"), target, STEPS["dream"])
+    assert cost(chosen, target) > 2 * cost(released, target)
