@@ -23,6 +23,11 @@ from saccade.pocket import (  # noqa: F401
     video,
     video_question,
 )
+
+# isort: split
+from saccade.pocket import album, long_video, prose, report  # noqa: F401
+
+# isort: split
 from saccade.pocket.caption import CAPTION_PROMPT
 from saccade.pocket.folders import draft_path, head_path, target_path
 from saccade.pocket.sample import WORLD, Sample, Task, draw, score

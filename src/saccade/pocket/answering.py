@@ -6,7 +6,7 @@ from typing import Any
 from saccade.pocket.sample import Sample
 from saccade.vlm import VLM
 
-LONGEST_ANSWER = 192
+LONGEST_ANSWER = 384
 
 
 def answer(

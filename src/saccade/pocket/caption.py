@@ -29,7 +29,7 @@ def paint(rng: Random) -> Picture:
     return Picture(picture.image, {"kind": kind, "of": picture.facts}, picture.labels)
 
 
-def _parts(kind: str, of: Facts) -> list[str]:
+def parts(kind: str, of: Facts) -> list[str]:
     """What is in the picture, one phrase each."""
     if kind == "scene":
         return [f"a {thing['size']} {name(thing)}" for thing in of["things"]]
@@ -44,7 +44,8 @@ def _parts(kind: str, of: Facts) -> list[str]:
     return [f"the day {of['day']}", f"the hour {NUMBERS[of['hour']]}", f"the word {of['bring']}"]
 
 
-def _title(kind: str, of: Facts) -> str:
+def title(kind: str, of: Facts) -> str:
+    """What the picture is as a whole, in a phrase."""
     if kind == "scene":
         count = NUMBERS[len(of["things"])]
         return f"{count} shapes on a {of['background']} background"
@@ -61,23 +62,23 @@ def _title(kind: str, of: Facts) -> str:
 
 def _dense(rng: Random, facts: Facts) -> str:
     kind, of = facts["kind"], facts["of"]
-    title, parts = _title(kind, of), shuffled(rng, _parts(kind, of))
+    whole, listed = title(kind, of), joined(shuffled(rng, parts(kind, of)))
     return sentence(
         rng,
-        f"{title}: {joined(parts)}.",
-        f"{title} with {joined(parts)}.",
-        f"{joined(parts)}: {title}.",
-        f"{title}. I can see {joined(parts)}.",
-        f"{joined(parts)} are in {title}.",
+        f"{whole}: {listed}.",
+        f"{whole} with {listed}.",
+        f"{listed}: {whole}.",
+        f"{whole}. I can see {listed}.",
+        f"{listed} are in {whole}.",
     )
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
     kind, of = facts["kind"], facts["of"]
     opening = sentence(
-        rng, f"this is a picture of {_title(kind, of)}.", f"the picture shows {_title(kind, of)}."
+        rng, f"this is a picture of {title(kind, of)}.", f"the picture shows {title(kind, of)}."
     )
-    return f"{opening} In it there are {joined(_parts(kind, of))}."
+    return f"{opening} In it there are {joined(parts(kind, of))}."
 
 
 _KINDS = {
@@ -93,7 +94,8 @@ def _pairs(answer: str, first: tuple[str, ...], link: str, second: tuple[str, ..
     return re.findall(rf"\b({'|'.join(first)}) {link} ({'|'.join(second)})\b", answer)
 
 
-def _content(answer: str, kind: str, of: Facts) -> list[Any]:
+def content(answer: str, kind: str, of: Facts) -> list[Any]:
+    """What a caption tells of a picture of that kind."""
     answer = answer.lower()
     towns, days = (tuple(word.lower() for word in words) for words in (TOWNS, DAYS))
     if kind == "scene":
@@ -111,13 +113,17 @@ def _content(answer: str, kind: str, of: Facts) -> list[Any]:
     return [*(told[0] if told else ()), *mentioned(answer, (*days, *GOODS, *NUMBERS))]
 
 
+def kinds(answer: str) -> list[str]:
+    """The kinds of picture that a caption names."""
+    return [kind for kind, pattern in _KINDS.items() if re.search(pattern, answer.lower())]
+
+
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether the kind of picture is right, and the share of its content that is told."""
     kind, of = facts["kind"], facts["of"]
-    said = [other for other, pattern in _KINDS.items() if re.search(pattern, answer.lower())]
-    perfect = f"{_title(kind, of)}: {joined(_parts(kind, of))}"
-    true = _content(perfect, kind, of)
-    return {"kind": float(said == [kind]), "content": overlap(_content(answer, kind, of), true)}
+    perfect = f"{title(kind, of)}: {joined(parts(kind, of))}"
+    true = content(perfect, kind, of)
+    return {"kind": float(kinds(answer) == [kind]), "content": overlap(content(answer, kind, of), true)}
 
 
 register(

@@ -63,27 +63,10 @@ def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | Non
     return {"thing": number, "what": what}, [after if other is thing else other for other in things]
 
 
-def _between(before: list[Thing], after: list[Thing], share: float) -> list[Thing]:
-    """The things that are to be seen on the way from one state to the next."""
-    seen = []
-    for old, new in zip(before, after, strict=True):
-        now = {**(new if share >= 0.5 else old)}
-        for axis in "xy":
-            now[axis] = round(old[axis] + share * (new[axis] - old[axis]))
-        seen += [now] if now["there"] else []
-    return seen
-
-
-def film(rng: Random) -> Media:
-    """A video of 8 to 64 frames with two to four events, of which none overlap in time.
-
-    Facts: `things` as they are at first, `events` in order, `frames`.
-    """
-    background = rng.choice(list(BACKGROUNDS))
-    frames = rng.choices(FRAMES, _FRAME_WEIGHTS)[0]
-    wanted = rng.randint(2, _EVENTS_BY_FRAMES.get(frames, 4))
+def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[Event]]:
+    """What happens to two or up to `most` shapes: their states before, between and after `wanted` events; the events."""
     while True:
-        things: list[Thing] = [{**thing, "there": True} for thing in scatter(rng, rng.randint(2, 3))]
+        things: list[Thing] = [{**thing, "there": True} for thing in scatter(rng, rng.randint(2, most))]
         if rng.random() < 0.4:
             things[-1]["there"] = False
         states: list[list[Thing]] = [things]
@@ -103,14 +86,45 @@ def film(rng: Random) -> Media:
             states.append(chance[1])
         seen = {event["thing"] for event in events}
         if len(events) == wanted and all(t["there"] or i in seen for i, t in enumerate(things)):
-            break
+            return states, events
+
+
+def between(before: list[Thing], after: list[Thing], share: float) -> list[Thing]:
+    """The things that are to be seen on the way from one state to the next."""
+    seen = []
+    for old, new in zip(before, after, strict=True):
+        now = {**(new if share >= 0.5 else old)}
+        for axis in "xy":
+            now[axis] = round(old[axis] + share * (new[axis] - old[axis]))
+        seen += [now] if now["there"] else []
+    return seen
+
+
+def unplaced_things(things: list[Thing]) -> list[Thing]:
+    """The things without the words for their places, which moves make wrong."""
+    return [{k: v for k, v in thing.items() if k not in ("row", "column")} for thing in things]
+
+
+def film(rng: Random) -> Media:
+    """A video of 8 to 64 frames with two to four events, of which none overlap in time.
+
+    Facts: `things` as they are at first, `events` in order, `frames`.
+    """
+    background = rng.choice(list(BACKGROUNDS))
+    frames = rng.choices(FRAMES, _FRAME_WEIGHTS)[0]
+    wanted = rng.randint(2, _EVENTS_BY_FRAMES.get(frames, 4))
+    states, events = plot(rng, wanted, 3)
     shown = []
     for number in range(frames):
         at = (number / (frames - 1)) * wanted  # in events
         step = min(int(at), wanted - 1)
-        shown.append(render(background, _between(states[step], states[step + 1], at - step)))
-    named_things = [{k: v for k, v in thing.items() if k not in ("row", "column")} for thing in things]
-    facts = {"things": named_things, "events": events, "frames": frames, "background": background}
+        shown.append(render(background, between(states[step], states[step + 1], at - step)))
+    facts = {
+        "things": unplaced_things(states[0]),
+        "events": events,
+        "frames": frames,
+        "background": background,
+    }
     return Media(facts, video=tuple(shown), fps=FPS)
 
 

@@ -32,7 +32,8 @@ def _question(rng: Random, facts: Facts) -> str:
     )
 
 
-def _cast(rng: Random, facts: Facts) -> str:
+def cast(rng: Random, facts: Facts) -> str:
+    """A sentence that lists the shapes of a video as they are at first."""
     names = [f"{a(thing['size'])} {name(thing)}" for thing in shuffled(rng, facts["things"])]
     return sentence(
         rng, f"the video has {joined(names)}.", f"{joined(names)} are in the video.", f"{joined(names)}."
@@ -44,16 +45,16 @@ def _dense(rng: Random, facts: Facts) -> str:
     ordered = events[::-1] if facts["backwards"] else events
     told = [tell(rng, things[event["thing"]], event["what"]) for event in ordered]
     count = sentence(rng, f"{NUMBERS[len(told)]} things happen.", f"{NUMBERS[len(told)]} in total.", "")
-    cast = _cast(rng, facts)
-    parts = [cast, *told, count] if rng.random() < 0.5 else [count, *told, cast]
+    listed = cast(rng, facts)
+    parts = [listed, *told, count] if rng.random() < 0.5 else [count, *told, listed]
     return " ".join(part for part in parts if part)
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
     things, events = facts["things"], facts["events"]
     ordered = events[::-1] if facts["backwards"] else events
-    cast = joined([f"{a(thing['size'])} {name(thing)}" for thing in things])
-    told = [f"In this video there are {cast}."]
+    listed = joined([f"{a(thing['size'])} {name(thing)}" for thing in things])
+    told = [f"In this video there are {listed}."]
     for number, event in enumerate(ordered):
         place = len(events) - 1 - number if facts["backwards"] else number
         told.append(
@@ -62,7 +63,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
     return " ".join([*told, f"So {NUMBERS[len(events)]} things happen in the video."])
 
 
-def _read_cast(answer: str) -> list[tuple[str, str, str]]:
+def read_cast(answer: str) -> list[tuple[str, str, str]]:
     """Size, colour and shape of the things in the sentence that lists them all."""
     for part in sentences(answer):
         sizes, things = mentioned(part, ("small", "large")), named(part)
@@ -75,11 +76,11 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Shares of the events rightly told, of their order, and of the things with their first size."""
     told, true = read_events(answer), true_events(facts["things"], facts["events"])
     ordered = true[::-1] if facts["backwards"] else true
-    cast = [(thing["size"], *key(thing)) for thing in facts["things"]]
+    at_first = [(thing["size"], *key(thing)) for thing in facts["things"]]
     return {
         "event": overlap(told, true),
         "order": in_order(told, ordered),
-        "cast": overlap(_read_cast(answer), cast),
+        "cast": overlap(read_cast(answer), at_first),
     }
 
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from saccade.pocket.sample import WORLD, Sample, draw
 from saccade.pocket.train.chat import END, PAD, prompt_ids
+from saccade.pocket.train.thinning import positions, thinned
 
 FIRST_TRAINING_SEED = 1_000_000
 """Seeds below are never trained on: they are for tests and evaluation."""
 IGNORED = -100
 LABELLED = ("chart", "receipt", "scene", "document", "line", "count", "existence")
 """Tasks whose pictures have a name for every patch."""
-UNSEEN_BY_DRAFTS = ("story",)
+UNSEEN_BY_DRAFTS = ("story", "album")
 """What drafters are not trained on: their case out of distribution."""
 
 
@@ -66,6 +67,7 @@ class Batch:
         lengths: how many frames every row has.
         tiled: whether lone pictures are.
         weights: how much every target counts, `[B, N]`; None where they all count the same.
+        positions: of the tokens, `[B, N]`, where frames of long videos are left out; None where none are.
         sought, happening: what lessons ask (`saccade.pocket.train.lessons`); None without them.
     """
 
@@ -77,6 +79,7 @@ class Batch:
     lengths: tuple[int, ...] = ()
     tiled: bool = True
     weights: Tensor | None = None
+    positions: Tensor | None = None
     sought: Tensor | None = None
     happening: Tensor | None = None
 
@@ -124,6 +127,7 @@ def batch_of(
         tuple(len(sample.video or ()) for sample in samples),
         tiled,
         counting,
+        positions(samples, ids),
     )
 
 
@@ -143,9 +147,10 @@ def sorted_batch(
 ) -> list[Sample]:
     """A batch of samples of similar length, so that little of it is padding: neighbours in a sorted pool.
 
-    Long samples come in shorter batches, so that no step costs much more than another.
+    Long samples come in shorter batches, so that no step costs much more than another; long videos are thinned.
     """
-    samples = sorted(training_samples(rng, count * pool, verbose_share, shares), key=length_of)
+    drawn = training_samples(rng, count * pool, verbose_share, shares)
+    samples = sorted((thinned(rng, sample) for sample in drawn), key=length_of)
     usual = length_of(samples[len(samples) // 2])
     last = rng.randrange(len(samples))  # the longest of the batch
     kept = min(count, max(count // 8, round(count * 1.5 * usual / length_of(samples[last]))))

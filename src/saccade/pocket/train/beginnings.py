@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from saccade.errors import TrainingError
 from saccade.pocket.train.draft import train_draft
 from saccade.pocket.train.language import train_comparing, train_deep, train_refined, train_shallow
-from saccade.pocket.train.models import PocketModel
+from saccade.pocket.train.models import CONTEXT, PocketModel
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tower import train_tower
 
@@ -69,6 +69,8 @@ def from_pair(
 ) -> Beginning | None:
     """The target of an earlier pair, trained on, and its draft as it is; None where `until` is that stage."""
     target, draft = (PocketModel.from_pretrained(pair / name, dtype=torch.float32) for name in _NAMES)
+    for model in (target, draft):  # rotary positions have no weights: only what the folder says of them grows
+        model.config.text_config.max_position_embeddings = CONTEXT
     target.to(device)
     minutes = train_refined(recipe, tokenizer, target, folder)
     if until == "refine":

@@ -17,6 +17,7 @@ from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS, Batch, batch_of, leng
 from saccade.pocket.train.language import padded_vocabulary, true_answers
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
+from saccade.pocket.train.precision import fast_products
 from saccade.pocket.train.recipe import Recipe, Schedule
 from saccade.pocket.train.tokens import content_weights
 
@@ -61,7 +62,7 @@ def train_draft(
     weights = content_weights(tokenizer, padded_vocabulary(tokenizer), schedule.content).to(device)
 
     def weighted(batch: Batch) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
+        with fast_products(device):
             return loss_of(model, batch, token_weights=weights)
 
     make = partial(_batch, "draft", recipe.seed, schedule, tokenizer)
@@ -76,7 +77,7 @@ def train_follower(
     order = sorted(answered, key=lambda row: length_of(row.sample()))
 
     def unweighted(batch: Batch) -> Tensor:
-        with torch.autocast(draft.device.type, torch.bfloat16):
+        with fast_products(draft.device):
             return loss_of(draft, batch)
 
     draft.model.vision_tower.requires_grad_(False)

@@ -21,7 +21,8 @@ from saccade.pocket.train.batches import IGNORED, Batch
 from saccade.pocket.train.chat import BEGIN, END, IMAGE, PAD, VIDEO
 from saccade.pocket.train.recipe import LanguageShape, TowerShape
 
-CONTEXT = 2048
+CONTEXT = 8192
+"""Positions of the language models: a video of 256 frames takes 4,097, and no answer another 400."""
 PocketModel: TypeAlias = LlavaOnevisionForConditionalGeneration
 
 
@@ -117,6 +118,19 @@ def embed(model: PocketModel, batch: Batch, train_tower: bool = False) -> Tensor
     return inputs.masked_scatter(slots, torch.cat(pieces).to(inputs.dtype))
 
 
+def _placed(batch: Batch, inputs: Tensor) -> dict[str, Tensor]:
+    """Positions for the language model, where they are not those of the rows.
+
+    With a mask that hides nothing, because without one the class takes skipped positions for rows packed together.
+    """
+    if batch.positions is None:
+        return {}
+    return {
+        "position_ids": batch.positions.to(inputs.device),
+        "attention_mask": torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device),
+    }
+
+
 def loss_of(
     model: PocketModel,
     batch: Batch,
@@ -139,7 +153,7 @@ def loss_of(
         for layer in listened
     ]
     try:
-        hidden = language(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        hidden = language(inputs_embeds=inputs, use_cache=False, **_placed(batch, inputs)).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()

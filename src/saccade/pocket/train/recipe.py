@@ -107,19 +107,18 @@ class Recipe:
         watching=0.6,
     )
     refine_schedule: Schedule = Schedule(
-        steps=2000,
+        steps=4000,
         batch=16,
         rate=1.5e-3,
         warmup=100,
         content=3.0,
         verbose=0.15,
         tiled=0.2,
-        parts=2,
         decisive=4.0,
         relating=0.6,
         searching=3.0,
         watching=0.6,
-        drill=0.2,
+        drill=0.1,
     )
     draft_schedule: Schedule = Schedule(
         steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from saccade.errors import TrainingError
+from saccade.pocket.train import precision
 from saccade.pocket.train.answers import target_answers
 from saccade.pocket.train.beginnings import LEARNT_BEFORE, from_nothing, from_pair, pair_digest
 from saccade.pocket.train.draft import train_follower
@@ -71,13 +72,6 @@ def _tokenizer(recipe: Recipe, folder: Path, pair: Path | None) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"one {torch.cuda.get_device_name()}"
-    threads = torch.get_num_threads()
-    return f"{threads} CPU thread{'' if threads == 1 else 's'}, bfloat16 autocast"
-
-
 def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None) -> None:
     """Run every stage up to `until`, going on from what is in `folder`.
 
@@ -97,6 +91,8 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
     if start is not None:
         recipe = replace(recipe, seed=int(start, 16))  # not the samples that the pair has seen
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hardware = precision.told(device)
+    print(f"[train] on {hardware}", flush=True)
     tokenizer = _tokenizer(recipe, folder, pair)
     if until == "tokenizer":
         return
@@ -115,7 +111,6 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
     minutes = train_follower(recipe, tokenizer, draft, answered, folder)
     if until == "follow":
         return
-    hardware = _hardware(device)
     how = (
         f"{begun.draft_story}; then {minutes:.0f} min with half of the batches from {len(answered)} answers of the "
         "target (half greedy, half at temperature 1)."

@@ -12,6 +12,7 @@ from saccade.pocket.labels import LABEL_CLASSES
 from saccade.pocket.train.batches import labelled_samples, labels, pixels
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import tower_config
+from saccade.pocket.train.precision import fast_products
 from saccade.pocket.train.recipe import Recipe
 
 
@@ -43,7 +44,7 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         pictures, truth = batch[0].to(device), batch[1].to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with fast_products(device):
             logits = model(pictures)
         kept[:] = [(truth, tuple(part.detach() for part in logits))]
         losses = [

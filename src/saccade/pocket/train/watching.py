@@ -20,6 +20,8 @@ _KINDS = (list(WHATS), list(COLOURS), list(SHAPES))
 
 def _seen(facts: Facts) -> list[tuple[int, int]]:
     """Frames in which something is seen to happen, each with the number of that event."""
+    if "spans" in facts:
+        return _spanned(facts)
     events, frames = facts["events"], facts["frames"]
     told = []
     for frame in range(1, frames):
@@ -28,6 +30,18 @@ def _seen(facts: Facts) -> list[tuple[int, int]]:
         # A move is under way all the time; what comes, goes, grows or shrinks does so at half its time.
         if events[event]["what"] in DIRECTIONS or before < event + 0.5 <= now:
             told.append((frame, event))
+    return told
+
+
+def _spanned(facts: Facts) -> list[tuple[int, int]]:
+    """The same of a video whose events take known frames, with the frames numbered as they are shown."""
+    numbers = facts.get("kept") or range(facts["frames"])
+    places = {number: place for place, number in enumerate(numbers)}
+    told = []
+    for event, (start, end) in enumerate(facts["spans"]):
+        at_half = start + (end - start + 1) // 2 - 1
+        moving = facts["events"][event]["what"] in DIRECTIONS
+        told += [(places[frame], event) for frame in (range(start, end) if moving else [at_half])]
     return told
 
 
