@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from saccade.train.muon import WideMuon
+from saccade.train.precision import dtype_for
 from saccade.train.recipe import Recipe, Stage
 
 
@@ -38,9 +40,9 @@ def muon_and_adamw(
     others = [weight for weight in weights if id(weight) not in turned]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(
-            torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
+        narrow = dtype_for(matrices[0].device) == torch.bfloat16
+        muon = torch.optim.Muon if narrow else WideMuon
+        made.append(muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     made.append(torch.optim.AdamW(others, lr=rate, betas=betas, weight_decay=weight_decay, fused=fused))
     return made
 

@@ -17,7 +17,7 @@ from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS, Batch, batch_of, leng
 from saccade.pocket.train.language import padded_vocabulary, true_answers
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
-from saccade.pocket.train.precision import fast_products
+from saccade.train.precision import fast_products
 from saccade.pocket.train.recipe import Recipe, Schedule
 from saccade.pocket.train.tokens import content_weights
 

@@ -19,7 +19,7 @@ from saccade.pocket.train.growth import grow
 from saccade.pocket.train.lessons import Lessons, taught
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import PocketModel, build, loss_of
-from saccade.pocket.train.precision import fast_products
+from saccade.train.precision import fast_products
 from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule
 from saccade.pocket.train.thinning import thinned
 from saccade.pocket.train.tokens import content_weights

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from saccade.errors import TrainingError
-from saccade.pocket.train import precision
+from saccade.train import precision
 from saccade.pocket.train.answers import target_answers
 from saccade.pocket.train.beginnings import LEARNT_BEFORE, from_nothing, from_pair, pair_digest
 from saccade.pocket.train.draft import train_follower

@@ -1,7 +1,7 @@
 """The number format of training: bfloat16 where the processor multiplies in it, else float32.
 
-A processor without such instructions emulates them: on an AVX2 machine a step in bfloat16 takes several times as long as one
-in float32.
+A processor without such instructions emulates them: an AVX2 machine takes twenty times as long for Muon's products in
+bfloat16 as in float32.
 """
 
 from contextlib import AbstractContextManager, nullcontext
