@@ -110,7 +110,7 @@ class Recipe:
         steps=4000,
         batch=16,
         rate=1.5e-3,
-        warmup=100,
+        warmup=40,
         content=3.0,
         verbose=0.15,
         tiled=0.2,
