@@ -1,5 +1,7 @@
 """`saccade pocket eval` marks a folder's model, with a draft model by name or by folder, or refuses in one sentence."""
 
+from pathlib import Path
+
 import pytest
 from commands import Shell
 
@@ -19,3 +21,38 @@ def test_tasks_and_grammars_that_do_not_exist_are_named(shell: Shell) -> None:
     assert "no pocket task 'pie'; choose from chart, " in shell("pocket", "eval", "-t", "pie").complaint
     message = "no grammar 'loud'; choose dense or verbose"
     assert message in shell("pocket", "eval", "--grammar", "loud", "-n", "2").complaint
+
+
+def test_a_task_that_does_not_fit_the_model_is_left_out_or_refused_by_length(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from saccade import pocket
+
+    few = {name: pocket.WORLD[name] for name in ("knowledge", "long-video")}
+    monkeypatch.setattr(pocket, "WORLD", few)
+    told = shell("pocket", "eval", str(draft_path()), "-n", "2")
+    assert told.code == 0, told.err
+    assert "Task long-video is left out. The sequence needs" in told.err
+    assert "| long-video |" not in told.out
+    refused = shell("pocket", "eval", "-t", "long-video", "-n", "2")
+    assert refused.code == 2
+    assert "context is 2048" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--single-picture-draft",), "needs the pair whose target it is for: give --from"),
+        (("--steps", "follow"), "--steps follow names no stage with its steps; write for example follow=800"),
+        (("--steps", "answers=3"), "The stage 'answers' takes no steps; choose from tower, shallow"),
+        (
+            ("--single-picture-draft", "--from", "pocket", "--until", "refine"),
+            "no stage 'refine'; choose from tokenizer, draft, answers, follow, export",
+        ),
+    ],
+)
+def test_a_training_that_cannot_be_is_refused_before_it_begins(
+    shell: Shell, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    assert words in shell("pocket", "train", "--out", str(tmp_path / "run"), "--quick", *options).complaint
+    assert not (tmp_path / "run").exists()

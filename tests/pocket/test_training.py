@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,19 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
-from saccade.pocket import WORLD, draw
+from saccade.pocket import WORLD, Sample, draw, target_path
+from saccade.pocket.train import draft, language
 from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.batches import IGNORED, Batch, batch_of, sorted_batch
 from saccade.pocket.train.chat import ASSISTANT, END, IMAGE, VIDEO, prompt_ids
 from saccade.pocket.train.draft import _seeing
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.loop import _optimisers
+from saccade.pocket.train.mixtures import SINGLE_PICTURES
 from saccade.pocket.train.models import PocketModel, build, embed
 from saccade.pocket.train.processor import wrap, write_processor
-from saccade.pocket.train.recipe import LanguageShape, Schedule, TowerShape, quick_recipe
-from saccade.pocket.train.run import run
+from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule, TowerShape, quick_recipe
+from saccade.pocket.train.run import run, run_single
 from saccade.pocket.train.tokens import train_tokenizer
 
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
@@ -268,6 +271,39 @@ def test_a_pair_is_trained_on_from_its_own_weights(tmp_path: Path) -> None:
     ):
         run(quick, tmp_path / "never", until="tower", pair=tmp_path / "first")
     assert not (tmp_path / "never").exists()
+
+
+def test_a_second_draft_for_a_target_sees_single_pictures_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def watched(tokenizer: Tokenizer, samples: list[Sample], *rest: Any, **options: Any) -> Batch:
+        for sample in samples:
+            assert len(sample.images) == 1
+            assert sample.video is None
+        shown.extend(sample.task for sample in samples)
+        return batch_of(tokenizer, samples, *rest, **options)
+
+    monkeypatch.setattr(draft, "batch_of", watched)
+    monkeypatch.setattr(language, "batch_of", watched)
+    quick = replace(quick_recipe(), answers=6, vocabulary=1024, tower=Recipe().tower)
+    pair = target_path().parent
+    run_single(quick, tmp_path, pair)
+    assert set(shown) <= set(SINGLE_PICTURES)
+    assert {"prose", "scene"} <= set(SINGLE_PICTURES)
+    assert not {"video", "long-video", "difference", "story", "album"} & set(SINGLE_PICTURES)
+    made, target = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "draft", pair / "target")
+    )
+    tower = [key for key in made if "vision_tower" in key]
+    assert tower
+    assert all(torch.equal(made[key], target[key]) for key in tower)
+    assert "on single pictures alone" in (tmp_path / "draft" / "README.md").read_text()
+    assert not (tmp_path / "target").exists()
+    with pytest.raises(TrainingError, match="of another recipe: its from is 'single pictures"):
+        run(quick, tmp_path, pair=pair)
 
 
 @torch.no_grad()

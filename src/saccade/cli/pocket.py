@@ -119,6 +119,18 @@ def train_pair(
             help="Train a finished pair on: its folder, or `pocket` for the built-in one.",
         ),
     ] = None,
+    single: Annotated[
+        bool,
+        typer.Option(
+            "--single-picture-draft",
+            help="Train only a second draft for the target of `--from`: one that never sees a video or several "
+            "pictures.",
+        ),
+    ] = False,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option("--steps", metavar="STAGE=N", help="Steps of one stage; repeat for more."),
+    ] = None,
     until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")
@@ -129,21 +141,39 @@ def train_pair(
     A run that was stopped, in whatever way, goes on where it was when started again with the same folder, and
     ends with the same weights.
 
-    Example: `saccade pocket train --out my-pair`, then `saccade chat -t my-pair/target -d my-pair/draft`.
+    Example: `saccade pocket train --out my-pair`, then `saccade chat -t my-pair/target -d my-pair/draft`;
+    `saccade pocket train --out lone --from my-pair --single-picture-draft` for a draft in `lone/draft` that prompts of
+    several pictures are new to.
     """
     import torch
 
     from saccade import builtin
     from saccade.pocket import target_path
     from saccade.pocket.train.recipe import Recipe, quick_recipe
-    from saccade.pocket.train.run import STAGES, run
+    from saccade.pocket.train.run import STAGES, run, run_single
 
     if until not in STAGES:
         raise SaccadeError(f"There is no stage {until!r}; choose from {', '.join(STAGES)}.")
     if threads:
         torch.set_num_threads(threads)
     earlier = None if pair is None else target_path().parent if builtin.is_meant(pair) else Path(pair)
-    run((quick_recipe() if quick else Recipe()).scaled(scale, batch_scale), out, until, earlier)
+    recipe = (quick_recipe() if quick else Recipe()).scaled(scale, batch_scale)
+    for wish in steps or []:
+        stage, _, count = wish.partition("=")
+        if not count.isdecimal() or int(count) < 1:
+            raise SaccadeError(f"--steps {wish} names no stage with its steps; write for example follow=800.")
+        try:
+            recipe = recipe.with_steps(stage, int(count))
+        except ValueError as problem:
+            raise SaccadeError(str(problem)) from None
+    if not single:
+        run(recipe, out, until, earlier)
+    elif earlier is None:
+        raise SaccadeError(
+            "--single-picture-draft needs the pair whose target it is for: give --from, with a folder or `pocket`."
+        )
+    else:
+        run_single(recipe, out, earlier, until)
 
 
 @app.command("eval")
@@ -196,7 +226,8 @@ def evaluate_model(
     vlm = saccade.load(folder, guesser, method="chain" if guesser else "plain", device_map=place)
     for task in list(chosen):
         try:
-            vlm.processor.prompt(draw(0, task, grammar).messages())
+            asked = vlm.processor.prompt(draw(0, task, grammar).messages())
+            vlm.target.family.limits.check(len(asked.ids) + WORLD[task].longest)
         except InputError as problem:
             if tasks:
                 raise

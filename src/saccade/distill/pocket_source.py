@@ -21,14 +21,14 @@ MEDIA = "media"
 
 
 def tasks_of(source: str, grammar: str) -> list[str]:
-    """The tasks that ``pocket:TASK,TASK`` names; ``pocket:all`` are all that drafters learn from (no stories).
+    """The tasks that ``pocket:TASK,TASK`` names; ``pocket:all`` are all that the built-in drafters have learnt.
 
     Raises:
         InputError: a task or its grammar does not exist.
     """
     named = [name.strip() for name in source.removeprefix(PREFIX).split(",") if name.strip()]
     tasks = (
-        [task for task in WORLD if task not in UNSEEN_BY_DRAFTS]
+        [task for task in WORLD if WORLD[task].share and task not in UNSEEN_BY_DRAFTS]
         if named == ["all"]
         else list(dict.fromkeys(named))
     )

@@ -1,7 +1,7 @@
 """Albums: five pictures of any kind, each to be captioned.
 
-Drafters are not trained on these. Unlike the fifth caption of a story, an album asks the target for no more than what it does
-with single pictures, so that its answers are worth drafting.
+Drafters are not trained on these. Unlike the fifth caption of a story, an album asks the target for no more than what
+it does with single pictures, so that its answers are worth drafting.
 """
 
 import re
@@ -96,5 +96,6 @@ register(
         },
         score=mark,
         share=0.0,
+        longest=384,
     ),
 )

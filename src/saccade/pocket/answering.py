@@ -3,10 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from saccade.pocket.sample import Sample
+from saccade.pocket.sample import WORLD, Sample
 from saccade.vlm import VLM
-
-LONGEST_ANSWER = 384
 
 
 def answer(
@@ -37,7 +35,7 @@ def answer(
         outputs = vlm.generate(
             [samples[i].messages() for i in chosen],
             seed=[seed + i for i in chosen],
-            max_new_tokens=LONGEST_ANSWER,
+            max_new_tokens=max(WORLD[samples[i].task].longest for i in chosen),
             **sampling,
         )
         for i, output in zip(chosen, outputs, strict=True):

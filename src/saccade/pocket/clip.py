@@ -64,7 +64,7 @@ def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | Non
 
 
 def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[Event]]:
-    """What happens to two or up to `most` shapes: their states before, between and after `wanted` events; the events."""
+    """What happens to two to `most` shapes: their states before, between and after `wanted` events; the events."""
     while True:
         things: list[Thing] = [{**thing, "there": True} for thing in scatter(rng, rng.randint(2, most))]
         if rng.random() < 0.4:

@@ -1,7 +1,7 @@
 """Prose: flowing descriptions in which a fact comes every sixth word, and all between can be said in many ways.
 
-Every sentence on a shape tells its place, size, colour and form once, in any order. Which words link them is a matter of
-taste: two models that know the picture equally well will often differ in these, and it does no harm.
+Every sentence on a shape tells its place, size, colour and form once, in any order. Which words link them is a matter
+of taste: two models that know the picture equally well will often differ in these, and it does no harm.
 """
 
 from random import Random
@@ -174,5 +174,6 @@ register(
         },
         score=mark,
         share=0.0,
+        longest=384,
     ),
 )

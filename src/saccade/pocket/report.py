@@ -1,8 +1,8 @@
 """Reports: answers that alternate long stretches without a choice with stretches of open description.
 
-A report has a fixed head and a fixed foot by its form, a text from the question word by word, and a numbered list of what
-the picture shows; between them stand remarks in flowing prose. Inside one stretch the next word is nearly as certain, or as
-uncertain, as the last one was.
+A report has a fixed head and a fixed foot by its form, a text from the question word by word, and a numbered list of
+what the picture shows; between them stand remarks in flowing prose. Inside one stretch the next word is nearly as
+certain, or as uncertain, as the last one was.
 """
 
 import re
@@ -121,7 +121,10 @@ def _remark(rng: Random, item: Item) -> str:
 def _plain_remark(item: Item) -> str:
     if "word" not in item:
         return plainly_on_shape(item)
-    return f"On the receipt there is something to be read, and it is {item['word']}, and its price is {NUMBERS[item['price']]}."
+    price = NUMBERS[item["price"]]
+    return (
+        f"On the receipt there is something to be read, and it is {item['word']}, and its price is {price}."
+    )
 
 
 def _written(facts: Facts, remarks: list[str]) -> str:
@@ -190,5 +193,6 @@ register(
         },
         score=mark,
         share=0.0,
+        longest=384,
     ),
 )

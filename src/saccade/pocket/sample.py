@@ -116,8 +116,10 @@ class Grammar:
 class Task:
     """A kind of picture: how to draw it, how to talk about it and how to mark an answer.
 
-    `share` is its part of the training mixture, relative to the other tasks. `decisive` finds the words of an
-    answer that its few words of verdict are (yes, no, a letter, a total): training weighs them more.
+    `share` is its part of the mixture that training begins with, relative to the other tasks; 0 for what only the last
+    stages have (`saccade.pocket.train.mixtures`). `decisive` finds the words of an
+    answer that its few words of verdict are (yes, no, a letter, a total): training weighs them more. `longest` is the
+    number of tokens after which an answer is cut off.
     """
 
     paint: Callable[[Random], Picture | Media]
@@ -125,6 +127,7 @@ class Task:
     score: Callable[[str, Facts], dict[str, float]]
     share: float
     decisive: str | None = None
+    longest: int = 192
 
 
 WORLD: dict[str, Task] = {}

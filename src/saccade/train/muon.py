@@ -23,7 +23,7 @@ def _turned(update: Tensor, coefficients: tuple[float, float, float], steps: int
 
 
 class WideMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, its matrices turned in float32; same settings and state."""
+    """`torch.optim.Muon` with rates matched to AdamW's, its matrices turned in float32; same settings and state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """Stage 5: what the target itself says about fresh pictures, for the draft to learn from."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -8,10 +9,11 @@ import torch
 
 import saccade
 from saccade.pocket.answering import answer
-from saccade.pocket.sample import WORLD, Sample, draw
-from saccade.pocket.train.batches import FIRST_TRAINING_SEED, UNSEEN_BY_DRAFTS
+from saccade.pocket.sample import Sample, draw
+from saccade.pocket.train.batches import FIRST_TRAINING_SEED
 from saccade.pocket.train.chat import SPECIAL_TOKENS
 from saccade.pocket.train.files import save
+from saccade.pocket.train.mixtures import DRAFTING
 from saccade.pocket.train.recipe import Recipe
 
 _CHUNK = 128
@@ -31,10 +33,9 @@ class Answered:
         return draw(self.seed, self.task, self.grammar)
 
 
-def _plan(recipe: Recipe) -> list[tuple[int, str, str, float]]:
+def _plan(recipe: Recipe, shares: Mapping[str, float]) -> list[tuple[int, str, str, float]]:
     """(seed, task, grammar, temperature) of every answer: half greedy, half at temperature 1."""
     rng = Random(f"answers/{recipe.seed}")
-    shares = {name: task.share for name, task in WORLD.items() if name not in UNSEEN_BY_DRAFTS}
     plan = []
     for temperature in (0.0, 1.0):
         for task in rng.choices(list(shares), list(shares.values()), k=recipe.answers // 2):
@@ -43,10 +44,12 @@ def _plan(recipe: Recipe) -> list[tuple[int, str, str, float]]:
     return plan
 
 
-def target_answers(recipe: Recipe, target: Path, drafter: Path, folder: Path) -> list[Answered]:
+def target_answers(
+    recipe: Recipe, target: Path, drafter: Path, folder: Path, shares: Mapping[str, float] = DRAFTING
+) -> list[Answered]:
     """What the target says, with a drafter to say it sooner; on from the file that an earlier run left."""
     path = folder / "answers.pt"
-    plan = _plan(recipe)
+    plan = _plan(recipe, shares)
     rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
     if len(rows) < len(plan):
         place = "cuda" if torch.cuda.is_available() else None

@@ -1,6 +1,6 @@
 """Stages 5 and 7: a small model on the target's tower learns the world, then to answer as the target does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -9,20 +9,21 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from saccade.pocket.sample import WORLD, Sample
+from saccade.pocket.sample import Sample
 from saccade.pocket.train.alignment import align_projector
 from saccade.pocket.train.answers import Answered
 from saccade.pocket.train.attention import choose_attention
-from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS, Batch, batch_of, length_of, sorted_batch
+from saccade.pocket.train.batches import Batch, batch_of, length_of, sorted_batch
 from saccade.pocket.train.language import padded_vocabulary, true_answers
 from saccade.pocket.train.loop import train
+from saccade.pocket.train.mixtures import DRAFTING
 from saccade.pocket.train.models import PocketModel, build, loss_of
-from saccade.train.precision import fast_products
 from saccade.pocket.train.recipe import Recipe, Schedule
+from saccade.pocket.train.thinning import thinned
 from saccade.pocket.train.tokens import content_weights
+from saccade.train.precision import fast_products
 
 _BLIND_EVERY = 3  # every third batch has no picture, so that the draft is of use without one too
-_SHARES = {name: task.share for name, task in WORLD.items() if name not in UNSEEN_BY_DRAFTS}
 
 
 def _seeing(number: int, samples: Sequence[Sample]) -> bool:
@@ -31,27 +32,40 @@ def _seeing(number: int, samples: Sequence[Sample]) -> bool:
     return not several and number % _BLIND_EVERY != 0
 
 
-def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, number: int) -> Batch:
-    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, _SHARES)
+def _batch(
+    name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, shares: Mapping[str, float], number: int
+) -> Batch:
+    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, shares)
     return true_answers(tokenizer, samples, _seeing(number, samples), schedule.tiled_at(number))
 
 
 def _following(
-    seed: int, schedule: Schedule, tokenizer: Tokenizer, order: list[Answered], number: int
+    seed: int,
+    schedule: Schedule,
+    tokenizer: Tokenizer,
+    order: list[Answered],
+    shares: Mapping[str, float],
+    number: int,
 ) -> Batch:
     """Every second group of batches of the target's answers, the others of ground truth."""
     if number // _BLIND_EVERY % 2 == 0:
-        return _batch("follow", seed, schedule, tokenizer, number)
+        return _batch("follow", seed, schedule, tokenizer, shares, number)
     start = Random(f"follow/{seed}/{number}").randrange(max(1, len(order) - schedule.batch + 1))
     rows = order[start : start + schedule.batch]
-    samples = [row.sample() for row in rows]
+    rng = Random(f"thinned/{seed}/{number}")
+    samples = [thinned(rng, row.sample()) for row in rows]
     return batch_of(tokenizer, samples, [row.ids for row in rows], _seeing(number, samples))
 
 
 def train_draft(
-    recipe: Recipe, tokenizer: Tokenizer, tower: dict[str, Tensor], folder: Path, device: torch.device
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    tower: dict[str, Tensor],
+    folder: Path,
+    device: torch.device,
+    shares: Mapping[str, float] = DRAFTING,
 ) -> tuple[PocketModel, float]:
-    """The draft VLM, learnt from ground truth, and the minutes that it took."""
+    """The draft VLM, learnt from ground truth in a mixture of tasks, and the minutes that it took."""
     torch.manual_seed(recipe.seed)
     model = build(recipe.draft, recipe.tower, padded_vocabulary(tokenizer)).to(device)
     model.model.vision_tower.load_state_dict(tower)
@@ -65,12 +79,17 @@ def train_draft(
         with fast_products(device):
             return loss_of(model, batch, token_weights=weights)
 
-    make = partial(_batch, "draft", recipe.seed, schedule, tokenizer)
+    make = partial(_batch, "draft", recipe.seed, schedule, tokenizer, shares)
     return model, train("draft", model, make, weighted, schedule, folder, recipe.checkpoint_seconds)
 
 
 def train_follower(
-    recipe: Recipe, tokenizer: Tokenizer, draft: PocketModel, answered: list[Answered], folder: Path
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    draft: PocketModel,
+    answered: list[Answered],
+    folder: Path,
+    shares: Mapping[str, float] = DRAFTING,
 ) -> float:
     """Train the draft on, every second batch on answers of the target; returns the minutes."""
     schedule = recipe.follow_schedule
@@ -81,5 +100,5 @@ def train_follower(
             return loss_of(draft, batch)
 
     draft.model.vision_tower.requires_grad_(False)
-    make = partial(_following, recipe.seed, schedule, tokenizer, order)
+    make = partial(_following, recipe.seed, schedule, tokenizer, order, shares)
     return train("follow", draft, make, unweighted, schedule, folder, recipe.checkpoint_seconds)

@@ -18,56 +18,13 @@ from saccade.pocket.train.drill import drills
 from saccade.pocket.train.growth import grow
 from saccade.pocket.train.lessons import Lessons, taught
 from saccade.pocket.train.loop import train
+from saccade.pocket.train.mixtures import COMPARING, REFINING
 from saccade.pocket.train.models import PocketModel, build, loss_of
-from saccade.train.precision import fast_products
 from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule
 from saccade.pocket.train.thinning import thinned
 from saccade.pocket.train.tokens import content_weights
+from saccade.train.precision import fast_products
 
-_COMPARING = {
-    "difference": 0.3,
-    "edit": 0.25,
-    "video": 0.3,
-    "video-question": 0.12,
-    "choice": 0.12,
-    "count": 0.2,
-    "existence": 0.2,
-    "line": 0.1,
-    "story": 0.1,
-    "vet": 0.08,
-    "scene": 0.08,
-    "receipt": 0.1,
-    "arithmetic": 0.1,
-    "knowledge": 0.06,
-    "followup": 0.05,
-}
-"""The mixture of the stage before the last: what is told by looking at two places at once, and words alone."""
-_HARD = {
-    "chart": 0.25,
-    "receipt": 0.6,
-    "scene": 0.3,
-    "document": 0.3,
-    "line": 0.06,
-    "caption": 0.06,
-    "count": 1.6,
-    "existence": 0.25,
-    "vet": 0.1,
-    "detail": 0.12,
-    "followup": 0.08,
-    "difference": 0.2,
-    "edit": 0.2,
-    "story": 0.14,
-    "video": 0.9,
-    "video-question": 0.2,
-    "choice": 0.12,
-    "arithmetic": 0.08,
-    "knowledge": 0.08,
-    "prose": 1.3,
-    "report": 1.6,
-    "long-video": 1.1,
-    "album": 0.5,
-}
-"""The mixture of the last stage: more of what a few hours teach last, to compare and to count, and all that is long."""
 _LESSONS = "lessons"
 _CHECKED = 8  # samples of every task that the held-out loss is measured on
 
@@ -179,9 +136,9 @@ def train_deep(
 
 def train_comparing(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:
     """Train the target on with what asks for comparing; returns the minutes."""
-    return _train_stage("compare", target, tokenizer, recipe, recipe.compare_schedule, folder, _COMPARING)
+    return _train_stage("compare", target, tokenizer, recipe, recipe.compare_schedule, folder, COMPARING)
 
 
 def train_refined(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:
     """Train the target on with more of what is hard; returns the minutes."""
-    return _train_stage("refine", target, tokenizer, recipe, recipe.refine_schedule, folder, _HARD)
+    return _train_stage("refine", target, tokenizer, recipe, recipe.refine_schedule, folder, REFINING)

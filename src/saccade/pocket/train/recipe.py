@@ -1,6 +1,7 @@
 """The numbers of a training run: model shapes, steps per stage, sample counts."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,20 @@ class Recipe:
     answers: int = 3_000
     evaluation_samples: int = 1000
     checkpoint_seconds: float = 120.0
+
+    def with_steps(self, stage: str, steps: int) -> "Recipe":
+        """The same run with other steps in one stage.
+
+        Raises:
+            ValueError: the stage takes no steps.
+        """
+        name = f"{stage}_schedule"
+        if name not in vars(self):
+            known = [known.removesuffix("_schedule") for known in vars(self) if known.endswith("_schedule")]
+            raise ValueError(f"The stage {stage!r} takes no steps; choose from {', '.join(known)}.")
+        schedule: Schedule = getattr(self, name)
+        changed: dict[str, Any] = {name: replace(schedule, steps=steps)}
+        return replace(self, **changed)
 
     def scaled(self, steps: float = 1.0, batches: int = 1) -> "Recipe":
         """The same run with the steps and the batches of every stage multiplied."""

@@ -9,14 +9,15 @@ import torch
 from tokenizers import Tokenizer
 
 from saccade.errors import TrainingError
-from saccade.train import precision
 from saccade.pocket.train.answers import target_answers
 from saccade.pocket.train.beginnings import LEARNT_BEFORE, from_nothing, from_pair, pair_digest
-from saccade.pocket.train.draft import train_follower
+from saccade.pocket.train.draft import train_draft, train_follower
 from saccade.pocket.train.export import Provenance, export, write_folder
+from saccade.pocket.train.mixtures import SINGLE_PICTURES
+from saccade.pocket.train.models import PocketModel
 from saccade.pocket.train.recipe import Recipe
 from saccade.pocket.train.tokens import train_tokenizer
-from saccade.train import folders
+from saccade.train import folders, precision
 from saccade.train.checkpoint import differences
 
 STAGES = (
@@ -31,6 +32,8 @@ STAGES = (
     "follow",
     "export",
 )
+SINGLE_STAGES = ("tokenizer", "draft", "answers", "follow", "export")
+"""Those of a second draft for a pair's target (`run_single`)."""
 _FREE = ("checkpoint_seconds", "evaluation_samples")  # settings that no weight depends on
 _SPEAKER, _GUESSER = "answering", "guessing"  # folders of the target and the draft that have no card yet
 
@@ -119,3 +122,45 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
     how = f"{begun.target_story}."
     provenance = Provenance("Pocket target", how, hardware)
     export(target, tokenizer, folder / "target", recipe, provenance, folder / "draft")
+
+
+def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]) -> None:
+    """Train a second draft for the target of a pair: one from nothing that sees no video and no several pictures, ever.
+
+    Prompts of five pictures are then out of its range, as they are for drafters trained on single pictures alone
+    (TABED, section 4). It ends up in `folder / "draft"`; the target stays as it is.
+
+    Raises:
+        TrainingError: the folder holds stage files of another recipe or pair, or there is no such stage.
+    """
+    if until not in SINGLE_STAGES:
+        raise TrainingError(
+            f"A draft of single pictures has no stage {until!r}; choose from {', '.join(SINGLE_STAGES)}."
+        )
+    digest = pair_digest(pair)
+    folder.mkdir(parents=True, exist_ok=True)
+    _hold(recipe, folder, f"single pictures, {digest}")
+    recipe = replace(recipe, seed=int(digest, 16))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hardware = precision.told(device)
+    print(f"[train] on {hardware}", flush=True)
+    tokenizer = _tokenizer(recipe, folder, pair)
+    if until == "tokenizer":
+        return
+    tower = PocketModel.from_pretrained(pair / "target", dtype=torch.float32).model.vision_tower.state_dict()
+    draft, first = train_draft(recipe, tokenizer, tower, folder, device, SINGLE_PICTURES)
+    if until == "draft":
+        return
+    answered = target_answers(recipe, pair / "target", pair / "draft", folder, SINGLE_PICTURES)
+    if until == "answers":
+        return
+    then = train_follower(recipe, tokenizer, draft, answered, folder, SINGLE_PICTURES)
+    if until == "follow":
+        return
+    how = (
+        f"on the target's tower, frozen, and on single pictures alone: {first:.0f} min on ground truth, every third "
+        f"batch without its pictures; then {then:.0f} min with half of the batches from {len(answered)} answers of "
+        "the target (half greedy, half at temperature 1)."
+    )
+    provenance = Provenance("Pocket draft of single pictures", how, hardware)
+    export(draft, tokenizer, folder / "draft", recipe, provenance)

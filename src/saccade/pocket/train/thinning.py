@@ -1,8 +1,8 @@
 """Long videos for training: most of the frames in which nothing happens are left out, and their places with them.
 
-A prompt of thousands of tokens costs as much as thirty pictures. What it asks for beyond a short one is to look across distances
-that positions make, so the tokens of the frames that stay keep the positions that they have in the whole video (positional
-skip-wise training, as PoSE, arXiv:2309.10400, does with text). Every few long videos are shown whole.
+A prompt of thousands of tokens costs as much as thirty pictures. What it asks for beyond a short one is to look across
+the distances between positions, so the tokens of the frames that stay keep the positions that they have in the whole
+video (positional skip-wise training, as PoSE, arXiv:2309.10400, does with text). Every few long videos are shown whole.
 """
 
 from collections.abc import Sequence

@@ -12,8 +12,8 @@ from saccade.pocket.labels import LABEL_CLASSES
 from saccade.pocket.train.batches import labelled_samples, labels, pixels
 from saccade.pocket.train.loop import train
 from saccade.pocket.train.models import tower_config
-from saccade.train.precision import fast_products
 from saccade.pocket.train.recipe import Recipe
+from saccade.train.precision import fast_products
 
 
 class PatchNamer(nn.Module):

@@ -1,0 +1,65 @@
+"""Muon in float32: the update of PyTorch's own, which rounds its products to bfloat16."""
+
+import pytest
+import torch
+from torch import nn
+
+from saccade.train import optimiser, precision
+from saccade.train.muon import WideMuon
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.02, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def _matrices() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(0.1 * torch.randn(shape)) for shape in ((16, 40), (40, 16), (24, 24))]
+
+
+def test_it_moves_matrices_as_pytorchs_own_does_but_for_rounding() -> None:
+    before, theirs, ours = _matrices(), _matrices(), _matrices()
+    made = torch.optim.Muon(theirs, **SETTINGS), WideMuon(ours, **SETTINGS)
+    for _ in range(4):
+        for one, other in zip(theirs, ours, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for muon in made:
+            muon.step()
+    for old, one, other in zip(before, theirs, ours, strict=True):
+        moved = (one - old).norm()
+        assert moved > 0.1
+        assert (one - other).norm() < 0.03 * moved
+    theirs_state, ours_state = (muon.state_dict() for muon in made)
+    assert theirs_state["param_groups"] == ours_state["param_groups"]
+    for key, state in theirs_state["state"].items():
+        torch.testing.assert_close(state["momentum_buffer"], ours_state["state"][key]["momentum_buffer"])
+
+
+def test_matrices_without_a_gradient_stay_where_they_are() -> None:
+    (idle, *_), muon = (matrices := _matrices()), WideMuon(matrices, **SETTINGS)
+    before = idle.clone()
+    muon.step()
+    assert torch.equal(idle, before)
+
+
+def test_what_it_does_not_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes no closure"):
+        WideMuon(_matrices(), **SETTINGS).step(lambda: 0.0)
+    with pytest.raises(ValueError, match="matched to AdamW's here, not 'original'"):
+        WideMuon(_matrices(), lr=0.1, adjust_lr_fn="original").step()
+
+
+@pytest.mark.parametrize(("multiplies", "kind"), [(True, torch.optim.Muon), (False, WideMuon)])
+def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
+    monkeypatch: pytest.MonkeyPatch, multiplies: bool, kind: type
+) -> None:
+    monkeypatch.setattr(precision, "_multiplies_bfloat16", lambda: multiplies)
+    made = optimiser.muon_and_adamw(_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
+    assert type(made[0]) is kind
+    here = torch.device("cpu")
+    with precision.fast_products(here):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == (torch.bfloat16 if multiplies else torch.float32)
+    threads = torch.get_num_threads()
+    count = f"{threads} CPU thread{'' if threads == 1 else 's'}"
+    assert precision.told(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
+    assert precision.dtype_for(torch.device("cuda")) == torch.bfloat16
