@@ -194,11 +194,11 @@ def _kill_at(folder: Path, stage: str) -> None:
 def test_a_twice_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     unbroken = _train(whole)
-    unbroken.communicate(timeout=200)
+    unbroken.communicate(timeout=400)
     for stage in ("shallow", "follow"):
         _kill_at(broken, stage)
     finisher = _train(broken)
-    printed, _ = finisher.communicate(timeout=200)
+    printed, _ = finisher.communicate(timeout=400)
     assert finisher.returncode == unbroken.returncode == 0
     assert "[follow] resumed at step" in printed
     assert "[tower] step" not in printed

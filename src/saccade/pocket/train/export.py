@@ -79,7 +79,8 @@ def card(folder: Path, recipe: Recipe, provenance: Provenance, drafter: Path | N
     """
     place = "cuda" if torch.cuda.is_available() else None
     vlm = saccade.load(folder, drafter, method="chain" if drafter else "plain", device_map=place)
-    rows = measure(vlm, list(WORLD), recipe.evaluation_samples, progress=_say)
+    tasks = list(recipe.evaluation_tasks or WORLD)
+    rows = measure(vlm, tasks, recipe.evaluation_samples, progress=_say)
     model = vlm.target.model
     text, vision = model.config.text_config, model.config.vision_config
     return _CARD.format(

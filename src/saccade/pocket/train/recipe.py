@@ -75,7 +75,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a run depends on."""
+    """Everything that a run depends on; `evaluation_tasks` are those on its cards, None for all."""
 
     seed: int = 7
     vocabulary: int = 1024
@@ -127,6 +127,7 @@ class Recipe:
     follow_schedule: Schedule = Schedule(steps=800, batch=32, rate=1.5e-3, warmup=20)
     answers: int = 3_000
     evaluation_samples: int = 1000
+    evaluation_tasks: tuple[str, ...] | None = None
     checkpoint_seconds: float = 120.0
 
     def with_steps(self, stage: str, steps: int) -> "Recipe":
@@ -175,5 +176,6 @@ def quick_recipe() -> Recipe:
         follow_schedule=toy,
         answers=16,
         evaluation_samples=2,
+        evaluation_tasks=("scene", "prose", "video"),
         checkpoint_seconds=0.0,
     )

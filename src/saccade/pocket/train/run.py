@@ -34,7 +34,7 @@ STAGES = (
 )
 SINGLE_STAGES = ("tokenizer", "draft", "answers", "follow", "export")
 """Those of a second draft for a pair's target (`run_single`)."""
-_FREE = ("checkpoint_seconds", "evaluation_samples")  # settings that no weight depends on
+_FREE = ("checkpoint_seconds", "evaluation_samples", "evaluation_tasks")  # settings that no weight depends on
 _SPEAKER, _GUESSER = "answering", "guessing"  # folders of the target and the draft that have no card yet
 
 
@@ -95,10 +95,10 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
         recipe = replace(recipe, seed=int(start, 16))  # not the samples that the pair has seen
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hardware = precision.told(device)
-    print(f"[train] on {hardware}", flush=True)
     tokenizer = _tokenizer(recipe, folder, pair)
     if until == "tokenizer":
         return
+    print(f"[train] on {hardware}", flush=True)
     if pair is None:
         begun = from_nothing(recipe, tokenizer, folder, device, until)
     else:
@@ -143,10 +143,10 @@ def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]
     recipe = replace(recipe, seed=int(digest, 16))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hardware = precision.told(device)
-    print(f"[train] on {hardware}", flush=True)
     tokenizer = _tokenizer(recipe, folder, pair)
     if until == "tokenizer":
         return
+    print(f"[train] on {hardware}", flush=True)
     tower = PocketModel.from_pretrained(pair / "target", dtype=torch.float32).model.vision_tower.state_dict()
     draft, first = train_draft(recipe, tokenizer, tower, folder, device, SINGLE_PICTURES)
     if until == "draft":
