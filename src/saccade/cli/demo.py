@@ -51,7 +51,8 @@ def demo(
 
     if repeats < 1:
         raise InputError(f"--repeats must be at least 1, not {repeats}.")
-    tasks = sorted(name for name in WORLD if _shows_one_picture(draw(0, name)))
+    learnt = (name for name in WORLD if WORLD[name].share)  # by the built-in pair
+    tasks = sorted(name for name in learnt if _shows_one_picture(draw(0, name)))
     if task is not None and task not in tasks:
         raise InputError(f"There is no task {task!r} of one picture; choose one of {', '.join(tasks)}.")
     seed = random.randrange(FRESH) if seed is None else seed
