@@ -63,3 +63,18 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     count = f"{threads} CPU thread{'' if threads == 1 else 's'}"
     assert precision.told(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
     assert precision.dtype_for(torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx512_bf16": True, "amx_bf16": False}, True),
+        ({"neon": True, "bf16": True}, True),
+    ],
+)
+def test_avx512_alone_does_not_multiply_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, bool], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
+    assert precision._multiplies_bfloat16() is expected

@@ -10,9 +10,11 @@ import torch
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this machine's CPU has matrix instructions for bfloat16 (AVX512-BF16, AMX; on ARM, BF16)."""
-    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in questions)
+    """Whether this machine's CPU has instructions for products in bfloat16 (AVX512-BF16, AMX, ARM's BF16)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        return any(has for name, has in capabilities().items() if "bf16" in name)
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
