@@ -28,7 +28,7 @@ from saccade.draft.static import Chain
 from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.batch import split
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from spans import Spans
 

@@ -11,7 +11,7 @@ from clock import Clock
 from saccade import timing
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.static import _StaticGrowth
-from saccade.row import Row
+from saccade.engine import Row
 from saccade.target.adapter import Target
 from saccade.target.cache import SlotCache
 from saccade.target.context import Context

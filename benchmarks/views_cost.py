@@ -27,7 +27,7 @@ from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.batch import split
 from saccade.inputs.processor import InputProcessor
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 COST, SEARCH = 1.15, 0.02

@@ -17,7 +17,7 @@ from saccade.engine import Engine
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
-from saccade.session import Request
+from saccade.engine import Request
 
 CONTEXT, TURN = 48, 40
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}

@@ -23,7 +23,7 @@ from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.processors import stateless
-from saccade.session import Request, Session
+from saccade.engine import Request, RunningBatch
 from saccade.target.adapter import Target
 
 CASE = FAMILIES["llama"]
@@ -69,7 +69,7 @@ def run(method: str, asked: Sequence[Request] | None = None, n: int = NEW, **opt
     return engine(method).generate(asked or requests(), max_new_tokens=n, **options)
 
 
-def start(under_test: Engine, session: Session | None = None, **options: Any) -> Run:
+def start(under_test: Engine, session: RunningBatch | None = None, **options: Any) -> Run:
     decoding = plan(under_test.target, prompts(), max_new_tokens=NEW, **options)
     return under_test.start(requests(), decoding, session)
 

@@ -30,7 +30,7 @@ from saccade.errors import InputError
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import StatefulProcessor, stateless
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 CASE = FAMILIES["llama"]

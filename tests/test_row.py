@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from saccade.generation import RowPlan
 from saccade.output import Mark
-from saccade.row import Row
+from saccade.engine import Row
 
 PROMPT = [3, 1]
 

@@ -26,7 +26,7 @@ from saccade.engine import Engine
 from saccade.errors import InputError, ModelError
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt
-from saccade.session import Request
+from saccade.engine import Request
 
 GLM = _vision_language_model(
     "glm4v",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["eos", "stop", "length", "interrupted"]
+FinishReason = Literal["eos", "stop", "length", "interrupted", "cancelled", "error"]
 Mark = Literal["target", "draft", "loose", "shifted"]
 """How a token came to be: the target's own (first token, correction or bonus), or drafted and accepted; by lossy
 rules also drafted and loosely accepted, for what it says or because the target's token stood nearby."""
@@ -53,24 +53,31 @@ class Stats:
     Attributes:
         prompt_tokens: of the target's prompt.
         reused_tokens: of them, taken from an earlier turn's KV cache.
-        new_tokens: emitted, the first one (which prefill gives) included.
+        new_tokens: emitted, those that prefill gives included.
+        prefill_tokens: of them, emitted by the pass that ended the prompt: the first one, and the guesses that were
+            verified in that pass.
         target_passes: verification passes, prefill not counted.
         drafted_tokens: nodes that were verified.
         accepted_tokens: drafted tokens that were emitted.
         loosened_tokens: of them, those that a lossy rule let pass where the target would have said another.
         accepted_histogram: entry a counts the passes in which a drafted tokens were accepted, those behind the
             end of the output included, which `block_efficiency` leaves out.
+        queue_seconds: from the request to its admission.
+        first_token_seconds: from the request to its first token; 0 before it.
         times: of the run.
     """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
     new_tokens: int = 0
+    prefill_tokens: int = 0
     target_passes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     loosened_tokens: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
     times: Times = field(default_factory=Times)
 
     @property
@@ -82,9 +89,14 @@ class Stats:
     def block_efficiency(self) -> float:
         """Tokens emitted per verification pass, the target's own included (TABED's, HiViS's and DREAM's tau).
 
-        The first token is left out, which prefill gives; 0 without passes.
+        What prefill gives is left out; 0 without passes.
         """
-        return (self.new_tokens - 1) / self.target_passes if self.target_passes else 0.0
+        return self.decoded_tokens / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens emitted after prefill."""
+        return max(self.new_tokens - self.prefill_tokens, 0)
 
     @property
     def acceptance_by_depth(self) -> list[float]:

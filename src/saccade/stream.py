@@ -10,7 +10,7 @@ import torch
 
 from saccade.engine import Run
 from saccade.output import Mark, Output, TreeTrace
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.text import Detokenizer, text_of
 
 

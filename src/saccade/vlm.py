@@ -12,10 +12,12 @@ import torch
 
 from saccade import builtin, drafters, methods
 from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
+from saccade.batch import Batch
 from saccade.chat import Chat
 from saccade.compositions import Parts
 from saccade.draft.heads.head import Head
 from saccade.drafters import Heads
+from saccade.engine.batch import PREFILL_CHUNK
 from saccade.errors import InputError
 from saccade.generation import plan
 from saccade.inputs.families import visual_ids
@@ -33,9 +35,10 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
-from saccade.session import Request, Session
+from saccade.engine import Request, RunningBatch
 from saccade.stream import Stream
 from saccade.target.adapter import Target
+from saccade.target.media import MEDIA_BYTES
 
 
 def load(
@@ -210,7 +213,7 @@ class VLM:
         videos: Sequence[Any] = (),
         *,
         seed: int | Sequence[int] | None = None,
-        session: Session | None = None,
+        session: RunningBatch | None = None,
         streamer: Any = None,
         trace: bool = False,
         num_frames: int | None = None,
@@ -244,6 +247,25 @@ class VLM:
         )
         run = self.engine.start(requests, decoding, session, trace)
         return Stream(run, self.processor.tokenizer, batch, streamer, requests)
+
+    def batch(
+        self,
+        max_rows: int = 8,
+        kv_memory: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        media_cache: int = MEDIA_BYTES,
+        trace: bool = False,
+    ) -> Batch:
+        """A running batch: requests join and leave between steps, each with its own options.
+
+        Args:
+            max_rows: requests that run at once; further ones wait in order.
+            kv_memory: bytes of keys and values of target and draft model; by default half of what is free.
+            prefill_chunk: prompt tokens that a step reads beside the others' answers; images are never cut.
+            media_cache: bytes of features of pictures and videos that are kept by digest.
+            trace: let every chunk carry the tree that was verified.
+        """
+        return Batch(self, max_rows, kv_memory, prefill_chunk, media_cache, trace)
 
     def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:
         """The same loaded models with another method.

@@ -15,7 +15,7 @@ from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 POLICIES: dict[str, Any] = {

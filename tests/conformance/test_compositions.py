@@ -15,7 +15,7 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.pruned import PrunedDrafter
 from saccade.methods import build, is_lossless, options
 from saccade.options import HEAD_KINDS, RULES, TREES
-from saccade.session import Request
+from saccade.engine import Request
 
 TREE_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 3},

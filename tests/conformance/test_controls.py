@@ -16,7 +16,7 @@ from harness import POLICIES, draft, prompts, tokens
 from families import FAMILIES, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.target.cache import SlotCache
 from saccade.target.masks import MaskPlan

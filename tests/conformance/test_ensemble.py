@@ -35,7 +35,7 @@ from saccade.draft.width import WidthTree
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

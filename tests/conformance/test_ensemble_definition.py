@@ -23,7 +23,7 @@ from saccade.draft.weights import ERROR_FLOOR, Grid, InverseError, Weighting
 from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 NAME, GAMMA, NEW = "llava", 3, 17

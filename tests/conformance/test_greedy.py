@@ -10,7 +10,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 # Every family's first kind (an image, or text) for one row and for three; of the other kinds one row is slow.

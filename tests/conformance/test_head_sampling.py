@@ -17,7 +17,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 BATCHES = 3

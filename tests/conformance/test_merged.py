@@ -22,7 +22,7 @@ from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

@@ -14,7 +14,7 @@ from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine,
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.engine import Engine
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 NEW = 32

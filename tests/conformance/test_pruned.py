@@ -15,7 +15,7 @@ from saccade.draft.pruning import Pruning
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain
 from saccade.engine import Engine
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.context import Context
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")

@@ -31,7 +31,7 @@ from saccade.draft.views import Multimodal, TextOnly
 from saccade.draft.width import WidthTree
 from saccade.engine import Engine
 from saccade.output import Output
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.verify.lvspec import RandomLoosening
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict

@@ -27,7 +27,7 @@ from saccade.draft.sage import SageShaping, SageTree
 from saccade.draft.sampling import TopProposer
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

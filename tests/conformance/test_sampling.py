@@ -18,7 +18,7 @@ from saccade.draft.sampling import DrawProposer, TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify import sampling
 from saccade.verify.sampling import Sampling

@@ -8,7 +8,7 @@ import pytest
 from harness import METHODS, POLICIES, engine, prompts, tokens
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES, Inputs, pristine, reference_greedy
-from saccade.session import Request
+from saccade.engine import Request
 
 FIRST, SECOND = 24, 40
 

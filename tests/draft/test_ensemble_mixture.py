@@ -28,7 +28,7 @@ from saccade.draft.weights import Grid
 from saccade.draft.width import WidthTree
 from saccade.engine import Engine
 from saccade.inputs.batch import split
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.rule import Verdict, path_to
 

@@ -22,7 +22,7 @@ from saccade.draft.sage import SageShaping, SageTree
 from saccade.draft.views import Multimodal, TextOnly
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 NAME, NEW = "llama", 40

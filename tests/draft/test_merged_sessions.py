@@ -16,7 +16,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 NAME = "llama"

@@ -15,7 +15,7 @@ from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, branches_of
 from saccade.hf import speculate
 from saccade.methods import build
-from saccade.session import Request
+from saccade.engine import Request
 
 IMAGES = [picture(3)]
 QUESTION = "What is it, and what was it?"

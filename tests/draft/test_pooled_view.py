@@ -23,7 +23,7 @@ from saccade.engine import Engine
 from saccade.errors import MethodError
 from saccade.inputs.batch import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.target.features import Hidden
 

@@ -21,7 +21,7 @@ from saccade.engine import Engine
 from saccade.errors import ModelError
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 

@@ -13,7 +13,7 @@ from saccade.draft.dynamic import DynamicTree
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine
 from saccade.inputs.batch import split
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 accelerate = pytest.importorskip("accelerate", reason="device_map needs accelerate")

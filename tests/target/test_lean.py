@@ -13,7 +13,7 @@ from families import FAMILIES
 from saccade.engine import Engine
 from saccade.generation import plan
 from saccade.inputs.batch import split
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target import lean as lean_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context

@@ -23,7 +23,7 @@ from saccade.engine import Engine
 from saccade.errors import InputError
 from saccade.grammar import Rollback, json_schema
 from saccade.inputs.batch import split
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing, RowProcessing
 

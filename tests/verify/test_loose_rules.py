@@ -19,7 +19,7 @@ from saccade.draft.tree import DraftTree
 from saccade.engine import Engine
 from saccade.errors import InputError
 from saccade.inputs.batch import split, visual_mask
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.verify.fly import FLy

@@ -19,7 +19,7 @@ from saccade.errors import InputError
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 CASE = FAMILIES["llama"]

@@ -21,7 +21,7 @@ from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing
 

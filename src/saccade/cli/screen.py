@@ -251,7 +251,7 @@ def summary(output: Output, method: str) -> str:
     if stats.reused_tokens:
         parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused")
     if stats.target_passes and times.decode > 0:
-        parts.append(f"{(stats.new_tokens - 1) / times.decode:.0f} tokens/s after prefill")
+        parts.append(f"{stats.decoded_tokens / times.decode:.0f} tokens/s after prefill")
         parts.append(f"block efficiency {stats.block_efficiency:.2f}")
     parts.append(f"method {method}" + ("" if output.lossless else " (lossy)"))
     parts.append(_ENDS[output.finish_reason])

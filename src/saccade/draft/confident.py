@@ -36,21 +36,19 @@ class ConfidentChain(Chain):
         if not 0 <= self.confidence <= 1:
             raise ValueError(f"confidence must be from 0 to 1, not {self.confidence}.")
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> ConfidentGrowth:
-        return ConfidentGrowth(self, roots, proposer, live)
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> ConfidentGrowth:
+        return ConfidentGrowth(self, roots, proposer)
 
 
 class ConfidentGrowth:
     """One step's chains."""
 
-    def __init__(
-        self, policy: ConfidentChain, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None
-    ) -> None:
+    def __init__(self, policy: ConfidentChain, roots: Tensor, proposer: Proposer) -> None:
         self._policy, self._proposer = policy, proposer
         self._tokens = [roots[:, None]]
         alive = torch.ones_like(roots, dtype=torch.bool)[:, None]
         self._valid = [alive]  # each [B, 1]; of the root first
-        self._going = alive if live is None or all(live) else torch.tensor(live, device=roots.device)[:, None]
+        self._going = alive
         self._q: list[Tensor] = []
 
     def expand(self, logits: Tensor) -> Frontier | None:
@@ -68,8 +66,7 @@ class ConfidentGrowth:
             # One host sync per guess: Kangaroo stops drafting when no row is confident any more, which saves forwards.
             if not self._going.any():
                 return None
-        allow = torch.ones(1, 1, depth, dtype=torch.bool, device=tokens.device)
-        return Frontier(self._tokens[-1], allow, depth)
+        return Frontier(self._tokens[-1], None, depth)
 
     def tree(self) -> DraftTree:
         tokens, valid = torch.cat(self._tokens, 1), torch.cat(self._valid, 1)

@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter, whatever it is made of."""
+"""Drafters: models, heads and look-ups that guess tokens for the target to verify."""
 
 from __future__ import annotations
 
@@ -11,49 +11,67 @@ from saccade.draft.policy import TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict
 
 
 class DraftSession(Protocol):
-    """A drafter at work on B rows.
+    """A drafter at work on rows that come and go; rows are numbered as in the target's context.
 
     Attributes:
-        reading_seconds: of the last `load`, the part spent on putting pictures into words; 0 for most drafters.
+        reading_seconds: of the last `load`, the part spent on captioning pictures; 0 for most drafters.
     """
 
     reading_seconds: float
 
-    def load(self, row: int, prompt: Prompt) -> None:
-        """Take in a row's prompt, which the target has just read; what it shares with the row's earlier content
-        may be reused."""
+    def reserve(self, row: int, capacity: int) -> None:
+        """Make room for ``capacity`` tokens of a row."""
         ...
 
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        """Guess on from the tokens that every row emitted since the last call.
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+        """Take in a row's prompt; what it shares with the row's earlier content may be reused.
 
         Args:
-            new: per row the emitted tokens, the last one being the root; empty for a finished row.
+            read: what the target has read of its own prompt; None where the drafter is `Drafter.early` and the target
+                has not read it yet. The prompt then lacks its last token, which comes as the first root.
         """
         ...
 
-    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        """What became of the last proposal, for drafters that adapt.
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
+        """Guess on from the tokens that some rows emitted since their last call.
+
+        Args:
+            new: per row the emitted tokens, at least one, the last being the root.
+            limit: depth behind which no guess of these rows can be emitted.
+
+        Returns:
+            One tree per row, in their order.
+        """
+        ...
+
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+    ) -> None:
+        """Take in the outcome of the last proposal for these rows.
 
         Args:
             tree: as proposed, on the target's device.
-            scores: ``[B, N, V]`` the target's processed logits after every node.
+            scores: ``[A, N, V]`` the target's processed logits after every node.
             verdict: how far every row went.
+            reading: what the target's forward gave, hidden states ``[A, N, d]`` included where asked for.
         """
         ...
 
-    def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens per row."""
+    def forget(self, row: int) -> None:
+        """Empty a row."""
         ...
 
 
 class Drafter(Protocol):
-    """What comes next, probably?"""
+    """Guesses continuations of the target's text."""
 
     @property
     def max_nodes(self) -> int:
@@ -75,12 +93,17 @@ class Drafter(Protocol):
         """Whether its children may be drawn from q when the rule samples."""
         ...
 
-    def open(self, batch: int, target: Context) -> DraftSession:
-        """Start on ``batch`` rows, without room yet.
+    @property
+    def early(self) -> bool:
+        """Whether it can guess before the target has read the prompt."""
+        ...
+
+    def open(self, rows: int, target: Context) -> DraftSession:
+        """Start on up to ``rows`` rows.
 
         Args:
-            target: the target's context of the session; a drafter that reads the target's hidden states says so
-                here (``target.hidden``).
+            target: the target's context; a drafter that reads hidden states, attention or embeddings of the target
+                asks for them here (``target.needs``).
         """
         ...
 
@@ -91,6 +114,8 @@ class TreeDrafter:
     Args:
         policy: which guesses are worth verifying.
     """
+
+    early = False
 
     def __init__(self, policy: TreePolicy) -> None:
         self.policy = policy

@@ -56,10 +56,10 @@ class DynamicTree:
     def open(self, batch: int, device: torch.device) -> DynamicTree:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         return _DynamicGrowth(self, roots)
 
-    def learn(self, verdict: Verdict) -> None:
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Its form follows the drafter alone."""
 
     def restart(self, row: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict
 
 
@@ -54,8 +55,12 @@ class PromptLookup:
     def draws(self) -> bool:
         return False
 
-    def open(self, batch: int, target: Context) -> LookupSession:
-        return LookupSession(self, batch)
+    @property
+    def early(self) -> bool:
+        return True
+
+    def open(self, rows: int, target: Context) -> LookupSession:
+        return LookupSession(self, rows)
 
 
 class LookupSession:
@@ -63,28 +68,34 @@ class LookupSession:
 
     reading_seconds = 0.0
 
-    def __init__(self, drafter: PromptLookup, batch: int) -> None:
+    def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter
-        self._ids: list[list[int]] = [[] for _ in range(batch)]
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(batch)]
+        self._ids: list[list[int]] = [[] for _ in range(rows)]
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
 
-    def grow(self, capacity: int) -> None:
-        """Nothing to do: lists grow by themselves."""
+    def reserve(self, row: int, capacity: int) -> None:
+        """Lists grow by themselves."""
 
-    def load(self, row: int, prompt: Prompt) -> None:
-        self._ids[row], self._ends[row] = [], {}
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+        self.forget(row)
         self._append(row, prompt.ids)
 
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        guesses = []
-        for row, tokens in enumerate(new):
-            self._append(row, tokens)
-            guesses.append(self._guess(row) if tokens else [])
-        roots = [ids[-1] if ids else 0 for ids in self._ids]
-        return chains(roots, guesses, self._drafter.device)
+    def forget(self, row: int) -> None:
+        self._ids[row], self._ends[row] = [], {}
 
-    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        """Nothing to learn: what was emitted comes with the next call."""
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
+        guesses = []
+        for row, tokens in zip(rows, new, strict=True):
+            self._append(row, tokens)
+            guesses.append(self._guess(row)[:limit])
+        return chains([tokens[-1] for tokens in new], guesses, self._drafter.device)
+
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+    ) -> None:
+        """What was emitted comes with the next call."""
 
     def _append(self, row: int, tokens: Sequence[int]) -> None:
         """Add tokens; n-grams are indexed one token late, so that the last one never matches itself."""

@@ -14,8 +14,9 @@ from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.selected import Merged
+from saccade.target.cache import on_device
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Piece, Reading
 from saccade.verify.rule import Verdict
 
 
@@ -29,13 +30,15 @@ class ModelDrafter(TreeDrafter):
             drafter's own when None.
     """
 
+    early = True
+
     def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
         super().__init__(policy)
         self.model = model
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
 
-    def open(self, batch: int, target: Context) -> ModelDraftSession:
-        return ModelDraftSession(self, batch)
+    def open(self, rows: int, target: Context) -> ModelDraftSession:
+        return ModelDraftSession(self, rows, target)
 
 
 class ModelDraftSession:
@@ -47,81 +50,103 @@ class ModelDraftSession:
 
     reading_seconds = 0.0
 
-    def __init__(self, drafter: ModelDrafter, batch: int) -> None:
+    def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter = drafter
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
-        self.context = Context(drafter.model, batch, 0)
-        self._shaping = drafter.policy.open(batch, drafter.model.device)
-        self._asked: list[Prompt | None] = [None] * batch
-        self._rows = torch.arange(batch, device=drafter.model.device)
+        self.context = Context(drafter.model, rows, target.media)
+        self._shaping = drafter.policy.open(rows, drafter.model.device)
+        self._asked: list[Prompt | None] = [None] * rows
         self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
-        self._causal: dict[int, tuple[Tensor, Tensor]] = {}
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
 
-    def grow(self, capacity: int) -> None:
-        self.context.cache.grow(capacity + self._slack)
+    def reserve(self, row: int, capacity: int) -> None:
+        self.context.cache.reserve(row, capacity + self._slack)
 
-    def load(self, row: int, prompt: Prompt) -> None:
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
         self.read(row, replace(prompt, ids=tuple(self._readable(prompt.ids))))
 
-    def read(
-        self, row: int, prompt: Prompt, dropped: Sequence[int] = (), merged: Merged | None = None
-    ) -> None:
-        """Make the row hold a prompt of readable ids; further arguments as in `Context.load`.
+    def read(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
+        """Make the row hold a prompt of readable ids; ``dropped`` as in `Context.read`.
 
         The tree policy keeps what it has seen of a row from one turn of a conversation to the next (see `goes_on`).
         """
-        self.context.load(row, prompt, dropped, merged)
+        self.context.load(row, prompt, dropped)
         asked, self._asked[row] = self._asked[row], prompt
         if asked is not None and not goes_on(asked, prompt):
             self._shaping.restart(row)
 
+    def forget(self, row: int) -> None:
+        self.context.forget(row)
+        self._asked[row] = None
+        self._shaping.restart(row)
+
     @torch.inference_mode()
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        return self.draft(new, self.take(new), proposer)
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
+        return self.draft(rows, new, self.take(rows, new), proposer, limit)
 
-    def take(self, new: Sequence[Sequence[int]]) -> Tensor:
-        """Run and keep what the rows emitted; logits ``[B, P, V]`` after each of the tokens, the longest row's P."""
-        logits = self.run(new)
-        self.context.keep([range(len(tokens)) for tokens in new], [self._readable(tokens) for tokens in new])
-        return logits
+    def take(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+        """Run and commit what rows emitted; logits ``[A, 1, V]`` after the last token of each."""
+        readings = self.run(rows, new)
+        self.context.commit(rows, [range(len(tokens)) for tokens in new], [self._readable(t) for t in new])
+        return torch.stack([logits[-1:] for logits in readings])
 
-    def run(self, new: Sequence[Sequence[int]]) -> Tensor:
-        """As `take`, but the tokens' entries stay pending."""
-        width = max(map(len, new))
-        tokens = [[*self._readable(t), *[0] * (width - len(t))] for t in new]  # [B, P]
-        allow, depth = self._chain(width)
-        return self._cut(self.context.forward(self._tensor(tokens), allow, depth))
+    def run(self, rows: Sequence[int], new: Sequence[Sequence[int]], whole: bool = False) -> list[Tensor]:
+        """Run what rows emitted, whose entries stay pending.
 
-    def draft(self, new: Sequence[Sequence[int]], said: Tensor, proposer: Proposer) -> DraftTree:
-        """Guess on from what `take` of these tokens has ``said``."""
-        roots = self._tensor([tokens[-1] if tokens else 0 for tokens in new])
-        if min(map(len, new)) == said.shape[1]:
-            last = said[:, -1:]
-        else:
-            last = said[self._rows, self._tensor([max(len(tokens) - 1, 0) for tokens in new])][:, None]
-        growth = self._shaping.begin(roots, proposer, [bool(tokens) for tokens in new])
+        Args:
+            whole: return logits after every token, not after the last one of each row alone.
+
+        Returns:
+            Per row ``[n, V]`` with its own n.
+        """
+        groups: dict[int, list[int]] = {}
+        for place, tokens in enumerate(new):
+            groups.setdefault(len(tokens), []).append(place)
+        pieces: list[Piece] = []
+        for count, places in groups.items():
+            tokens = self._tensor([self._readable(new[place]) for place in places])
+            piece = self.context.piece([rows[place] for place in places], tokens)
+            pieces.append(replace(piece, logits_from=0 if whole else count - 1))
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        for places, reading in zip(groups.values(), self.context.run(pieces), strict=True):
+            for place, logits in zip(places, self._cut(reading.logits), strict=True):
+                found[place] = logits
+        return found
+
+    def draft(
+        self,
+        rows: Sequence[int],
+        new: Sequence[Sequence[int]],
+        last: Tensor,
+        proposer: Proposer,
+        limit: int,
+    ) -> DraftTree:
+        """Guess on behind tokens that have run, after whose last ones the logits are ``last`` ``[A, 1, V]``."""
+        roots = self._tensor([tokens[-1] for tokens in new])
+        growth = self._shaping.begin(rows, roots, proposer)
+        capped = self._drafter.policy.can_sample  # a form that is chosen by what was guessed must not depend on it
         frontier = growth.expand(last)
         levels: tuple[tuple[int, int], ...] = ()
-        while frontier is not None:
+        while frontier is not None and not (capped and frontier.depth >= limit):
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
-            run = frontier.tokens, frontier.allow, self._depth(levels)
-            context = self.context
-            said = context.forward_rows(frontier.rows, *run) if frontier.rows else context.forward(*run)
-            frontier = growth.expand(self._cut(said))
-        self.context.cache.drop_pending()
+            reading = self.context.forward(rows, frontier.tokens, frontier.allow, self._depth(levels))
+            frontier = growth.expand(self._cut(reading.logits))
+        self.context.cache.drop(rows)
         return growth.tree()
 
-    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        self._shaping.learn(verdict)
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+    ) -> None:
+        self._shaping.observe(rows, verdict)
 
     def _readable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those that the drafter has no embedding for (padding of a larger vocabulary)."""
         return [token if token < self._known else 0 for token in ids]
 
     def _tensor(self, values: Sequence[object]) -> Tensor:
-        """Host values on the draft model's device, which is not waited for."""
-        return torch.tensor(values).to(self._drafter.model.device, non_blocking=True)
+        return on_device(values, self._drafter.model.device)
 
     def _cut(self, logits: Tensor) -> Tensor:
         return logits[..., : self._drafter.vocab_size]
@@ -132,13 +157,6 @@ class ModelDraftSession:
             depths = [[depth for depth, width in levels for _ in range(width)]]
             self._depths[levels] = torch.tensor(depths, device=self._drafter.model.device)
         return self._depths[levels]
-
-    def _chain(self, width: int) -> tuple[Tensor, Tensor]:
-        if width not in self._causal:
-            device = self._drafter.model.device
-            allow = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
-            self._causal[width] = allow, torch.arange(width, device=device)[None]
-        return self._causal[width]
 
 
 def goes_on(earlier: Prompt, prompt: Prompt) -> bool:

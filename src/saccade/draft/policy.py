@@ -20,14 +20,15 @@ class Frontier:
 
     Attributes:
         tokens: ``[B, W]`` ids.
-        allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these.
+        allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where each sees
+            all before it and itself.
         depth: of the frontier below the root (host integer).
         rows: the rows of the draft model's batch that run them, where a policy has more than one for each of the B and
             does not need all; None for all.
     """
 
     tokens: Tensor
-    allow: Tensor
+    allow: Tensor | None
     depth: int
     rows: slice | None = None
 
@@ -48,17 +49,12 @@ class Growth(Protocol):
 class Shaping(Protocol):
     """A tree policy at work on the rows of one session."""
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
-        """Start this step's trees below ``roots`` ``[B]``.
-
-        Args:
-            live: which rows are still generated, None for all. The others' trees are thrown away: they must not decide
-                how long the drafter runs, and nothing is to be learned of them.
-        """
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+        """Start this step's trees of some rows below ``roots`` ``[A]``."""
         ...
 
-    def learn(self, verdict: Verdict) -> None:
-        """How far the rows went down the last trees, for policies that adapt; of finished rows it says nothing."""
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+        """Take in how far these rows went down their last trees, for policies that adapt."""
         ...
 
     def restart(self, row: int) -> None:

@@ -73,10 +73,10 @@ class StaticTree:
     def open(self, batch: int, device: torch.device) -> StaticTree:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         return _StaticGrowth(self.plan(roots.device), roots, proposer)
 
-    def learn(self, verdict: Verdict) -> None:
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Its form never changes."""
 
     def restart(self, row: int) -> None:
@@ -131,10 +131,10 @@ class Chain:
     def open(self, batch: int, device: torch.device) -> Self:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
-        return self._static.begin(roots, proposer)
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+        return self._static.begin(rows, roots, proposer)
 
-    def learn(self, verdict: Verdict) -> None:
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
         """What became of earlier chains changes nothing."""
 
     def restart(self, row: int) -> None:
@@ -150,7 +150,7 @@ class _Level:
         pick: ``[n]`` which of the ``W * width`` candidates become nodes.
         parents: ``[n]`` places, within the frontier, of the new nodes' parents.
         run: places, within the new nodes, of those that have children themselves.
-        allow: ``[1, W', F + W']`` for the next frontier.
+        allow: ``[1, W', F + W']`` for the next frontier; None where each sees all before it and itself.
     """
 
     width: int
@@ -158,7 +158,7 @@ class _Level:
     run: list[int]
     run_index: Tensor
     run_nodes: Tensor
-    allow: Tensor
+    allow: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class _Plan:
                     run=run,
                     run_index=torch.tensor(run, device=device, dtype=torch.long),
                     run_nodes=torch.tensor(nodes_run, device=device, dtype=torch.long),
-                    allow=allow.to(device),
+                    allow=None if bool(allow.all()) else allow.to(device),
                 )
             )
         return cls(
@@ -239,23 +239,24 @@ class _StaticGrowth:
         return Frontier(tokens, level.allow, self._depth)
 
     def tree(self) -> DraftTree:
-        plan = self._plan
+        plan, tokens = self._plan, torch.cat(self._tokens, 1)
+        count = tokens.shape[1]  # fewer than the plan's where it was not grown to the end
         return DraftTree(
-            tokens=torch.cat(self._tokens, 1),
-            parents=plan.parents,
-            depth=plan.depth,
-            ancestors=plan.ancestors,
-            valid=plan.valid,
-            max_depth=plan.max_depth,
+            tokens=tokens,
+            parents=plan.parents[:, :count],
+            depth=plan.depth[:, :count],
+            ancestors=plan.ancestors[:, :count, :count],
+            valid=plan.valid[:, :count],
+            max_depth=self._depth,
             max_children=plan.max_children,
-            q=self._gather_q(),
+            q=self._gather_q(count),
         )
 
-    def _gather_q(self) -> Tensor | None:
+    def _gather_q(self, count: int) -> Tensor | None:
         if not self._q:
             return None
         first = self._q[0][1]
-        q = first.new_zeros(first.shape[0], self._plan.parents.shape[1], first.shape[2])
+        q = first.new_zeros(first.shape[0], count, first.shape[2])
         for nodes, values in self._q:
             q[:, nodes] = values
         return q

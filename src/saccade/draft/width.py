@@ -55,10 +55,10 @@ class WidthTree:
     def open(self, batch: int, device: torch.device) -> WidthTree:
         return self
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         return _Beam(self, roots)
 
-    def learn(self, verdict: Verdict) -> None:
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Its form follows the drafter alone."""
 
     def restart(self, row: int) -> None:

@@ -39,7 +39,7 @@ from saccade.inputs.families import family_of, kind_of, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.output import Output
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.target.placing import TYPES, check_types
 
@@ -139,9 +139,8 @@ class Speculation:
         scored = bool(config.return_dict_in_generate and config.output_scores)
         rows = Rows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
         recorder = Recorder(engine, config.do_sample, batch) if _wants_logits(config) else None
-        session = engine.open(batch) if recorder is None else recorder.session
         decoding = Plan(bool(config.do_sample), rows.plans)
-        run = (engine if recorder is None else recorder.engine).start(requests, decoding, session)
+        run = (engine if recorder is None else recorder.engine).start(requests, decoding)
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         sheet = Sheet(batch, streamer, pad, rows.run_on)
         for step in run.steps:

@@ -1,53 +1,36 @@
-"""One adapter for every stock Hugging Face model: prompt prefill and forwards over draft trees."""
+"""One adapter for every stock Hugging Face model: forwards over prompts and draft trees of many rows at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.batch import join, media_spans, type_ids
+from saccade.inputs.batch import join
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache, on_device, sent
 from saccade.target.early import leaving_before
 from saccade.target.families import Family
-from saccade.target.features import FeatureTap, Hidden
+from saccade.target.features import FeatureTap
+from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
-from saccade.target.masks import starts
-from saccade.target.placing import check_types, continuation_mask, rope_positions
-from saccade.target.selected import Mask, Merged, held_of, kept_of, only
-from saccade.target.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """What a prompt's forward gave.
-
-    Attributes:
-        logits: ``[V]`` after the last prompt token.
-        rope_delta: what to add to a row's length to get its next text position (0 without M-RoPE or gaps).
-        vision_seconds: time spent in the vision tower and projector.
-    """
-
-    logits: Tensor
-    rope_delta: int
-    vision_seconds: float
+from saccade.target.pieces import Needs, Piece, Reading
+from saccade.target.placing import rope_positions
+from saccade.target.selected import given_instead
 
 
 class Target:
-    """A loaded model, called in the two ways that speculative decoding needs.
+    """A loaded model, called as speculative decoding needs it.
 
     Args:
         model: a stock Hugging Face causal or image-text-to-text model, on one device or spread by
             ``device_map``. It is put into eval mode and otherwise left as it is.
-        lean: whether a lean decoder may take the place of the stock modules in tree forwards, once it has
-            given the same logits (see `saccade.target.lean`); architectures outside the conformance suite
-            start without, see `use_lean`.
+        lean: whether a lean decoder may take the place of the stock modules, once it has given the same logits (see
+            `saccade.target.lean`); architectures outside the conformance suite start without, see `use_lean`.
 
     Raises:
         ModelError: the model has no decoder layers that could be drafted for.
@@ -79,177 +62,223 @@ class Target:
 
     @property
     def is_lean(self) -> bool:
-        """Whether tree forwards run on a lean decoder."""
-        return self._lean is not None and self._lean.is_current and not self._stock_only
+        """Whether forwards run on a lean decoder."""
+        return self._lean is not None and not self._stock_only and self._lean.is_current
+
+    @property
+    def has_rope_index(self) -> bool:
+        """Whether positions are those of M-RoPE."""
+        return self._rope_index is not None
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one cache entry over all layers, as the configuration tells."""
+        text = self.text_config
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return int(2 * heads * dim * len(self.layers) * self._embeddings.weight.element_size())
 
     @contextmanager
     def stock(self) -> Iterator[None]:
-        """Tree forwards run through the stock modules while this is open (hooks on them fire)."""
+        """Forwards run through the stock modules while this is open (hooks on them fire)."""
         self._stock_only += 1
         try:
             yield
         finally:
             self._stock_only -= 1
 
-    def new_cache(self, batch: int, capacity: int) -> SlotCache:
-        """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
-        return SlotCache(self._layer_devices, batch, capacity)
+    def new_cache(self, rows: int) -> RowCache:
+        """An empty KV cache for up to ``rows`` rows."""
+        return RowCache(self._layer_devices, rows)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The decoder's embeddings ``[..., d]`` of ids."""
+        embedded: Tensor = self._embeddings(ids)
+        return embedded
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        cache: SlotCache,
-        row: int,
-        prompt: Prompt,
-        start: int = 0,
-        hidden: Hidden | None = None,
-        dropped: Sequence[int] = (),
-        merged: Merged | None = None,
-    ) -> Prefill:
-        """Run one row's prompt from position ``start`` on and commit it to the cache.
+    def forward(self, cache: RowCache, pieces: Sequence[Piece], needs: Needs | None = None) -> list[Reading]:
+        """Run new tokens of some rows behind their committed and pending entries, as one packed sequence.
 
-        Args:
-            start: how many leading ids the row's cache already holds; never inside an image.
-            hidden: filled with the states of the ids that run, ``[1, S - start, d]`` if none is dropped.
-            dropped: ascending positions, before ``start`` too, that the decoder never sees; the others keep theirs.
-            merged: embeddings of this model that spare it looking at the media again, where some are dropped.
-
-        Raises:
-            InputError: the prompt is empty or longer than the model's context.
-            ModelError: it has images that nothing here can tell the model to read.
-        """
-        self.check_length(len(prompt))
-        if prompt.media:
-            check_types(self.model)
-        held = held_of(start, dropped)
-        if cache.lengths[row] != held:
-            raise ModelError(f"Row {row} holds {cache.lengths[row]} entries, not the {held} to go on from.")
-        spans = media_spans(self.config, prompt)
-        words = self.model.get_input_embeddings()
-        known = merged.of(prompt, start, spans, words) if merged is not None and dropped else {}
-        media = [m for m, (first, _) in zip(prompt.media, spans, strict=True) if first >= start and not known]
-        ids = torch.tensor([prompt.ids], device=self.device)
-        inputs: dict[str, Any] = {
-            name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
-            for name, value in join(self.config, media).items()
-        }
-        positions, delta = self.positions(ids, prompt)
-        if positions is not None:
-            inputs["position_ids"] = positions[..., start:]
-        elif start or dropped:
-            inputs["position_ids"] = torch.arange(start, len(prompt), device=self.device)[None]
-        kept = kept_of(start, len(prompt), dropped)
-        choosing: AbstractContextManager[None] = nullcontext()
-        if start or dropped:
-            mask = inputs["attention_mask"] = continuation_mask(self, prompt, start, kept, dropped)
-            if dropped:
-                choosing = only(self.decoder, [i - start for i in kept], mask, known)
-        else:
-            inputs["attention_mask"] = torch.ones_like(ids)
-            types = type_ids(self.config, prompt.ids)
-            inputs.update({name: value.to(self.device) for name, value in types.items()})
-        cache.writing_prompt(row, len(kept))
-        with Stopwatch(self.model) as vision, self._tapped(hidden), choosing:
-            out = self.model(
-                input_ids=ids[:, start:], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
-            )
-        cache.keep_first(row, len(kept))
-        return Prefill(out.logits[0, -1], delta + len(dropped), vision.seconds)
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        cache: SlotCache,
-        tokens: Tensor,
-        allow: Tensor,
-        depth: Tensor,
-        deltas: Tensor,
-        hidden: Hidden | None = None,
-        shift: Tensor | None = None,
-    ) -> Tensor:
-        """Run new tokens behind every row's committed and pending entries.
-
-        Args:
-            tokens: ``[B, Q]`` ids.
-            allow: ``[B or 1, Q, T]`` bool; which of the T uncommitted entries (pending ones first, then
-                these) each token attends to; each must see itself.
-            depth: ``[B or 1, T]`` positions of the uncommitted entries relative to their row's length.
-            deltas: ``[B, 1]`` rope deltas from prefill.
-            hidden: filled with the states of these tokens, ``[B, Q, d]``.
-            shift: gaps between the committed entries, see `MaskPlan.build`.
+        Where the model cannot take such a sequence, rows run one after the other. Rows on different sides of a
+        longrope embedding's turn never share a pass, because the longest one decides for all of it.
 
         Returns:
-            Logits ``[B, Q, V]`` in the model's dtype.
+            One reading per piece.
         """
-        mask, positions = self._placed(cache, tokens.shape[1], allow, depth, deltas, shift)
-        if self.is_lean and isinstance(mask, Tensor):
-            assert self._lean is not None
-            return self._lean(tokens, mask, positions, cache, hidden)
-        with self._tapped(hidden):
-            return self._run(cache, tokens, mask, positions)
+        needs = needs or Needs()
+        sides = [self._is_long(cache, piece) for piece in pieces]
+        readings: dict[int, Reading] = {}
+        for side in sorted(set(sides)):
+            chosen = [i for i, s in enumerate(sides) if s == side]
+            found = self._packed(cache, [pieces[i] for i in chosen], needs)
+            readings.update(zip(chosen, found, strict=True))
+        return [readings[i] for i in range(len(pieces))]
 
     @torch.inference_mode()
-    def early(
-        self,
-        cache: SlotCache,
-        tokens: Tensor,
-        allow: Tensor,
-        depth: Tensor,
-        deltas: Tensor,
-        layer: int,
-        shift: Tensor | None = None,
-    ) -> Tensor:
-        """As `forward`, but no further than what enters ``layer``, ``[B, Q, d]``.
+    def early(self, cache: RowCache, piece: Piece, layer: int) -> Tensor:
+        """As `forward`, but no further than what enters ``layer``, ``[A, n, d]``.
 
         The later layers' entries are not written, so that these pending entries can only be dropped.
         """
-        mask, positions = self._placed(cache, tokens.shape[1], allow, depth, deltas, shift)
-        if self.is_lean and isinstance(mask, Tensor):
+        if self.is_lean:
+            layout, positions, _ = self._laid(cache, [piece])
             assert self._lean is not None
-            return self._lean(tokens, mask, positions, cache, until=layer)
-        with leaving_before(self.layers[layer]) as found:
-            self._run(cache, tokens, mask, positions)
-        return found[0].to(self.device)
+            found = self._lean(self.embed(piece.tokens).flatten(0, 1), positions, cache, layout, until=layer)
+            return found.normed.view(*piece.tokens.shape, -1)
+        states = []
+        for single in _rows_of(piece):
+            with leaving_before(self.layers[layer]) as found:
+                self._stock(cache, single)
+            states.append(found[0].to(self.device))
+        return torch.cat(states)
 
-    def _placed(
-        self,
-        cache: SlotCache,
-        count: int,
-        allow: Tensor,
-        depth: Tensor,
-        deltas: Tensor,
-        shift: Tensor | None,
-    ) -> tuple[Mask, Tensor]:
-        """Mask and positions of ``count`` new tokens, for which the cache makes room."""
-        slots = cache.writing_nodes(count)
-        mask = self.family.masks.build(allow, cache.lengths, depth, slots, self.dtype, shift)
-        lengths: int | Tensor = cache.lengths[0]
-        if min(cache.lengths) != max(cache.lengths):
-            lengths = starts(tuple(cache.lengths), self.device)
-        positions = depth[:, depth.shape[1] - count :] + deltas + lengths  # [B, Q]
+    def _is_long(self, cache: RowCache, piece: Piece) -> bool:
+        """On which side of a longrope embedding's turn a piece's rows stand, by what they hold after it."""
+        limits = self.family.limits
+        if limits.turn is None:
+            return False
+        return limits.is_long(max(cache.lengths[r] + (piece.count if piece.embeddings is not None else 0) for r in piece.rows))
+
+    def _packed(self, cache: RowCache, pieces: Sequence[Piece], needs: Needs) -> list[Reading]:
+        if not self.is_lean:
+            return [self._row_by_row(cache, piece, needs) for piece in pieces]
+        assert self._lean is not None
+        layout, positions, wanted = self._laid(cache, pieces)
+        given = [p.embeddings if p.embeddings is not None else self.embed(p.tokens) for p in pieces]
+        x = given[0].flatten(0, 1) if len(given) == 1 else torch.cat([g.flatten(0, 1) for g in given])
+        found = self._lean(x, positions, cache, layout, needs=needs, added=_added(pieces))
+        logits = self._lean.logits(found.normed if wanted is None else found.normed[wanted])
+        readings, at, said = [], 0, 0
+        for piece in pieces:
+            rows, count = piece.tokens.shape
+            hidden = {i: s[at : at + rows * count].view(rows, count, -1) for i, s in found.hidden.items()}
+            size = rows * (count - piece.logits_from)
+            readings.append(Reading(logits[said : said + size].view(rows, -1, logits.shape[-1]), hidden))
+            at, said = at + rows * count, said + size
+        return readings
+
+    def _laid(self, cache: RowCache, pieces: Sequence[Piece]) -> tuple[Layout, Tensor, Tensor | None]:
+        """Layout, positions ``[3 or 1, T]``, and which tokens' logits are wanted (None: all of them)."""
+        positions = [self._positions(cache, piece).flatten(1) for piece in pieces]
+        layout = cache.lay([(piece.rows, piece.count, self._masks(cache, piece)) for piece in pieces])
+        if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
+            positions = [p.expand(3, -1) for p in positions]
+        joint = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
+        if not any(piece.logits_from for piece in pieces):
+            return layout, joint, None
+        wanted, at = [], 0
+        for piece in pieces:
+            for _ in piece.rows:
+                wanted.append(torch.arange(at + piece.logits_from, at + piece.count))
+                at += piece.count
+        return layout, joint, sent(torch.cat(wanted), self.device)
+
+    def _masks(self, cache: RowCache, piece: Piece) -> dict[str, Tensor | None]:
+        rows = piece.rows
+        return self.family.masks.build(
+            piece.allow,
+            [cache.lengths[row] for row in rows],
+            piece.count,
+            cache.pending[rows[0]],
+            piece.depth,
+            self.dtype,
+            self.device,
+            piece.shift,
+        )
+
+    def _positions(self, cache: RowCache, piece: Piece) -> Tensor:
+        """``[3 or 1, A, n]`` where a piece's tokens stand."""
+        if piece.positions is not None:
+            return piece.positions
+        count, rows = piece.count, piece.rows
+        depth = piece.depth
+        if depth is None:
+            held = cache.pending[rows[0]]
+            depth = torch.arange(held, held + count, device=self.device)[None]
+        deltas = piece.deltas or [0] * len(rows)
+        lengths = [cache.lengths[row] for row in rows]
+        first = [n + d for n, d in zip(lengths, deltas, strict=True)]
+        behind = depth[:, depth.shape[1] - count :]
+        if min(first) == max(first):
+            placed = (behind + first[0]).expand(len(rows), -1)
+        else:
+            placed = behind + on_device(first, self.device)[:, None]
+        ahead = None
+        if max(deltas) > 0:
+            ahead = on_device(list(deltas), self.device)[:, None]
+        return self.family.limits.within(placed, lengths, ahead)[None]
+
+    # -- the stock modules, a row at a time ----------------------------------------------------------------
+
+    def _row_by_row(self, cache: RowCache, piece: Piece, needs: Needs) -> Reading:
+        logits: list[Tensor] = []
+        states: list[dict[int, Tensor]] = []
+        for single in _rows_of(piece):
+            if not needs.layers:
+                logits.append(self._stock(cache, single))
+                continue
+            with FeatureTap(self, needs.layers, needs.final) as tap:
+                logits.append(self._stock(cache, single))
+            states.append(tap.hidden)
+        hidden = {i: torch.cat([s[i] for s in states]) for i in needs.layers}
+        return Reading(torch.cat(logits), hidden)
+
+    def _stock(self, cache: RowCache, piece: Piece) -> Tensor:
+        """Logits ``[1, n - logits_from, V]`` of a piece of one row."""
+        layout, positions, _ = self._laid(cache, [piece])
+        (span,) = layout.spans
+        masks = {
+            kind: m if (m := span.mask(kind)) is not None else self._all_seen(span) for kind in span.masks
+        }
+        places = positions[:, None]  # [3 or 1, 1, n]
         if self._rope_index is None:
-            return mask, self.family.limits.within(positions, cache.lengths)
-        return mask, self.family.limits.within(positions, cache.lengths, deltas).expand(3, -1, -1)
+            places = places[0]
+        elif places.shape[0] == 1:
+            places = places.expand(3, -1, -1)
+        inputs: dict[str, Any] = {
+            "input_ids": piece.tokens,
+            "attention_mask": masks if self.family.masks.kinds else masks[ALL],
+            "position_ids": places,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if piece.logits_from:
+            inputs["logits_to_keep"] = max(piece.count - piece.logits_from, 1)
+        if piece.embeddings is None:
+            logits: Tensor = self.model(**inputs).logits
+        else:
+            with given_instead(self.decoder, piece.embeddings, inputs["attention_mask"], piece.added):
+                logits = self.model(**inputs).logits
+        return logits[:, logits.shape[1] - (piece.count - piece.logits_from) :].to(self.device)
 
-    def _run(self, cache: SlotCache, tokens: Tensor, mask: Mask, positions: Tensor) -> Tensor:
-        logits: Tensor = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
-        return logits
+    @torch.inference_mode()
+    def whole(self, cache: RowCache, row: int, prompt: Prompt, needs: Needs) -> Reading:
+        """Run a whole prompt through the stock model, media as they are, behind nothing; its entries are pending.
 
-    @contextmanager
-    def _tapped(self, hidden: Hidden | None) -> Iterator[None]:
-        """Hooks on the stock modules for the states that are wanted, if any."""
-        if hidden is None:
-            yield
-            return
-        with FeatureTap(self, hidden.layers, hidden.final) as tap:
-            yield
-        hidden.states = tap.hidden
+        For families whose placeholders nobody knows; `InputError` and `ModelError` as the model raises them.
+        """
+        ids = torch.tensor([prompt.ids], device=self.device)
+        piece = Piece([row], ids, logits_from=len(prompt) - 1)
+        self._laid(cache, [piece])
+        inputs: dict[str, Any] = {
+            name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
+            for name, value in join(self.config, prompt.media).items()
+        }
+        inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        positions, _ = self.positions(ids, prompt)
+        if positions is not None:
+            inputs["position_ids"] = positions
+        if not needs.layers:
+            return Reading(self.model(input_ids=ids, **inputs).logits)
+        with FeatureTap(self, needs.layers, needs.final) as tap:
+            logits = self.model(input_ids=ids, **inputs).logits
+        return Reading(logits, tap.hidden)
+
+    def _all_seen(self, span: Span) -> Tensor:
+        return torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
+
+    # -- what is proved at load ----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def use_lean(self) -> None:
@@ -267,6 +296,44 @@ class Target:
         if self._rope_index is None:
             return None, 0
         return rope_positions(self._rope_index, self.config, ids, prompt)
+
+
+def _rows_of(piece: Piece) -> Iterator[Piece]:
+    """The rows of a piece, one by one."""
+    if len(piece.rows) == 1:
+        yield piece
+        return
+    for place, row in enumerate(piece.rows):
+        one = slice(place, place + 1)
+
+        def mine(tensor: Tensor | None, one: slice = one) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[0] == 1 else tensor[one]
+
+        yield Piece(
+            rows=[row],
+            tokens=piece.tokens[one],
+            allow=mine(piece.allow),
+            depth=mine(piece.depth),
+            deltas=piece.deltas[one] if piece.deltas else (),
+            shift=mine(piece.shift),
+            embeddings=mine(piece.embeddings),
+            positions=None if piece.positions is None else piece.positions[:, one],
+            logits_from=piece.logits_from,
+        )
+
+
+def _added(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Per layer ``[T, d]`` what is added to the packed sequence behind it; empty where nothing is."""
+    layers = max(len(piece.added) for piece in pieces)
+    joint = []
+    for layer in range(layers):
+        parts = []
+        for piece in pieces:
+            size = piece.tokens.numel()
+            like = next(p.added[0] for p in pieces if p.added)
+            parts.append(piece.added[layer] if piece.added else like.new_zeros(size, like.shape[-1]))
+        joint.append(torch.cat(parts))
+    return joint
 
 
 def _decoder(model: Any) -> Any:

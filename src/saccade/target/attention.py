@@ -1,49 +1,39 @@
-"""What the words of a prompt look at, read during the target's own prefill."""
+"""Attention that a prompt's tokens pay, read while the target prefills."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.inputs.batch import visual_mask
-from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
 from saccade.target.probe import AttentionProbe
 
+if TYPE_CHECKING:
+    from saccade.target.context import Context, PromptReader
 
-@dataclass(slots=True)
-class PromptAttention:
-    """Attention that every prefill of a context is to leave here.
 
-    Attributes:
-        layers: decoder layers that count (negative ones from the end); None means all.
-        queries: tokens whose attention counts: ``words`` behind the last visual token, or ``all``.
-        prompt: of the last prefill.
-        columns: ``[S]`` fp32 attention that each of its positions gets from these tokens, summed over those that
-            were run, mean over heads and layers; None for a prompt without visual tokens.
+@contextmanager
+def reading_attention(context: Context, reader: PromptReader, stop: int) -> Iterator[None]:
+    """Read the attention of a prompt's asking tokens in the pass up to ``stop`` that happens while this is open.
+
+    What is read is added to ``reader.result.columns``; `Needs` says which layers and whose attention count.
     """
-
-    layers: tuple[int, ...] | None = None
-    queries: Literal["words", "all"] = "words"
-    prompt: Prompt | None = None
-    columns: Tensor | None = None
-
-    @contextmanager
-    def reading(self, target: Target, prompt: Prompt, start: int) -> Iterator[None]:
-        """Read the prefill of ``prompt`` from position ``start`` on that happens while this is open."""
-        self.prompt, self.columns = prompt, None
-        visual = visual_mask(target.config, prompt.ids).nonzero()[:, 0].tolist()
-        if not visual:
-            yield
-            return
-        first = start if self.queries == "all" else min(max(start, visual[-1] + 1), len(prompt) - 1)
-        with AttentionProbe(
-            target, queries=range(first - start, len(prompt) - start), layers=self.layers
-        ) as probe:
-            yield
-        self.columns = torch.stack([c[0].to(target.device) for c in probe.columns.values()]).mean(0)
+    needs, prompt, at = context.needs, reader.prompt, reader.at
+    visual = visual_mask(context.target.config, prompt.ids).nonzero()[:, 0].tolist()
+    first = at
+    if needs.queries == "words":
+        first = max(at, min(visual[-1] + 1, len(prompt) - 1)) if visual else stop
+    if not visual or first >= stop:
+        yield
+        return
+    layers = needs.attention or None
+    with AttentionProbe(context.target, queries=range(first - at, stop - at), layers=layers) as probe:
+        yield
+    columns = torch.stack([c[0].to(context.target.device) for c in probe.columns.values()]).mean(0)
+    columns = pad(columns, (0, len(prompt) - columns.shape[0]))
+    known = reader.result.columns
+    reader.result.columns = columns if known is None else known + columns

@@ -1,14 +1,14 @@
-"""A preallocated KV cache whose rows grow independently.
+"""KV cache of rows that come and go: one arena per device, a segment of it per row.
 
-Storage is ``[layers, B, S, H, D]`` per device, so that one gather and one scatter move an accepted path for
-all layers at once. The caller says where the next forward writes (`writing_prompt`, `writing_nodes`) and
-afterwards which of the written entries stay (`keep`). Entries of nodes stand in the same slots of every row, behind
-the longest one: rows of different lengths are then written and masked like equal ones, and only what is kept moves.
+Storage is ``[layers, H, N, D]``, so that the entries of a head lie together and one gather and one scatter move
+accepted paths for all layers at once. A row owns ``capacity`` neighbouring slots of the N; its committed entries stand
+first, pending ones (written, neither committed nor dropped) right behind them. Rows of different lengths therefore
+never pad each other, and a chain's accepted entries never move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +17,41 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.errors import ModelError
+from saccade.target.layout import Layout, Masks, Span
+
+QUANTUM = 64
+"""Segments are whole multiples of this many slots: rows of similar requests then lie at equal distances."""
 
 
 @dataclass(slots=True)
 class _Store:
-    """Keys and values of all layers that share a device and a shape, each ``[layers, B, S, H, D]``."""
+    """Keys and values of all layers that share a device and a shape, each ``[layers, H, N, D]``."""
 
     keys: Tensor
     values: Tensor
     mates: list[int]  # layer indices in storage order
 
 
-class _SlotLayer(CacheLayerMixin):
+@dataclass(slots=True)
+class _Segment:
+    """Neighbouring slots that belong to a row."""
+
+    start: int
+    capacity: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.capacity
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer of a `RowCache`, in the form in which attention modules of transformers call it."""
+
     is_sliding = False
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, owner: SlotCache, index: int) -> None:
+    def __init__(self, owner: RowCache, index: int) -> None:
         super().__init__()
         self._owner = owner
         self._index = index
@@ -45,179 +63,245 @@ class _SlotLayer(CacheLayerMixin):
         self.refresh()
 
     def refresh(self) -> None:
-        """Point at this layer's part of the store (again, after it has grown)."""
+        """Point at this layer's part of the store (again, after the arena has grown)."""
         if self._store is not None:
             place = self._store.mates.index(self._index)
             self.keys, self.values = self._store.keys[place], self._store.values[place]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the forward's new entries ``[H, T, D]`` where the layout says; returns the layer ``[H, N, D]``."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self._owner._write(self.keys, self.values, key_states, value_states)
+            self.lazy_initialization(k[None], v[None])
+        layout = self._owner.layout
+        if isinstance(layout.slots, slice):
+            self.keys[:, layout.slots] = k
+            self.values[:, layout.slots] = v
+        else:
+            slots = layout.slots if layout.slots.device == k.device else layout.slots.to(k.device)
+            self.keys.index_copy_(1, slots, k)
+            self.values.index_copy_(1, slots, v)
+        return self.keys, self.values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write one row's new entries ``[1, H, n, D]`` and return all that it holds; for forwards of one row, or of
+        a packed sequence whose attention function reads the arena itself (`saccade.target.packed`)."""
+        keys, values = self.write(key_states[0], value_states[0])
+        spans = self._owner.layout.spans
+        if len(spans) > 1:
+            return key_states, value_states
+        seen = slice(spans[0].start, spans[0].start + spans[0].visible)
+        return keys[None, :, seen], values[None, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner._start + query_length, 0
+        return self._owner.layout.spans[0].visible, 0
 
     def get_seq_length(self) -> int:
-        return self._owner._start
+        span = self._owner.layout.spans[0]
+        return span.visible - span.count
 
     def get_max_length(self) -> int:
-        return self._owner.capacity
+        return self._owner.slots
 
 
-class SlotCache(Cache):
-    """KV cache of B rows with ``capacity`` slots each.
+class RowCache(Cache):
+    """KV cache of up to ``rows`` rows, each with a segment of its own.
 
     Attributes:
         lengths: committed entries per row, on the host.
-        pending: entries of nodes, written behind the longest row and not yet kept or dropped (equal for all rows).
+        pending: entries per row that are written and neither committed nor dropped.
+        layout: of the forward that runs now.
     """
 
-    def __init__(self, layer_devices: Sequence[torch.device], batch: int, capacity: int) -> None:
-        super().__init__(layers=[_SlotLayer(self, i) for i in range(len(layer_devices))])
-        self.batch = batch
-        self.capacity = capacity
-        self.lengths = [0] * batch
-        self.pending = 0
+    def __init__(self, layer_devices: Sequence[torch.device], rows: int) -> None:
+        super().__init__(layers=[RowLayer(self, i) for i in range(len(layer_devices))])
+        self.rows = rows
+        self.lengths = [0] * rows
+        self.pending = [0] * rows
+        self.layout = Layout([], slice(0, 0))
+        self.slots = 0
+        self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)
         self._stores: dict[tuple[Any, ...], _Store] = {}
-        self._parts: dict[tuple[int, int], SlotCache] = {}
-        self._row: int | None = None
-        self._start = 0
-        self._stop = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         return sum(t.numel() * t.element_size() for s in self._stores.values() for t in (s.keys, s.values))
 
-    # -- where the next forward writes -----------------------------------------------------------------
+    def capacity(self, row: int) -> int:
+        """Slots that a row owns."""
+        segment = self._segments[row]
+        return 0 if segment is None else segment.capacity
 
-    def writing_prompt(self, row: int, count: int) -> None:
-        """The next forward is one row's prompt: ``count`` entries after that row's committed ones.
-
-        What is pending goes, as a draft that was broken off may have left some.
-        """
-        self._require(self.lengths[row] + count)
-        self.drop_pending()
-        self._row, self._start = row, self.lengths[row]
-        self._stop = self._start + count
-
-    def writing_nodes(self, count: int) -> int:
-        """The next forward is ``count`` entries for every row, after what the longest one has committed and what is
-        pending.
-
-        Returns:
-            The number of slots that attention will see (``K``).
-        """
-        start = max(self.lengths) + self.pending
-        self._require(start + count)
-        self._row, self._start, self._stop = None, start, start + count
-        self.pending += count
-        return self._stop
-
-    def part(self, rows: slice) -> SlotCache:
-        """A cache of some neighbouring rows alone, for forwards of which nothing is to be kept.
-
-        It writes behind its own longest row and may be asked for again until `drop_pending`; these rows' committed
-        entries are shared with this cache, and prompts are to be in it already.
+    def start(self, row: int) -> int:
+        """First slot of a row's segment.
 
         Raises:
-            ModelError: entries of all rows are pending.
+            ModelError: it has none.
         """
-        if self.pending:
-            raise ModelError(
-                "Some rows cannot run alone while entries of all rows are pending; keep or drop them."
-            )
-        key = rows.start, rows.stop
-        if key not in self._parts:
-            self._parts[key] = SlotCache(self._devices, rows.stop - rows.start, self.capacity)
-            for ours, theirs in zip(self.layers, self._parts[key].layers, strict=True):
-                theirs.keys, theirs.values = ours.keys[rows], ours.values[rows]
-                theirs.is_initialized = True
-        part = self._parts[key]
-        part.lengths = self.lengths[rows]
-        return part
+        segment = self._segments[row]
+        if segment is None:
+            raise ModelError(f"Row {row} of the KV cache has no room yet; reserve it first.")
+        return segment.start
 
-    # -- what stays ------------------------------------------------------------------------------------
-
-    def keep_first(self, row: int, count: int) -> None:
-        """Commit the first ``count`` entries that were written after the row's committed ones."""
-        self.lengths[row] += count
-
-    def drop_pending(self) -> None:
-        """Forget every entry that was written and not kept, also through `part`."""
-        self.pending = 0
-        for part in self._parts.values():
-            part.pending = 0
-
-    def keep(self, chosen: Sequence[Sequence[int]]) -> None:
-        """Commit chosen pending entries of every row, in order, and drop the others.
+    def lay(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
+        """Say where the next forward writes and what its tokens see; the entries are pending from now on.
 
         Args:
-            chosen: for each row the ascending indices of the pending entries that stay. Only entries that
+            parts: rows, tokens of each of them, and `MaskPlan.build`'s masks, in the order of the packed sequence.
+
+        Raises:
+            ModelError: a row's segment is too small.
+        """
+        spans: list[Span] = []
+        slots: list[Tensor] = []
+        at = 0
+        for rows, count, masks in parts:
+            for place, row in enumerate(rows):
+                start, held = self.start(row), self.lengths[row] + self.pending[row]
+                if held + count > self.capacity(row):
+                    raise ModelError(
+                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {held + count} are needed; the "
+                        "request was sized too small, which is a bug worth reporting."
+                    )
+                own = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
+                spans.append(Span(row, at, count, start, held + count, own))
+                slots.append(torch.arange(start + held, start + held + count))
+                self.pending[row] += count
+                at += count
+        if len(slots) == 1:
+            first = spans[0].start + spans[0].visible - spans[0].count
+            self.layout = Layout(spans, slice(first, first + at), self.slots)
+        else:
+            self.layout = Layout(spans, sent(torch.cat(slots), self._devices[0]), self.slots)
+        return self.layout
+
+    # -- room --------------------------------------------------------------------------------------------
+
+    def reserve(self, row: int, capacity: int) -> None:
+        """Give a row room for ``capacity`` entries, keeping what it holds."""
+        if capacity <= self.capacity(row):
+            return
+        wanted = -(-capacity // QUANTUM) * QUANTUM
+        old = self._segments[row]
+        if old is not None and self._free_behind(old) >= wanted - old.capacity:
+            old.capacity = wanted
+            return
+        start = self._gap(wanted)
+        if start is None and self.slots - sum(s.capacity for s in self._taken()) >= wanted:
+            self._compact()
+            start = self._gap(wanted)
+        if start is None:
+            self._enlarge(self.slots + wanted)
+            start = self._gap(wanted)
+            assert start is not None
+        fresh = _Segment(start, wanted)
+        held, old = self.lengths[row] + self.pending[row], self._segments[row]
+        if old is not None and held:
+            self._copy(old.start, start, held)
+        self._segments[row] = fresh
+
+    def expect(self, slots: int) -> None:
+        """Make the arena ``slots`` large at once, when what is coming is known."""
+        self._enlarge(-(-slots // QUANTUM) * QUANTUM)
+
+    def release(self, row: int) -> None:
+        """Take a row's room and all that it holds."""
+        self.lengths[row] = self.pending[row] = 0
+        self._segments[row] = None
+
+    def _compact(self) -> None:
+        """Close the gaps between segments."""
+        at = 0
+        for segment in self._taken():
+            if segment.start > at:
+                self._copy(segment.start, at, segment.capacity)
+                segment.start = at
+            at = segment.stop
+
+    def _taken(self) -> Iterator[_Segment]:
+        yield from sorted((s for s in self._segments if s is not None), key=lambda s: s.start)
+
+    def _free_behind(self, segment: _Segment) -> int:
+        following = [s.start for s in self._taken() if s.start >= segment.stop]
+        return min(following, default=self.slots) - segment.stop
+
+    def _gap(self, wanted: int) -> int | None:
+        """First slot of the first free run of ``wanted`` slots."""
+        at = 0
+        for segment in self._taken():
+            if segment.start - at >= wanted:
+                return at
+            at = segment.stop
+        return at if self.slots - at >= wanted else None
+
+    def _enlarge(self, slots: int) -> None:
+        if slots <= self.slots:
+            return
+
+        def larger(old: Tensor) -> Tensor:
+            layers, heads, _, dim = old.shape
+            new = old.new_zeros(layers, heads, slots, dim)
+            new[:, :, : self.slots] = old
+            return new
+
+        for store in self._stores.values():
+            store.keys, store.values = larger(store.keys), larger(store.values)
+        self.slots = slots
+        for layer in self.layers:
+            layer.refresh()
+
+    @torch.inference_mode()  # what forwards wrote are inference tensors, which only it may change
+    def _copy(self, source: int, target: int, count: int) -> None:
+        for store in self._stores.values():
+            for tensor in (store.keys, store.values):
+                tensor[:, :, target : target + count] = tensor[:, :, source : source + count].clone()
+
+    # -- what stays ----------------------------------------------------------------------------------------
+
+    def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
+        """Commit chosen pending entries of some rows, in order, and drop their others.
+
+        Args:
+            chosen: for each of the rows the ascending indices of the pending entries that stay. Only entries that
                 change place are moved.
         """
         source: list[int] = []
         target: list[int] = []
-        first = max(self.lengths)
-        self.drop_pending()
-        for row, indices in enumerate(chosen):
-            base, held = row * self.capacity, self.lengths[row]
+        for row, indices in zip(rows, chosen, strict=True):
+            base = self.start(row) + self.lengths[row] if indices else 0
             for place, index in enumerate(indices):
-                if first + index != held + place:
-                    source.append(base + first + index)
-                    target.append(base + held + place)
+                if index != place:
+                    source.append(base + index)
+                    target.append(base + place)
             self.lengths[row] += len(indices)
+            self.pending[row] = 0
         if source:
             self._move(source, target)
 
-    @torch.inference_mode()  # what forwards wrote are inference tensors, which only it may change
-    def _move(self, source: list[int], target: list[int]) -> None:
-        first, new, count = source[0], target[0], len(source)
-        is_run = source[-1] - first == target[-1] - new == count - 1
-        for store in self._stores.values():
-            flats = [tensor.flatten(1, 2) for tensor in (store.keys, store.values)]  # [layers, B * S, H, D]
-            if is_run:  # a chain's, of one row: no places have to be told the device
-                for flat in flats:
-                    moved = flat[:, first : first + count]
-                    flat[:, new : new + count] = moved.clone() if first - new < count else moved
-                continue
-            src, dst = torch.tensor([source, target], device=store.keys.device)
-            for flat in flats:
-                flat.index_copy_(1, dst, flat.index_select(1, src))
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget every pending entry of some rows."""
+        for row in rows:
+            self.pending[row] = 0
 
     def crop(self, row: int, length: int) -> None:
-        """Forget the row's entries from ``length`` on."""
+        """Forget the row's entries from ``length`` on, and all pending ones."""
         self.lengths[row] = min(self.lengths[row], length)
+        self.pending[row] = 0
 
-    def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` entries per row, keeping what is committed and pending."""
-        if capacity <= self.capacity:
-            return
-        filled = max(self.lengths) + self.pending
-
-        def grown(old: Tensor) -> Tensor:
-            layers, batch, _, heads, dim = old.shape
-            new = old.new_zeros(layers, batch, capacity, heads, dim)
-            new[:, :, :filled] = old[:, :, :filled]
-            return new
-
+    @torch.inference_mode()
+    def _move(self, source: list[int], target: list[int]) -> None:
         for store in self._stores.values():
-            store.keys, store.values = grown(store.keys), grown(store.values)
-        self.capacity = capacity
-        self._parts.clear()
-        for layer in self.layers:
-            layer.refresh()
+            src, dst = on_device([source, target], store.keys.device)
+            for tensor in (store.keys, store.values):
+                tensor.index_copy_(2, dst, tensor.index_select(2, src))
 
-    # -- storage ---------------------------------------------------------------------------------------
+    def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """A row's committed entries, per layer copies of keys and values ``[1, H, S, D]``."""
+        seen = slice(self.start(row), self.start(row) + self.lengths[row])
+        return [(la.keys[None, :, seen].clone(), la.values[None, :, seen].clone()) for la in self.layers]
 
-    def _require(self, length: int) -> None:
-        if length > self.capacity:
-            raise ModelError(
-                f"The KV cache has {self.capacity} slots per row but {length} are needed; "
-                "the request was sized too small, which is a bug worth reporting."
-            )
+    # -- storage -------------------------------------------------------------------------------------------
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
         """The store for layer ``index``: shared with its device's other layers when their shapes agree."""
@@ -227,20 +311,24 @@ class SlotCache(Cache):
             mates = [i for i, d in enumerate(self._devices) if d == k.device]
             if index not in mates or any(s.keys.device == k.device for s in self._stores.values()):
                 mates, key = [index], (*key, index)  # a layer unlike its mates gets a store of its own
-            size = (len(mates), self.batch, self.capacity)
             store = _Store(
-                keys=k.new_zeros(*size, k.shape[1], k.shape[3]),
-                values=v.new_zeros(*size, v.shape[1], v.shape[3]),
+                keys=k.new_zeros(len(mates), k.shape[1], self.slots, k.shape[3]),
+                values=v.new_zeros(len(mates), v.shape[1], self.slots, v.shape[3]),
                 mates=mates,
             )
             self._stores[key] = store
         return store
 
-    def _write(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """keys, values: ``[B, S, H, D]`` buffers of one layer; k, v: ``[B, H, Q, D]`` (or one row of it)."""
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if self._row is not None:
-            keys, values = keys[self._row : self._row + 1], values[self._row : self._row + 1]
-        keys[:, self._start : self._stop] = k
-        values[:, self._start : self._stop] = v
-        return keys[:, : self._stop].transpose(1, 2), values[:, : self._stop].transpose(1, 2)
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Host integers on a device, without making the host wait for it."""
+    return sent(torch.tensor(values), device)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without making the host wait for it."""
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

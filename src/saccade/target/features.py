@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,21 +17,6 @@ if TYPE_CHECKING:
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 """Names under which decoders of transformers keep the norm before the LM head."""
-
-
-@dataclass(slots=True)
-class Hidden:
-    """Hidden states that every forward of a context is to leave here, on stock and lean decoders alike.
-
-    Attributes:
-        layers: indices from 0 (what enters the first layer) to ``len(target.layers)`` (what leaves the last).
-        final: whether the last index is read after (``post``) or before (``pre``) the final norm.
-        states: index -> ``[B, Q, d]`` of the last forward.
-    """
-
-    layers: tuple[int, ...]
-    final: Literal["post", "pre"] = "post"
-    states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class FeatureTap:

@@ -9,6 +9,7 @@ for as long as the model stays built of the same parts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.tree import ancestors_of
-from saccade.inputs.prompt import Prompt
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 from saccade.target.families import ordinary_ids
-from saccade.target.features import Hidden
+from saccade.target.layout import Layout
+from saccade.target.pieces import Needs, Piece
 from saccade.target.thresholds import Thresholds
 from saccade.target.watch import Watch
 
-_SMALL = 2**19  # numbers in the keys of a layer that are turned to float32 in no time
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred
 roundings of each dtype. A structural difference moves logits by about one standard deviation."""
@@ -59,13 +59,25 @@ class _Block:
     down: Tensor
 
 
+@dataclass(slots=True)
+class Found:
+    """What a forward of the lean decoder leaves.
+
+    Attributes:
+        normed: ``[T, d]`` after the final norm; what enters a layer where the forward ended there.
+        hidden: index of the layer -> ``[T, d]``.
+    """
+
+    normed: Tensor
+    hidden: dict[int, Tensor]
+
+
 class LeanDecoder:
-    """Tree forwards of a model without its Python modules; see the module's docstring."""
+    """Forwards of a model without its Python modules; see the module's docstring."""
 
     def __init__(self, model: Any, decoder: Any, blocks: list[_Block], kv_heads: int, eps: float) -> None:
         attention = decoder.layers[0].self_attn
         self._blocks = blocks
-        self._embed: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
         self._head: nn.Linear = model.get_output_embeddings()
@@ -74,6 +86,8 @@ class LeanDecoder:
         self._kv_heads = kv_heads
         self._heads = attention.q_proj.out_features // self._head_dim
         self._scale: float = attention.scaling
+        rope = getattr(decoder.config, "rope_parameters", None) or {}
+        self._sections: list[int] = list(rope.get("mrope_section", ()))
         fused = [m for layer in decoder.layers for group in _groups(layer) for m in group]
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
         self._watch = Watch(model, (decoder, self._head), joined)
@@ -85,80 +99,74 @@ class LeanDecoder:
 
     def __call__(
         self,
-        tokens: Tensor,
-        mask: Tensor,
+        x: Tensor,
         positions: Tensor,
-        cache: SlotCache,
-        hidden: Hidden | None = None,
+        cache: RowCache,
+        layout: Layout,
+        needs: Needs | None = None,
+        added: Sequence[Tensor] = (),
         until: int | None = None,
-    ) -> Tensor:
-        """Logits ``[B, Q, V]``; arguments as the stock model takes them (mask additive ``[B, 1, Q, K]``).
+    ) -> Found:
+        """Run a packed sequence.
 
         Args:
-            until: a layer, at which to end: what enters it is returned, ``[B, Q, d]``, in place of logits.
+            x: ``[T, d]`` embeddings.
+            positions: ``[3 or 1, T]``.
+            layout: whose tokens these are and what they attend to.
+            needs: hidden states that are wanted.
+            added: per first layers ``[T, d]`` what is added to the stream behind each.
+            until: a layer, at which to end: what enters it is returned in place of what leaves the last.
         """
-        wanted = () if hidden is None else hidden.layers
+        needs = needs or Needs()
+        wanted = needs.layers
         states: dict[int, Tensor] = {}
-        x = F.embedding(tokens, self._embed)
-        batch, count, width = x.shape
+        count, width = x.shape
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
-        grouped = heads != kv
         for index, (block, layer) in enumerate(zip(self._blocks[:until], cache.layers[:until], strict=True)):
             if index in wanted:
                 states[index] = x
             h = F.rms_norm(x, (width,), block.norm_in, self._eps)
-            qkv = (
-                F.linear(h, block.qkv, block.qkv_bias).view(batch, count, heads + 2 * kv, dim).transpose(1, 2)
-            )
+            qkv = F.linear(h, block.qkv, block.qkv_bias).view(count, heads + 2 * kv, dim)
             if block.q_norm is not None and block.k_norm is not None:
                 q = F.rms_norm(qkv[:, :heads], (dim,), block.q_norm, self._eps)
                 k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), block.k_norm, self._eps)
                 turning = torch.cat([q, k], 1)
             else:
                 turning = qkv[:, : heads + kv]
-            turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin)
-            keys, values = layer.update(turned[:, heads:], qkv[:, heads + kv :])
-            if grouped and keys.is_cuda:  # the fused kernels there take no mask together with grouped heads
-                keys, values = (t.repeat_interleave(heads // kv, 1) for t in (keys, values))
-            mixed = _attend(turned[:, :heads], keys, values, mask, self._scale, grouped and not keys.is_cuda)
-            x = x + F.linear(mixed.transpose(1, 2).reshape(batch, count, heads * dim), block.out)
+            turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin).transpose(0, 1)  # [H, T, D]
+            keys, values = layer.write(turned[heads:], qkv[:, heads + kv :].transpose(0, 1))
+            mixed = layout.attend(turned[:heads], keys, values, self._scale)
+            x = x + F.linear(mixed, block.out)
             h = F.rms_norm(x, (width,), block.norm_mlp, self._eps)
             gate, up = F.linear(h, block.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down)
+            if index < len(added):
+                x = x + added[index]
         if until is not None:
-            return x
+            return Found(x, states)
         normed = F.rms_norm(x, (width,), self._norm, self._eps)
-        if hidden is not None:
-            states[len(self._blocks)] = normed if hidden.final == "post" else x
-            hidden.states = {i: states[i] for i in wanted}
+        if len(self._blocks) in wanted:
+            states[len(self._blocks)] = normed if needs.final == "post" else x
+        return Found(normed, states)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """``[n, V]`` after normed states ``[n, d]``."""
         logits: Tensor = self._head(normed)
         return logits
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[B, 1, Q, D]``: rotation is ``x * cos + roll(x, D / 2) * sin``.
-
-        Drafted tokens are text, whose three M-RoPE positions agree, so one of them is enough.
-        """
-        cos, sin = self._rotary(x, positions)
-        if cos.dim() == 4:
-            cos, sin = cos[0], sin[0]
+        """Cosines and signed sines ``[T, 1, D]``: rotation is ``x * cos + roll(x, D / 2) * sin``."""
+        cos, sin = self._rotary(x[None], positions if positions.shape[0] == 1 else positions[:, None])
+        if cos.dim() == 4:  # three positions, which attention is to mix; in text they agree
+            cos, sin = (self._mixed(t) for t in (cos, sin))
         half = self._head_dim // 2
-        return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
+        return cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
 
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, grouped: bool) -> Tensor:
-    """Attention ``[B, heads, Q, D]`` of queries of that shape; ``grouped`` where there are fewer keys than queries.
-
-    On a CPU in float32 for a single query, for which torch's kernel takes 2 to 9 times as long in bfloat16, and for
-    several as long as that costs nothing: what is rounded less differs less between one query and several
-    (`benchmarks/attention_cost.py`).
-    """
-    if query.device.type == "cpu" and (query.shape[2] == 1 or keys.numel() <= _SMALL):
-        parts = query.float(), keys.float(), values.float(), mask.float()
-    else:
-        parts = query, keys, values, mask
-    return F.scaled_dot_product_attention(*parts, scale=scale, enable_gqa=grouped).to(query.dtype)
+    def _mixed(self, angles: Tensor) -> Tensor:
+        """``[1, T, D]`` of ``[3, 1, T, D]``: every section of the head's dimensions from its own position."""
+        sections = [*self._sections, *self._sections]
+        return torch.cat([m[i % 3] for i, m in enumerate(angles.split(sections, -1))], -1)
 
 
 def lean_decoder(model: Any, decoder: Any) -> LeanDecoder | None:
@@ -230,17 +238,19 @@ def gives_stock_logits(target: Any) -> bool:
     limits = target.family.limits
     far = Thresholds.of(target.text_config).beyond(limits.turn or limits.context)
     ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
-    cache = target.new_cache(1, len(ids))
-    target.prefill(cache, 0, Prompt(tuple(ids[:7])))
+    cache = target.new_cache(1)
+    cache.reserve(0, len(ids))
+    target.forward(cache, [Piece([0], torch.tensor([ids[:7]], device=target.device), logits_from=6)])
+    cache.commit([0], [range(7)])
     tokens = torch.tensor([ids[7:]], device=target.device)
     parents = [0, 0, 0, 1, *(0 for _ in far)]
     allow = ancestors_of(torch.tensor([parents], device=target.device), 2)
     depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
-    deltas = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    tree = Piece([0], tokens, allow, depth)
     with target.stock():
-        stock = target.forward(cache, tokens, allow, depth, deltas).float()
-    cache.drop_pending()
-    ours = target.forward(cache, tokens, allow, depth, deltas).float()
+        stock = target.forward(cache, [tree])[0].logits.float()
+    cache.drop([0])
+    ours = target.forward(cache, [tree])[0].logits.float()
     error = (ours - stock).abs().amax(-1) / stock.std(-1)
     return bool(
         (error <= TOLERANCE.get(target.dtype, 0.0)).all()

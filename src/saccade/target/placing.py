@@ -1,23 +1,17 @@
-"""Where the tokens of a prompt stand, and what each of them sees when only a part of it runs."""
+"""Positions of a prompt's tokens, and the token types that some models ask for."""
 
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.inputs.batch import join, media_spans, type_ids
+from saccade.inputs.batch import join, type_ids
 from saccade.inputs.families import FAMILIES, kind_of
 from saccade.inputs.prompt import Prompt
-from saccade.target.selected import Mask, held_of, shift_of
-
-if TYPE_CHECKING:
-    from saccade.target.adapter import Target
 
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -64,27 +58,3 @@ def rope_positions(rope_index: Any, config: Any, ids: Tensor, prompt: Prompt) ->
     known = {k: v.to(ids.device) for k, v in inputs.items() if k in wanted}
     positions, delta = rope_index(ids, **known)
     return positions, int(delta.flatten()[0])
-
-
-def continuation_mask(
-    target: Target, prompt: Prompt, start: int, kept: Sequence[int], dropped: Sequence[int]
-) -> Mask:
-    """Causal mask of the kept positions from ``start`` on over what the cache holds before them and themselves,
-    image blocks both ways where the family has them so.
-
-    Args:
-        kept: ascending positions from ``start`` on that run.
-        dropped: ascending positions, before ``start`` too, that the decoder never sees.
-    """
-    new, held = len(kept), held_of(start, dropped)
-    allow = torch.ones(new, new, dtype=torch.bool, device=target.device).tril()
-    if target.family.bidirectional_images:
-        for first, last in media_spans(target.config, prompt):
-            if first >= start:
-                block = slice(bisect_left(kept, first), bisect_left(kept, last))
-                allow[block, block] = True
-    depth = torch.tensor(kept, device=target.device)[None] - start
-    shift = None
-    if dropped:
-        shift = torch.tensor([shift_of(start, dropped)], device=target.device, dtype=torch.long)
-    return target.family.masks.build(allow[None], [held], depth, held + new, target.dtype, shift)

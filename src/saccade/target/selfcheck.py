@@ -107,17 +107,17 @@ def _on_a_tree(
     Args:
         gap: positions that are left out behind the prompt.
     """
-    context = Context(target, 1, len(prompt) + len(nodes) + 1)
+    context = Context(target, 1)
+    context.cache.reserve(0, len(prompt) + len(nodes) + 1)
     first = context.load(0, Prompt(tuple(prompt))).logits
+    assert first is not None
     parents = torch.tensor([SHAPE.parents], device=target.device)
     depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device) + gap
-    tree = context.forward(
-        torch.tensor([nodes], device=target.device), ancestors_of(parents, SHAPE.max_depth), depth
-    )
-    context.keep([KEPT], [[nodes[i] for i in KEPT]])
-    itself = torch.ones(1, 1, 1, dtype=torch.bool, device=target.device)
-    last = context.forward(torch.tensor([[after]], device=target.device), itself, depth[:, :1])
-    return torch.cat([first[None], tree[0], last[0]])
+    allow = ancestors_of(parents, SHAPE.max_depth)
+    tree = context.forward([0], torch.tensor([nodes], device=target.device), allow, depth)
+    context.commit([0], [KEPT], [[nodes[i] for i in KEPT]])
+    last = context.forward([0], torch.tensor([[after]], device=target.device), None, depth[:, :1])
+    return torch.cat([first[None], tree.logits[0], last.logits[0]])
 
 
 def _path_by_path(

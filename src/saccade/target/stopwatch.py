@@ -1,4 +1,4 @@
-"""How long a model's eyes take."""
+"""Time spent in the vision tower."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from saccade.draft.static import Chain
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 
 Measure = Callable[[Any], float]
@@ -79,6 +79,6 @@ def block_efficiency(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: 
     for start in range(0, len(prompts), rows):
         requests = [Request(p) for p in prompts[start : start + rows]]
         for out in engine.generate(requests, max_new_tokens=max_new_tokens, do_sample=False):
-            emitted += max(out.stats.new_tokens - 1, 0)  # the first comes from prefill
+            emitted += out.stats.decoded_tokens
             passes += out.stats.target_passes
     return emitted / passes if passes else 0.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict, path_to
 
 
@@ -23,10 +26,12 @@ class Greedy:
     def open(self, context: Context) -> Greedy:
         return self
 
-    def read(self, row: int, prompt: Prompt) -> None:
+    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+    ) -> Verdict:
         choice = scores.max(-1).indices  # [B, N]; argmax would do, but is slow in bfloat16 on CPUs
         if tree.size == 1:
             zeros = torch.zeros_like(choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 
 STRICT, LOOSE, SHIFTED = range(3)
 """A guess passed as the target's own token; by a loose rule, for what it says; or because the target's token
@@ -38,17 +40,21 @@ class Verdict:
 class Judge(Protocol):
     """A rule at work on the rows of one session."""
 
-    def read(self, row: int, prompt: Prompt) -> None:
-        """Called after the target has read a row's prompt (its context holds the hidden states asked for)."""
+    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+        """Called when the target has read a row's prompt, with the hidden states that the rule asked for."""
         ...
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
-        """Judge every row.
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+    ) -> Verdict:
+        """Judge some rows.
 
         Args:
-            scores: ``[B, N, V]`` the target's processed logits after every node.
-            uniforms: ``[B, L, C]`` this step's random numbers in [0, 1), as many as `Rule.uniforms` asks for; None if
+            tree: one tree per row.
+            scores: ``[A, N, V]`` the target's processed logits after every node.
+            uniforms: ``[A, L, C]`` this step's random numbers in [0, 1), as many as `Rule.uniforms` asks for; None if
                 it asks for none. Which of them decides on a node must follow from that row's tree alone.
+            reading: what the target's forward gave for the trees' nodes.
         """
         ...
 
@@ -71,7 +77,7 @@ class Rule(Protocol):
         ...
 
     def open(self, context: Context) -> Judge:
-        """Start on a session's rows; a rule that looks at hidden states sets ``context.hidden`` here."""
+        """Start on a batch's rows; a rule that looks at hidden states asks for them here (``context.needs``)."""
         ...
 
 

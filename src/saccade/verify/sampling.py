@@ -10,12 +10,15 @@ et al. 2024) for several. Two kinds of proposal, told apart by whether the tree 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.randomness import draw
 from saccade.verify.rule import Verdict, path_to
 
@@ -32,10 +35,12 @@ class Sampling:
     def open(self, context: Context) -> Sampling:
         return self
 
-    def read(self, row: int, prompt: Prompt) -> None:
+    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+    ) -> Verdict:
         assert uniforms is not None
         # Level 0 holds the last token's number, level d that of the children at depth d, each at its rank.
         probabilities = scores.float().softmax(-1)  # p: [B, N, V]; bf16 cannot add up a vocabulary

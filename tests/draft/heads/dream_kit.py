@@ -17,7 +17,7 @@ from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.dream_session import DreamDraftSession
 from saccade.inputs.batch import visual_mask
 from saccade.output import Output
-from saccade.session import Session
+from saccade.engine import RunningBatch
 
 
 def dream(name: str, **options: Any) -> Dream:

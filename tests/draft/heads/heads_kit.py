@@ -24,7 +24,7 @@ from saccade.engine import Engine
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.session import Request, Session
+from saccade.engine import Request, RunningBatch
 from saccade.target.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")
@@ -324,7 +324,7 @@ def recorded(
     policy: Any,
     asked: Sequence[Prompt],
     n: int = LENGTH,
-    session: Session | None = None,
+    session: RunningBatch | None = None,
 ) -> tuple[list[Output], list[Drafted]]:
     """Answers, and the trees of every step. A session's own policy must be the `Recording` given."""
     recording = policy if isinstance(policy, Recording) else Recording(policy)

@@ -23,7 +23,7 @@ from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.static import Chain
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.session import Request
+from saccade.engine import Request
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""

@@ -21,7 +21,7 @@ from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import dream_session as under_test
 from saccade.draft.heads import session as heads_session
 from saccade.draft.heads.dream import Dream
-from saccade.session import Request
+from saccade.engine import Request
 
 CLOSE, FAR = 1e-4, 1e-3
 """Standard deviations of the logits: a hundred roundings of float32 (1e-6 is seen), and what planted mistakes exceed

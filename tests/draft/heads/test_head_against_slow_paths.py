@@ -33,7 +33,7 @@ from families import FAMILIES
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads import vispec_session
 from saccade.draft.heads.head import Head
-from saccade.session import Request
+from saccade.engine import Request
 
 CLOSE = 1e-3
 """Standard deviations of the logits: hundreds of roundings of float32. Planted mistakes move them by 0.1 and more."""

@@ -6,7 +6,7 @@ import pytest
 from heads_kit import DRAFTING, LENGTH, POLICIES, engine, kind_of_prompt, prompts, taught, untaught
 
 from families import FAMILIES
-from saccade.session import Request
+from saccade.engine import Request
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 ROWS = (1, 3)

@@ -22,7 +22,7 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.context import Context
 
 CLOSE = 1e-3

@@ -24,7 +24,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.draft.sampling import DrawProposer
 from saccade.hf import speculate
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.verify.randomness import Uniforms
 
 QUESTION = "What is this?"

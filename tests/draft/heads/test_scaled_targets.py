@@ -18,7 +18,7 @@ from saccade.draft.static import Chain
 from saccade.engine import Engine
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.train.entries import entries_of
 from saccade.train.features import read_features

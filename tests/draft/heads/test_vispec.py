@@ -13,7 +13,7 @@ from families import FAMILIES
 from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.session import Request
+from saccade.engine import Request
 from saccade.train.cache import FeatureCache
 from saccade.train.entries import entries_of
 from saccade.train.features import read_features

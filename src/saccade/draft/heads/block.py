@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.rotary import Rotary, turn
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
+
+
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, allow: Tensor | None, cache: RowCache | Any, place: int
+) -> Tensor:
+    """Attention ``[B, H, N, D]`` of entries to those in a cache and among themselves.
+
+    Args:
+        q: ``[B, H, N, D]``.
+        k, v: ``[B, H_kv, N, D]``.
+        allow: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout tells.
+        cache: told beforehand where to write (`RowCache.lay`); in training, anything whose layers have an ``update``;
+            None for none.
+        place: index of the layer.
+    """
+    if isinstance(cache, RowCache):
+        packed = [t.transpose(0, 1).flatten(1, 2) for t in (q, k, v)]  # [H, B * N, D]
+        keys, values = cache.layers[place].write(*packed[1:])
+        mixed = cache.layout.attend(packed[0], keys, values, q.shape[-1] ** -0.5)
+        return mixed.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
+    if cache is not None:
+        k, v = cache.layers[place].update(k, v)
+    if q.shape[1] != k.shape[1]:  # fused kernels on a GPU take no mask together with grouped heads
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, None if allow is None else allow[:, None])
 
 
 class RMSNorm(nn.Module):
@@ -42,7 +69,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], allow: Tensor, cache: SlotCache | None, place: int
+        self, x: Tensor, angles: tuple[Tensor, Tensor], allow: Tensor, cache: RowCache | None, place: int
     ) -> Tensor:
         batch, count, _ = x.shape
         heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
@@ -50,11 +77,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(batch, count, kv, dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, count, kv, dim).transpose(1, 2)
         q, k = turn(q, angles).to(v.dtype), turn(k, angles).to(v.dtype)
-        if cache is not None:
-            k, v = cache.layers[place].update(k, v)
-        if heads != kv:  # fused kernels on a GPU take no mask together with grouped heads
-            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, allow[:, None])
+        mixed = cached_attention(q, k, v, allow, cache, place)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, count, heads * dim))
         return out
 
@@ -90,7 +113,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, positions: Tensor, allow: Tensor, cache: SlotCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, allow: Tensor, cache: RowCache | None = None) -> Tensor:
         """The residual stream after the block.
 
         Args:
@@ -98,7 +121,7 @@ class Block(nn.Module):
             positions: ``[B, N]`` or ``[1, N]``.
             allow: ``[B or 1, N, K]`` bool; which of the K entries each of these attends to. Every entry must see
                 itself. K is N without a cache.
-            cache: told beforehand where to write (`SlotCache.writing_prompt`, `SlotCache.writing_nodes`).
+            cache: told beforehand where to write (`RowCache.lay`).
         """
         angles = self._rotary(positions)
         x = x + self.self_attn(self.input_layernorm(x), angles, allow, cache, self._place)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import GatedMLP, RMSNorm
+from saccade.draft.heads.block import GatedMLP, RMSNorm, cached_attention
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.rotary import Rotary, turn
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 GATES = ("tanh", "open", "replace")
 
@@ -44,7 +43,7 @@ class CrossAttention(nn.Module):
         x: Tensor,
         features: Tensor,
         reach: Tensor,
-        memory: SlotCache | None,
+        memory: RowCache | None,
         place: int,
         where: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -56,11 +55,7 @@ class CrossAttention(nn.Module):
             assert where is not None
             q, k = turn(q, self._rotary(where[0])), turn(k, self._rotary(where[1]))
         q, k = q.to(v.dtype), k.to(v.dtype)
-        if memory is not None:
-            k, v = memory.layers[place].update(k, v)
-        if heads != kv:  # fused kernels on a GPU take no mask together with grouped heads
-            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, reach[:, None])
+        mixed = cached_attention(q, k, v, reach, memory, place)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -94,7 +89,7 @@ class CrossBlock(nn.Module):
         x: Tensor,
         features: Tensor,
         reach: Tensor,
-        memory: SlotCache | None = None,
+        memory: RowCache | None = None,
         where: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The residual stream after the block.

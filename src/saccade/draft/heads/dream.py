@@ -13,7 +13,7 @@ from saccade.draft.heads.cross import GATES, CrossBlock
 from saccade.draft.heads.head import Head
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 if TYPE_CHECKING:
     from saccade.draft.heads.dream_session import DreamDraftSession
@@ -86,11 +86,11 @@ class Dream(Head):
         embeddings: Tensor,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
         *,
         reach: Tensor | None = None,
-        memory: SlotCache | None = None,
+        memory: RowCache | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
         """As in `Head.forward`, with features of their own number.
@@ -109,7 +109,7 @@ class Dream(Head):
         return self.finish(begun, features, positions, allow, reach, cache, memory, places)
 
     def begin(
-        self, embeddings: Tensor, positions: Tensor, allow: Tensor, cache: SlotCache | None = None
+        self, embeddings: Tensor, positions: Tensor, allow: Tensor, cache: RowCache | None = None
     ) -> Tensor:
         """``[B, N, d]`` behind the first block, which no feature has reached."""
         if self.first is None:
@@ -124,8 +124,8 @@ class Dream(Head):
         positions: Tensor,
         allow: Tensor,
         reach: Tensor,
-        cache: SlotCache | None = None,
-        memory: SlotCache | None = None,
+        cache: RowCache | None = None,
+        memory: RowCache | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
         """``[B, N, d]`` of `forward`, from what `begin` made of the entries."""
@@ -138,9 +138,9 @@ class Dream(Head):
             out = self.last(out, positions, allow, cache)
         return out
 
-    def new_memory(self, batch: int, capacity: int) -> SlotCache:
-        """An empty cache for the keys and values of ``capacity`` features in each of ``batch`` rows."""
-        return SlotCache([next(self.parameters()).device] * len(self.cross), batch, capacity)
+    def new_memory(self, rows: int) -> RowCache:
+        """An empty cache for the keys and values of features in up to ``rows`` rows."""
+        return RowCache([next(self.parameters()).device] * len(self.cross), rows)
 
 
 def _latest(features: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
-from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.attention import PromptAttention
-from saccade.target.cache import SlotCache
-from saccade.target.context import Context
-from saccade.target.masks import visible
+from saccade.target.cache import RowCache
+from saccade.target.context import Context, PromptRead
+from saccade.target.layout import ALL, Layout, Span
+from saccade.target.masks import additive
 
 
 class DreamDraftSession(HeadDraftSession):
@@ -30,92 +30,104 @@ class DreamDraftSession(HeadDraftSession):
         memory: keys and values of the features that entries attend to; slot j holds token j.
     """
 
-    def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
-        super().__init__(drafter, batch, target)
+    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
+        super().__init__(drafter, rows, target)
         assert isinstance(drafter.head, Dream)
         self._dream = drafter.head
         self._pruning = drafter.head.pruning
-        self._dropped: list[list[int]] = [[] for _ in range(batch)]
-        self.memory: SlotCache = drafter.head.new_memory(batch, 0)
+        self._dropped: list[list[int]] = [[] for _ in range(rows)]
+        self.memory: RowCache = drafter.head.new_memory(rows)
         if self._pruning.needs_attention:
-            wanted = PromptAttention(self._pruning.layers, "all")
-            target.attention = target.attention or wanted
-            if (target.attention.layers, target.attention.queries) != (wanted.layers, wanted.queries):
-                raise ModelError(
-                    f"The target's attention is read in layers {target.attention.layers} of "
-                    f"{target.attention.queries} already, but a dream head needs that of all tokens in the last layer."
-                )
+            target.needs.add_attention(self._pruning.layers, "all")
+
+    def forget(self, row: int) -> None:
+        super().forget(row)
+        self.memory.release(row)
+        self._dropped[row] = []
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt) -> None:
-        self.memory.grow(self._room + self._slack)
-        super().load(row, prompt)
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+        self.memory.reserve(row, self._room[row] + self._slack)
+        super().load(row, prompt, read)
 
     @torch.inference_mode()
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        tree = super().propose(new, proposer)
-        self.memory.drop_pending()
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
+        tree = super().propose(rows, new, proposer, limit)
+        self.memory.drop(rows)
         return tree
 
-    def _entries(self, row: int, prompt: Prompt, start: int) -> tuple[Tensor, Tensor]:
-        self._dropped[row] = self._choose(row, prompt, start)
+    def _entries(self, row: int, prompt: Prompt, read: PromptRead) -> tuple[Tensor, Tensor]:
+        self._dropped[row] = self._choose(row, prompt, read)
         seen = torch.ones(len(prompt), dtype=torch.bool)
         seen[self._dropped[row]] = False
         tokens = seen.nonzero()[:, 0]
         tokens = tokens[tokens > 0]
-        held = min(self.cache.lengths[row], int((tokens < start).sum()))
+        held = min(self.cache.lengths[row], int((tokens < read.start).sum()))
         self.memory.crop(row, int(tokens[held - 1]) if held else 0)
         return tokens, tokens - 1
 
-    def _choose(self, row: int, prompt: Prompt, start: int) -> list[int]:
-        """Visual tokens without entries; before ``start`` they stay what they were."""
-        attention, config = self._context.attention, self._drafter.target.config
-        before = [place for place in self._dropped[row] if place < start]
-        if not self._pruning.needs_attention or attention is None or attention.columns is None:
+    def _choose(self, row: int, prompt: Prompt, read: PromptRead) -> list[int]:
+        """Visual tokens without entries; before where the target went on they stay what they were."""
+        config = self._drafter.target.config
+        before = [place for place in self._dropped[row] if place < read.start]
+        if not self._pruning.needs_attention or read.columns is None:
             return before
-        dropped = self._pruning.dropped(config, prompt, attention.prompt, attention.columns, config)
+        dropped = self._pruning.dropped(config, prompt, read.prompt, read.columns, config)
         # The last token always has an entry: it brings the features of all dropped ones before it.
-        return before + [place for place in dropped if start <= place < len(prompt) - 1]
+        return before + [place for place in dropped if read.start <= place < len(prompt) - 1]
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
         tokens = tokens.to(self._device)
-        at, first, last = self.cache.lengths[row], self.memory.lengths[row], int(tokens[-1])
-        allow = torch.ones(1, len(tokens), at + len(tokens), dtype=torch.bool, device=self._device).tril(at)
-        reach = torch.arange(last, device=self._device) < tokens[:, None]
-        self.cache.writing_prompt(row, len(tokens))
-        self.memory.writing_prompt(row, last - first)
+        first, last = self.memory.lengths[row], int(tokens[-1])
+        reach = torch.arange(first, last, device=self._device) < tokens[:, None]
+        self._lay(self.cache, [row], len(tokens), None)
+        self._lay_memory(row, last - first, reach[None])
         self._dream(
-            self._features[row, first:last][None],
+            self._features[row][first:last][None],
             embedded,
             (tokens - 1)[None],
-            allow,
+            None,
             self.cache,
-            reach=reach[None],
             memory=self.memory,
             places=torch.arange(first, last, device=self._device)[None],
         )
-        self.cache.keep_first(row, len(tokens))
-        self.memory.keep_first(row, last - first)
+        self.cache.commit([row], [range(len(tokens))])
+        self.memory.commit([row], [range(last - first)])
 
-    def _catch_up(self, new: Sequence[Sequence[int]], width: int) -> Tensor:
-        hidden = super()._catch_up(new, width)
-        self.memory.keep([range(len(tokens)) for tokens in new])
+    def _lay_memory(self, row: int, count: int, reach: Tensor) -> None:
+        """Say where ``count`` new features of a prompt go, and which of them ``reach`` ``[1, N, count]`` entries see."""
+        held, start = self.memory.lengths[row], self.memory.start(row)
+        mask = pad(additive(reach, self._features[0].dtype), (held, 0))
+        span = Span(row, 0, reach.shape[1], start, held + count, {ALL: mask})
+        self.memory.layout = Layout([span], slice(start + held, start + held + count), self.memory.slots)
+        self.memory.pending[row] += count
+
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
+        hidden = super()._catch_up(rows, new, width)
+        self.memory.commit(rows, [range(len(tokens)) for tokens in new])
         return hidden
 
     def _forward(
-        self, features: Tensor, tokens: Tensor, allow: Tensor, offset: int | Tensor, step: int
+        self,
+        rows: Sequence[int],
+        features: Tensor,
+        tokens: Tensor,
+        allow: Tensor | None,
+        offset: int | Tensor,
+        step: int,
     ) -> Tensor:
-        lengths = torch.tensor(self.memory.lengths, device=self._device)
-        positions = (lengths[:, None] + offset).expand(tokens.shape)
-        slots, places = (c.writing_nodes(tokens.shape[1]) for c in (self.cache, self.memory))
+        positions = self._placed(self.memory, rows, offset).expand(tokens.shape)
+        self._lay(self.cache, rows, tokens.shape[1], allow)
+        self._lay(self.memory, rows, tokens.shape[1], allow)
         out: Tensor = self._dream(
             features,
-            self._embed(tokens),
+            self._embed(rows, tokens),
             positions,
-            visible(allow, self.cache.lengths, slots),
+            None,
             self.cache,
             step,
-            reach=visible(allow, self.memory.lengths, places),
             memory=self.memory,
         )
         return out

@@ -12,7 +12,7 @@ from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 NORMS = ("all", "block", "none")
 
@@ -70,7 +70,7 @@ class Eagle2(Head):
         embeddings: Tensor,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         out = self.fused(features, self.embedding_norm(embeddings))

@@ -13,7 +13,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.rotary import Rotary
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 
 class Eagle3(Head):
@@ -80,7 +80,7 @@ class Eagle3(Head):
         embeddings: Tensor,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 if TYPE_CHECKING:
     from saccade.draft.drafter import DraftSession
@@ -123,7 +123,7 @@ class Head(nn.Module, ABC):
         embeddings: Tensor,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         """Guess the states at the entries' own tokens.
@@ -134,7 +134,7 @@ class Head(nn.Module, ABC):
             embeddings: ``[B, N, d]`` what the target's decoder gets for each entry's token.
             positions: ``[B or 1, N]``.
             allow: ``[B or 1, N, K]`` bool; which entries each one attends to, those in the cache first, then these.
-                Every entry must see itself.
+                Every entry must see itself. Not read with a cache of `new_cache`, whose layout tells.
             cache: of `new_cache`, told where to write; None when all entries are given at once (K = N).
             step: how many tokens in a row have been guessed: 0 for every entry that is fed the target's own
                 feature, t for a guess t levels below the last emitted token; a tensor broadcasts to ``[B, N]``.
@@ -181,9 +181,9 @@ class Head(nn.Module, ABC):
     def begin_from(self, target: Target) -> None:
         """Before training: take over of the target's weights what the kind begins with; by default nothing."""
 
-    def new_cache(self, batch: int, capacity: int) -> SlotCache:
-        """An empty KV cache for ``batch`` rows of ``capacity`` entries."""
-        return SlotCache([next(self.parameters()).device] * self.blocks, batch, capacity)
+    def new_cache(self, rows: int) -> RowCache:
+        """An empty KV cache for up to ``rows`` rows."""
+        return RowCache([next(self.parameters()).device] * self.blocks, rows)
 
 
 def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:

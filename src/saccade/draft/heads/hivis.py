@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from saccade.draft.heads.block import Block
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 
 class HiViS(Head):
@@ -48,7 +48,7 @@ class HiViS(Head):
         embeddings: Tensor,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         last = self.config.steps - 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from saccade.draft.heads.block import RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.stacked import StackedHead
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 
 class Hydra(StackedHead):
@@ -40,7 +40,7 @@ class Hydra(StackedHead):
         embeddings: Tensor,
         positions: Tensor | None = None,
         allow: Tensor | None = None,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         """Guess the states ``step`` tokens behind the entries' own; entries see nothing of each other.

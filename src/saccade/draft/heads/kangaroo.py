@@ -13,7 +13,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.rotary import Rotary
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 from saccade.target.features import final_norm
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Kangaroo(Head):
         embeddings: Tensor | None,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         """Translate the states of the entries' own tokens.

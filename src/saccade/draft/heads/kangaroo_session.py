@@ -14,6 +14,7 @@ from saccade.draft.policy import Frontier
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
+from saccade.target.cache import on_device
 from saccade.target.context import Context
 
 
@@ -26,42 +27,44 @@ class KangarooDraftSession(HeadDraftSession):
 
     lag: ClassVar[int] = 0
 
-    def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
-        super().__init__(drafter, batch, target)
+    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
+        super().__init__(drafter, rows, target)
         (self._layer,) = drafter.head.layers
         self._depths: list[int] = []  # of the target's pending entries
 
-    def grow(self, capacity: int) -> None:
-        super().grow(capacity)
-        self._context.cache.grow(capacity + self._slack)  # a policy may run more nodes than it has verified
+    def reserve(self, row: int, capacity: int) -> None:
+        super().reserve(row, capacity)
+        self._context.cache.reserve(row, capacity + self._slack)  # a policy may run more nodes than it has verified
 
     @torch.inference_mode()
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
         self._depths = []
-        tree = super().propose(new, proposer)
-        self._context.cache.drop_pending()
+        tree = super().propose(rows, new, proposer, limit)
+        self._context.cache.drop(rows)
         return tree
 
-    def _catch_up(self, new: Sequence[Sequence[int]], width: int) -> Tensor:
-        roots = torch.tensor([[t[-1] if t else 0] for t in new], device=self._device)
-        states = self._early(roots, torch.ones(1, 1, 1, dtype=torch.bool, device=self._device), 0)
-        going = [row for row, active in enumerate(self._active) if active]
-        places = [self._known[row] + len(new[row]) - 1 for row in going]
-        self._features[going, places] = states[going, 0]
-        return super()._catch_up(new, width)
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
+        roots = on_device([[tokens[-1]] for tokens in new], self._device)
+        states = self._early(rows, roots, None, 0)
+        for place, (row, tokens) in enumerate(zip(rows, new, strict=True)):
+            self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
+        return super()._catch_up(rows, new, width)
 
-    def _run(self, frontier: Frontier, ran: Tensor) -> Tensor:
-        states = self._early(frontier.tokens, pad(frontier.allow, (1, 0), value=True), frontier.depth)
-        return self._forward(states, frontier.tokens, frontier.allow, frontier.depth - 1, 0)
+    def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
+        allow = None if frontier.allow is None else pad(frontier.allow, (1, 0), value=True)
+        states = self._early(rows, frontier.tokens, allow, frontier.depth)
+        return self._forward(rows, states, frontier.tokens, frontier.allow, frontier.depth - 1, 0)
 
-    def _early(self, tokens: Tensor, allow: Tensor, depth: int) -> Tensor:
-        """``[B, W, d]`` states of pending tokens, ``allow`` ``[B or 1, W, T]`` as in `Context.forward`."""
+    def _early(self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None, depth: int) -> Tensor:
+        """``[A, W, d]`` states of pending tokens, ``allow`` ``[A or 1, W, T]`` as in `Context.forward`."""
         self._depths += [depth] * tokens.shape[1]
-        depths = torch.tensor([self._depths], device=self._device)
-        return self._context.early(tokens, allow, depths, self._layer).to(self._features)
+        depths = on_device([self._depths], self._device)
+        return self._context.early(rows, tokens, allow, depths, self._layer).to(self._features[0])
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self._features.new_empty(*tokens.shape, 0)
+    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        return self._features[0].new_empty(*tokens.shape, 0)
 
     def _feed_answer(self, row: int, prompt: Prompt) -> None:
         """Entries are fed the state at their own token."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.stacked import StackedHead
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 
 class ResidualLayer(nn.Module):
@@ -57,7 +57,7 @@ class Medusa(StackedHead):
         embeddings: Tensor | None = None,
         positions: Tensor | None = None,
         allow: Tensor | None = None,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         """Guess the states ``step`` tokens behind the entries' own; nothing but the features is looked at.

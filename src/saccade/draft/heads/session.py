@@ -20,14 +20,16 @@ from saccade.errors import ModelError
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.cache import SlotCache
-from saccade.target.context import Context
-from saccade.target.masks import visible
-from saccade.target.selected import Merged
+from saccade.target.cache import RowCache, on_device
+from saccade.target.context import Context, PromptRead
+from saccade.target.masks import MaskPlan
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict
 
 CHUNK = 1024
 """Prompt entries that run at once; bounds the attention mask."""
+MASKS = MaskPlan(None, ())
+"""Heads have no windows, whatever their target has."""
 
 
 class HeadDrafter(TreeDrafter):
@@ -54,8 +56,8 @@ class HeadDrafter(TreeDrafter):
         self.target = target
         self._scale = 1.0 if head.has_lm_head else logits_scale(target)
 
-    def open(self, batch: int, target: Context) -> DraftSession:
-        return self.head.session_class()(self, batch, target)
+    def open(self, rows: int, target: Context) -> DraftSession:
+        return self.head.session_class()(self, rows, target)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[B, N, V]`` after states ``[B, N, d]`` of the head, on the scale of the target's own."""
@@ -83,47 +85,53 @@ class HeadDraftSession:
     lag: ClassVar[int] = 1
     """How many tokens before its own an entry is fed the target's state."""
 
-    def __init__(self, drafter: HeadDrafter, batch: int, target: Context) -> None:
+    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         self._drafter, self._context = drafter, target
         self._head, policy = drafter.head, drafter.policy
         self._device = drafter.target.device
         self._slack = policy.max_run + policy.max_nodes
-        self._shaping = policy.open(batch, self._device)
-        self.cache: SlotCache = self._head.new_cache(batch, 0)
-        self._room = 0
+        self._shaping = policy.open(rows, self._device)
+        self.cache: RowCache = self._head.new_cache(rows)
+        self._room = [0] * rows
         # Tokens of every row whose entries have run, or would if they were not hidden; and tokens whose states
         # are there, which the last block may have brought.
-        self._known, self._fed = [0] * batch, [0] * batch
-        self._prompts = [0] * batch  # length of the prompt that each row has read last
-        self._active = [False] * batch
+        self._known, self._fed = [0] * rows, [0] * rows
+        self._prompts = [0] * rows  # length of the prompt that each row has read last
         weight = next(self._head.parameters())
         width = self._head.config.hidden_size
-        self._features = weight.new_zeros(batch, 0, width)  # [B, S, d], of the target's states at every token
-        for layer in self._head.layers:
-            target.want_hidden(layer)
-        if self._head.is_shown_visual:
-            target.merged = target.merged or Merged()
+        # Per row [S, d], of the target's states at every token.
+        self._features = [weight.new_zeros(0, width) for _ in range(rows)]
+        target.needs.add_layers(*self._head.layers)
+        target.needs.embeddings |= self._head.is_shown_visual
 
-    def grow(self, capacity: int) -> None:
-        self._room = capacity
-        short = capacity + self._drafter.max_nodes + self._drafter.max_depth - self._features.shape[1]
+    def reserve(self, row: int, capacity: int) -> None:
+        self._room[row] = capacity
+        features = self._features[row]
+        short = capacity + self._drafter.max_nodes + self._drafter.max_depth - features.shape[0]
         if short > 0:
-            self._features = pad(self._features, (0, 0, 0, short))
+            self._features[row] = pad(features, (0, 0, 0, short))
+
+    def forget(self, row: int) -> None:
+        self.cache.release(row)
+        self._known[row] = self._fed[row] = self._prompts[row] = 0
+        self._features[row] = self._features[row][:0]
+        self._shaping.restart(row)
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt) -> None:
-        start, count = self._context.reused[row], len(prompt)
-        states = self._states()
-        if states.shape[1] != count - start or start > self._fed[row]:
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+        assert read is not None
+        start, count = read.start, len(prompt)
+        states = torch.cat([read.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
+        if states.shape[0] != count - start or start > self._fed[row]:
             raise ModelError(
                 "The head has not been fed all that the target has read; give both the same prompt, in one session."
             )
-        self._features[row, start:count] = self._head.fuse(states[0])
-        tokens, sources = self._entries(row, prompt, start)
-        self.cache.grow(self._room - (count - 1 - len(tokens)) + self._slack)
+        self._features[row][start:count] = self._head.fuse(states)
+        tokens, sources = self._entries(row, prompt, read)
+        self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < start).sum()))
         self.cache.crop(row, held)
-        embedded = self._embedded(row, prompt, start, tokens[held:])
+        embedded = self._embedded(row, prompt, read, tokens[held:])
         for at in range(held, len(tokens), CHUNK):
             part = slice(at, at + CHUNK)
             self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
@@ -136,123 +144,147 @@ class HeadDraftSession:
         """Put what the first answer token is fed at the prompt's last: the state where `Head.entries` would read it."""
         visual = self._visual(prompt)
         (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [len(prompt) - 1]
-        self._features[row, len(prompt) - 1] = self._features[row, source]
+        self._features[row][len(prompt) - 1] = self._features[row][source]
 
     @torch.inference_mode()
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
         counts = [len(tokens) for tokens in new]
-        self._active = [count > 0 for count in counts]
-        hidden = self._catch_up(new, max(counts))
-        last = torch.tensor([max(c - 1, 0) for c in counts], device=self._device)
-        ran = hidden[torch.arange(len(new), device=self._device), last][:, None]  # [B, 1 + F, d], root first
-        roots = torch.tensor([t[-1] if t else 0 for t in new], device=self._device)
-        growth = self._shaping.begin(roots, proposer, self._active)
+        hidden = self._catch_up(rows, new, max(counts))
+        if min(counts) == max(counts):
+            ran = hidden[:, -1:]  # [A, 1 + F, d], root first
+        else:
+            last = on_device([count - 1 for count in counts], self._device)
+            ran = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
+        roots = on_device([tokens[-1] for tokens in new], self._device)
+        growth = self._shaping.begin(rows, roots, proposer)
+        capped = self._drafter.policy.can_sample  # a form that is chosen by what was guessed must not depend on it
         frontier = growth.expand(self._drafter.logits(ran))
-        while frontier is not None:
-            guessed = self._run(frontier, ran)
+        while frontier is not None and not (capped and frontier.depth >= limit):
+            guessed = self._run(rows, frontier, ran)
             ran = torch.cat([ran, guessed], 1)
             frontier = growth.expand(self._drafter.logits(guessed))
-        self.cache.drop_pending()
+        self.cache.drop(rows)
         return growth.tree()
 
     @torch.inference_mode()
-    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        states = self._states()  # [B, N, F]
-        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [B, D + 1, F]
-        along = self._head.fuse(along)  # [B, D + 1, d]
-        # Beyond what was accepted they are overwritten before they are read. A row that has ended keeps its own.
-        going = [row for row, active in enumerate(self._active) if active]
-        firsts = [self._known[row] - 1 for row in going]
-        rows, first = torch.tensor([going, firsts], device=self._device)
-        places = first[:, None] + torch.arange(along.shape[1], device=self._device)
-        self._features[rows[:, None], places] = along[rows]
-        for row, place in zip(going, firsts, strict=True):
-            self._fed[row] = place + along.shape[1]
-        self._shaping.learn(verdict)
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+    ) -> None:
+        states = self._states(reading)  # [A, N, F]
+        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [A, D + 1, F]
+        along = self._head.fuse(along)  # [A, D + 1, d]
+        # Beyond what was accepted they are overwritten before they are read.
+        for place, row in enumerate(rows):
+            first = self._known[row] - 1
+            self._features[row][first : first + along.shape[1]] = along[place]
+            self._fed[row] = first + along.shape[1]
+        self._shaping.observe(rows, verdict)
 
-    def _states(self) -> Tensor:
-        """What the head reads of the target's last forward, ``[B, Q, F]``."""
-        assert self._context.hidden is not None
-        states = self._context.hidden.states
-        return torch.cat([states[layer] for layer in self._head.layers], -1).to(self._features)
+    def _states(self, reading: Reading) -> Tensor:
+        """What the head reads of a forward of the target, ``[A, N, F]``."""
+        parts = [reading.hidden[layer] for layer in self._head.layers]
+        return torch.cat(parts, -1).to(self._features[0])
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)
 
-    def _entries(self, row: int, prompt: Prompt, start: int) -> tuple[Tensor, Tensor]:
-        """As `Head.entries`, of a prompt that the target has read from ``start`` on."""
+    def _entries(self, row: int, prompt: Prompt, read: PromptRead) -> tuple[Tensor, Tensor]:
+        """As `Head.entries`, of a prompt that the target has read."""
         return self._head.entries(self._visual(prompt))
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
         """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]``."""
-        at, slots = self.cache.lengths[row], self.cache.lengths[row] + len(tokens)
-        allow = torch.ones(1, len(tokens), slots, dtype=torch.bool, device=self._device).tril(at)
-        positions = torch.arange(at, slots, device=self._device)[None]
+        at, count = self.cache.lengths[row], len(tokens)
+        positions = torch.arange(at, at + count, device=self._device)[None]
         features = read_at(self._features[row], sources.to(self._device))[None]
-        self.cache.writing_prompt(row, len(tokens))
-        self._head(features, embedded, positions, allow, self.cache)
-        self.cache.keep_first(row, len(tokens))
+        self._lay(self.cache, [row], count, None)
+        self._head(features, embedded, positions, None, self.cache)
+        self.cache.commit([row], [range(count)])
 
-    def _catch_up(self, new: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Run what every row emitted last with the target's states; ``[B, width, d]``."""
-        tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in new], device=self._device)
-        first = torch.tensor([max(n - self.lag, 0) for n in self._known], device=self._device)
-        places = first[:, None] + torch.arange(width, device=self._device)
-        features = self._features.gather(1, places[..., None].expand(-1, -1, self._features.shape[2]))
+    def _lay(self, cache: RowCache, rows: Sequence[int], count: int, allow: Tensor | None) -> None:
+        """Say where the next forward's entries go in a cache, and what they see (`MaskPlan.build`)."""
+        lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
+        dtype = self._features[0].dtype
+        masks = MASKS.build(allow, lengths, count, pending, None, dtype, self._device)
+        cache.lay([(rows, count, masks)])
+
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Run what every row emitted last with the target's states; ``[A, width, d]``."""
+        tokens = on_device([[*t, *[0] * (width - len(t))] for t in new], self._device)
+        firsts = [max(self._known[row] - self.lag, 0) for row in rows]
+        parts = [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
         order = torch.arange(width, device=self._device)
-        allow = (order <= order[:, None])[None]
-        hidden = self._forward(features, tokens, allow, order, 0)
-        self.cache.keep([range(len(t)) for t in new])
-        self._known = [n + len(t) for n, t in zip(self._known, new, strict=True)]
+        hidden = self._forward(rows, torch.stack(parts), tokens, None, order, 0)
+        self.cache.commit(rows, [range(len(t)) for t in new])
+        for row, emitted in zip(rows, new, strict=True):
+            self._known[row] += len(emitted)
         return hidden
 
-    def _run(self, frontier: Frontier, ran: Tensor) -> Tensor:
-        """States ``[B, W, d]`` of a frontier, each node fed the state of its parent among those that ``ran``."""
+    def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
+        """States ``[A, W, d]`` of a frontier, each node fed the state of its parent among those that ``ran``."""
         width = frontier.tokens.shape[1]
         before = ran.shape[1] - 1  # the root is no entry of the frontier's own
-        # Entries stand in the order of their levels: the last one that a node sees before its level is its parent.
-        number = torch.arange(1, before + 1, device=self._device)
-        seen = frontier.allow[..., :before] * number
-        parent = pad(seen, (1, 0)).amax(-1).expand(ran.shape[0], width)  # [B, W] into ran
-        features = ran.gather(1, parent[..., None].expand(-1, -1, ran.shape[2]))
-        return self._forward(features, frontier.tokens, frontier.allow, frontier.depth - 1, frontier.depth)
+        if frontier.allow is None:
+            features = ran[:, -1:]
+        else:
+            # Entries stand in the order of their levels: the last one that a node sees before its level is its parent.
+            number = torch.arange(1, before + 1, device=self._device)
+            seen = frontier.allow[..., :before] * number
+            parent = pad(seen, (1, 0)).amax(-1).expand(ran.shape[0], width)  # [A, W] into ran
+            features = ran.gather(1, parent[..., None].expand(-1, -1, ran.shape[2]))
+        return self._forward(
+            rows, features, frontier.tokens, frontier.allow, frontier.depth - 1, frontier.depth
+        )
 
     def _forward(
-        self, features: Tensor, tokens: Tensor, allow: Tensor, offset: int | Tensor, step: int
+        self,
+        rows: Sequence[int],
+        features: Tensor,
+        tokens: Tensor,
+        allow: Tensor | None,
+        offset: int | Tensor,
+        step: int,
     ) -> Tensor:
-        """Pending entries of every row, ``offset`` positions behind its committed ones."""
-        lengths = torch.tensor(self.cache.lengths, device=self._device)
-        slots = self.cache.writing_nodes(tokens.shape[1])
-        seen = visible(allow, self.cache.lengths, slots)
-        positions = (lengths[:, None] + offset).expand(tokens.shape)
-        out: Tensor = self._head(features, self._embed(tokens), positions, seen, self.cache, step)
+        """Pending entries of some rows, ``offset`` positions behind their committed ones."""
+        self._lay(self.cache, rows, tokens.shape[1], allow)
+        positions = self._placed(self.cache, rows, offset).expand(tokens.shape)
+        out: Tensor = self._head(features, self._embed(rows, tokens), positions, None, self.cache, step)
         return out
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._drafter.target.model.get_input_embeddings()(tokens)
-        return embedded.to(self._features.dtype)
+    def _placed(self, cache: RowCache, rows: Sequence[int], offset: int | Tensor) -> Tensor:
+        """``[A or 1, N or 1]`` positions ``offset`` behind the rows' committed entries."""
+        lengths = [cache.lengths[row] for row in rows]
+        if len(rows) == 1 and isinstance(offset, int):
+            return on_device([[lengths[0] + offset]], self._device)
+        if min(lengths) == max(lengths) and not isinstance(offset, int):
+            return (offset + lengths[0])[None]
+        return on_device(lengths, self._device)[:, None] + offset
 
-    def _embedded(self, row: int, prompt: Prompt, start: int, tokens: Tensor) -> Tensor:
+    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        return self._words(tokens)
+
+    def _words(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens, in the head's dtype."""
+        return self._drafter.target.embed(tokens).to(self._features[0].dtype)
+
+    def _embedded(self, row: int, prompt: Prompt, read: PromptRead, tokens: Tensor) -> Tensor:
         """``[1, E, d]`` what the target's decoder was given for these tokens, visual features included."""
         ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
-        embedded = self._embed(ids)
+        embedded = self._words(ids)
         if not self._head.is_shown_visual or not prompt.media:
             return embedded
-        new = (tokens >= start).to(self._device)
-        given = self._given(prompt, start)
-        embedded[0, new] = given[tokens[tokens >= start].to(given.device) - start].to(embedded)
+        new = (tokens >= read.start).to(self._device)
+        given = self._given(read)
+        embedded[0, new] = given[tokens[tokens >= read.start].to(given.device) - read.start].to(embedded)
         return embedded
 
-    def _given(self, prompt: Prompt, start: int) -> Tensor:
-        """``[S, d]`` what the target's decoder was given from ``start`` on; to be asked for once."""
-        merged = self._context.merged
-        assert merged is not None
-        given = merged.of(prompt, start).get("inputs_embeds")
-        if given is None:
+    def _given(self, read: PromptRead) -> Tensor:
+        """``[S - start, d]`` what the target's decoder was given."""
+        if read.embeddings is None:
             raise ModelError(
                 f"{type(self._drafter.target.decoder).__name__} is not given embeddings in a known way, which a head "
                 "that sees visual tokens needs; use a head that hides them."
             )
-        merged.forget()
-        found: Tensor = given[0]
-        return found
+        return read.embeddings

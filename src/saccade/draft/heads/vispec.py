@@ -14,7 +14,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import CrossBlock
 from saccade.draft.heads.head import Head, decoupled
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 if TYPE_CHECKING:
     from saccade.draft.heads.vispec_session import ViSpecDraftSession
@@ -135,7 +135,7 @@ class ViSpec(Head):
         embeddings: Tensor,
         positions: Tensor,
         allow: Tensor,
-        cache: SlotCache | None = None,
+        cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `lay`."""

@@ -1,21 +1,27 @@
-"""What the host needs of a step: verdicts in one tensor, so that one transfer brings them, and trees for reports."""
+"""Verdicts on their way to the host: packed into one tensor, so that one transfer brings a whole step's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.draft.tree import DraftTree
 from saccade.output import TreeTrace
 from saccade.verify.rule import Verdict
 
+HEAD = 5
+"""Numbers per row before the path."""
+
 
 def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:
-    """``[B, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
+    """``[A, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
     whether the token was sampled from scores without a finite maximum, path nodes, path tokens, path marks.
 
     Args:
-        sampled: scores ``[B, N, V]`` that tokens were sampled from; None when decoding greedily.
+        sampled: scores ``[A, N, V]`` that tokens were sampled from; None when decoding greedily.
     """
     unsound = ~torch.isfinite(logits.amax((1, 2)))
     barred = torch.zeros_like(unsound)
@@ -29,7 +35,20 @@ def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | No
     return torch.cat([head, verdict.path, path_tokens, marks], 1)
 
 
-def traces(tree: DraftTree, kept: list[list[int]]) -> tuple[TreeTrace | None, ...]:
+def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
+    """The rows of several packed tensors on the host, by one transfer."""
+    if len(packed) == 1:
+        return [packed[0].tolist()]
+    widest = max(part.shape[1] for part in packed)
+    joint = torch.cat([pad(part, (0, widest - part.shape[1])) for part in packed]).tolist()
+    found, at = [], 0
+    for part in packed:
+        found.append([row[: part.shape[1]] for row in joint[at : at + len(part)]])
+        at += len(part)
+    return found
+
+
+def traces(tree: DraftTree, kept: Sequence[Sequence[int]]) -> list[TreeTrace | None]:
     """Every row's tree on the host, padding nodes left out (they stand behind the others)."""
     batch = tree.tokens.shape[0]
     rows = zip(
@@ -39,7 +58,7 @@ def traces(tree: DraftTree, kept: list[list[int]]) -> tuple[TreeTrace | None, ..
         kept,
         strict=True,
     )
-    return tuple(
+    return [
         TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path)) if path else None
         for tokens, parents, count, path in rows
-    )
+    ]

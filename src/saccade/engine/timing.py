@@ -11,13 +11,12 @@ import torch
 
 
 class Clock:
-    """Seconds per named stage: wall time on the CPU, CUDA events (read once, at the end) on a GPU."""
+    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._started = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -43,11 +42,10 @@ class Clock:
         """Count seconds that were measured elsewhere."""
         self._seconds[name] += seconds
 
-    def read(self) -> tuple[dict[str, float], float]:
-        """Seconds per stage, and since the clock was made; waits for the device."""
-        if self._events:
-            torch.cuda.synchronize(self._device)
-            for name, start, stop in self._events:
-                self._seconds[name] += start.elapsed_time(stop) / 1000
-            self._events.clear()
-        return dict(self._seconds), time.perf_counter() - self._started
+    def read(self) -> dict[str, float]:
+        """Seconds per stage; to be asked for once the step's results are on the host."""
+        for name, start, stop in self._events:
+            stop.synchronize()  # has happened: the transfer of the results came behind it
+            self._seconds[name] += start.elapsed_time(stop) / 1000
+        self._events.clear()
+        return dict(self._seconds)

@@ -1,0 +1,151 @@
+"""A target, a drafter and a rule, and the batches and generations that they open."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from saccade.draft.drafter import Drafter
+from saccade.engine.batch import RunningBatch
+from saccade.engine.row import Request, Row, RowStep
+from saccade.errors import InputError
+from saccade.generation import Plan, plan
+from saccade.output import Output, Step
+from saccade.target.adapter import Target
+from saccade.verify.greedy import Greedy
+from saccade.verify.rule import Rule
+from saccade.verify.sampling import Sampling
+
+
+class Engine:
+    """A target, optionally a drafter, and the rule that decides between them.
+
+    Args:
+        target: the model whose answer is wanted.
+        drafter: guesses tokens ahead; None is plain decoding, one target pass per token.
+        rule: replaces the lossless pair (greedy rule, speculative sampling) by another acceptance rule.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None) -> None:
+        self.target = target
+        self.drafter = drafter
+        self._rule = rule
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the rule in force is."""
+        return self._rule is None or self._rule.lossless
+
+    def rule(self, do_sample: bool) -> Rule:
+        """The rule in force.
+
+        Raises:
+            InputError: sampling was asked for and the engine's own rule is for greedy decoding.
+        """
+        if self._rule is not None and do_sample and not self._rule.samples:
+            raise InputError(
+                f"The rule {type(self._rule).__name__} is for greedy decoding; leave out do_sample and temperature "
+                "(--sample, --temperature, --top-p, --top-k and --min-p on the command line), or choose a method that "
+                "samples."
+            )
+        return self._rule or (Sampling() if do_sample else Greedy())
+
+    def open(self, rows: int = 1, **options: Any) -> RunningBatch:
+        """A running batch of up to ``rows`` rows; further options as of `RunningBatch`."""
+        return RunningBatch(self, max_rows=rows, **options)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        generation_config: Any = None,
+        session: RunningBatch | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Generate all rows to their end; arguments as in `saccade.generation.plan`."""
+        prompts = [r.prompt for r in requests]
+        run = self.start(
+            requests, plan(self.target, prompts, generation_config=generation_config, **options), session
+        )
+        for _ in run.steps:
+            pass
+        return run.outputs
+
+    def start(
+        self,
+        requests: Sequence[Request],
+        decoding: Plan,
+        session: RunningBatch | None = None,
+        trace: bool = False,
+    ) -> Run:
+        """Begin a generation; nothing is computed before its steps are asked for.
+
+        Args:
+            session: a batch of this engine, whose caches are used and which may have other rows.
+            trace: let every step carry the trees that were verified (for reports; costs a few transfers a step).
+
+        Raises:
+            InputError: no request, one that does not fit the model's context, or a batch that another engine opened.
+        """
+        if not requests:
+            raise InputError("There is nothing to generate; give at least one request.")
+        if session is not None and session.engine is not self:
+            raise InputError(
+                "The session was opened with another method, other options or another model; open a session with the "
+                "same method, by the engine that is to use it."
+            )
+        batch = session or self.open(len(requests))
+        batch.trace = trace
+        rows: list[Row] = []
+        try:
+            for request, row in zip(requests, decoding.rows, strict=True):
+                rows.append(batch.add(request, row, decoding.do_sample))
+        except BaseException:
+            for added in rows:
+                batch.cancel(added)
+            raise
+        return Run(batch, rows, self.lossless)
+
+
+class Run:
+    """One generation under way: iterate `steps`, then read `outputs` (complete up to the last step).
+
+    A row that fails ends the run with its error.
+    """
+
+    def __init__(self, batch: RunningBatch, rows: list[Row], lossless: bool) -> None:
+        self.batch, self.rows, self.lossless = batch, rows, lossless
+        self.steps = self._iterate()
+
+    @property
+    def outputs(self) -> list[Output]:
+        """What has been generated so far, with statistics up to now."""
+        return [row.finish(self.lossless) for row in self.rows]
+
+    def _iterate(self) -> Generator[Step, None, None]:
+        try:
+            while True:
+                found = self._taken()
+                if found is not None:
+                    yield found
+                elif all(row.done for row in self.rows):
+                    return
+                else:
+                    self.batch.step()
+        finally:
+            for row in self.rows:
+                self.batch.cancel(row, "interrupted")
+
+    def _taken(self) -> Step | None:
+        """What the batch's last step gave these rows; None for nothing."""
+        for row in self.rows:
+            if row.error is not None:
+                raise row.error
+        if not any(row.steps for row in self.rows):
+            return None
+        steps: list[RowStep | None] = [row.steps.pop(0) if row.steps else None for row in self.rows]
+        return Step(
+            tuple(step.tokens if step else () for step in steps),
+            tuple(step.marks if step else () for step in steps),
+            tuple(row.done and not row.steps for row in self.rows),
+            tuple(step.tree if step else None for step in steps) if self.batch.trace else (),
+        )

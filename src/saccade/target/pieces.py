@@ -1,0 +1,102 @@
+"""What a forward of the target is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from saccade.errors import ModelError
+
+
+@dataclass(slots=True)
+class Piece:
+    """New tokens of some rows, equally many of each: part of a prompt, or one step's draft trees.
+
+    Attributes:
+        rows: A rows of the cache.
+        tokens: ``[A, n]`` ids.
+        allow: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (pending ones first, then these) each token
+            attends to; each must see itself. None: all before it and itself.
+        depth: ``[A or 1, T]`` positions of the uncommitted entries relative to their row's length; None: 0, 1, 2, ...
+        deltas: per row what to add to its length to get its next text position.
+        shift: gaps between a row's committed entries, see `MaskPlan.build`.
+        embeddings: ``[A, n, d]`` what the decoder is given in place of the tokens' embeddings.
+        added: features that the model adds to the residual stream behind its first layers (Qwen3-VL's deepstack),
+            ``[n, d]`` per layer, zeros where nothing is added; for one row alone.
+        positions: ``[3 or 1, A, n]`` in place of those that follow from lengths, deltas and depth.
+        logits_from: first of the n tokens whose logits are wanted; n for none.
+    """
+
+    rows: Sequence[int]
+    tokens: Tensor
+    allow: Tensor | None = None
+    depth: Tensor | None = None
+    deltas: Sequence[int] = ()
+    shift: Tensor | None = None
+    embeddings: Tensor | None = None
+    added: Sequence[Tensor] = ()
+    positions: Tensor | None = None
+    logits_from: int = 0
+
+    @property
+    def count(self) -> int:
+        """Tokens of each row."""
+        return self.tokens.shape[1]
+
+
+@dataclass(slots=True)
+class Needs:
+    """What drafters and rules need of the target's forwards, besides logits.
+
+    Attributes:
+        layers: hidden states that every forward returns: index i is what enters decoder layer i, the number of layers
+            what leaves the last.
+        final: whether the last index is read after (``post``) or before (``pre``) the final norm.
+        embeddings: whether the reading of a prompt returns what the decoder was given for it.
+        attention: decoder layers whose attention the reading of a prompt returns (negative ones count from the end);
+            () means all layers, None that nobody asks.
+        queries: whose attention: ``words`` behind the last visual token, or ``all`` tokens.
+    """
+
+    layers: tuple[int, ...] = ()
+    final: Literal["post", "pre"] = "post"
+    embeddings: bool = False
+    attention: tuple[int, ...] | None = None
+    queries: Literal["words", "all"] = "words"
+
+    def add_layers(self, *layers: int) -> None:
+        """Ask for more hidden states."""
+        self.layers = tuple(sorted({*self.layers, *layers}))
+
+    def add_attention(self, layers: tuple[int, ...] | None, queries: Literal["words", "all"]) -> None:
+        """Ask for attention.
+
+        Args:
+            layers: None for all.
+
+        Raises:
+            ModelError: another asks for that of other layers or tokens.
+        """
+        wanted = (layers or (), queries)
+        if self.attention is not None and (self.attention, self.queries) != wanted:
+            raise ModelError(
+                f"The target's attention is read in layers {self.attention or 'of all numbers'} of {self.queries} "
+                f"already, not in {wanted[0] or 'all'} of {queries}; choose the same for all that read it."
+            )
+        self.attention, self.queries = wanted
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a forward gives for one `Piece`.
+
+    Attributes:
+        logits: ``[A, n - logits_from, V]`` in the model's dtype.
+        hidden: index of the layer -> ``[A, n, d]``.
+    """
+
+    logits: Tensor
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
