@@ -7,12 +7,9 @@ from dataclasses import replace
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.policy import TreePolicy
 from saccade.draft.pruning import Pruning
-from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.attention import PromptAttention
-from saccade.target.context import Context
-from saccade.target.selected import Merged
+from saccade.target.context import Context, PromptRead
 
 
 class PrunedDrafter(ModelDrafter):
@@ -35,46 +32,35 @@ class PrunedDrafter(ModelDrafter):
     ) -> None:
         super().__init__(model, policy, vocab_size)
         self.pruning = pruning or Pruning()
+        self.early = not self.pruning.needs_attention
 
-    def open(self, batch: int, target: Context) -> PrunedDraftSession:
-        return PrunedDraftSession(self, batch, target)
+    def open(self, rows: int, target: Context) -> PrunedDraftSession:
+        return PrunedDraftSession(self, rows, target)
 
 
 class PrunedDraftSession(ModelDraftSession):
     """A draft model's KV cache without the pruned tokens, at the original positions."""
 
-    def __init__(self, drafter: PrunedDrafter, batch: int, target: Context) -> None:
-        super().__init__(drafter, batch)
+    def __init__(self, drafter: PrunedDrafter, rows: int, target: Context) -> None:
+        super().__init__(drafter, rows, target)
         self._pruning = drafter.pruning
         self._target = target
-        self._room = 0
+        self._room = [0] * rows
         if self._pruning.needs_attention:
-            target.attention = target.attention or PromptAttention(self._pruning.layers)
-            if target.attention.layers != self._pruning.layers:
-                raise ModelError(
-                    f"The target's attention is read in layers {target.attention.layers} already, not in "
-                    f"{self._pruning.layers}; choose the same layers for all that read it."
-                )
-        self._merged: Merged | None = None
-        if drafter.model is target.target and self._pruning.prunes:
-            self._merged = target.merged = target.merged or Merged()
+            target.needs.add_attention(self._pruning.layers, "words")
 
-    def grow(self, capacity: int) -> None:
+    def reserve(self, row: int, capacity: int) -> None:
         """Room is made when a prompt is loaded and its gaps are known: most of it would never be written."""
-        self._room = capacity
+        self._room[row] = capacity
 
-    def load(self, row: int, prompt: Prompt) -> None:
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
         prompt = replace(prompt, ids=tuple(self._readable(prompt.ids)))
-        dropped = self._dropped(prompt)
-        super().grow(self._room - len(dropped))
-        self.read(row, prompt, dropped, self._merged)
-        if self._merged is not None:
-            self._merged.forget()
+        dropped = self._dropped(prompt, read)
+        super().reserve(row, self._room[row] - len(dropped))
+        self.read(row, prompt, dropped)
 
-    def _dropped(self, prompt: Prompt) -> list[int]:
-        config, attention = self.context.target.config, self._target.attention
-        if not self._pruning.needs_attention or attention is None:
+    def _dropped(self, prompt: Prompt, read: PromptRead | None) -> list[int]:
+        config = self.context.target.config
+        if not self._pruning.needs_attention or read is None:
             return self._pruning.dropped(config, prompt)
-        return self._pruning.dropped(
-            config, prompt, attention.prompt, attention.columns, self._target.target.config
-        )
+        return self._pruning.dropped(config, prompt, read.prompt, read.columns, self._target.target.config)
