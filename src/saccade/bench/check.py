@@ -12,6 +12,7 @@ from saccade.bench.record import Record
 from saccade.errors import SaccadeError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
+from saccade.target.context import Context
 
 
 class Mismatch(SaccadeError):
@@ -65,4 +66,6 @@ def require_equal(record: Record) -> None:
 
 def _logits(target: Target, prompt: Prompt) -> torch.Tensor:
     """The target's logits ``[V]`` behind a prompt, by one prefill of its own."""
-    return target.prefill(target.new_cache(1, len(prompt)), 0, prompt).logits.float().cpu()
+    logits = Context(target, 1).load(0, prompt).logits
+    assert logits is not None
+    return logits.float().cpu()

@@ -110,7 +110,8 @@ def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[
     limit = model.family.context
     room = sizes[-1] if limit is None else limit - len(prompt)
     sizes = [s for s in sizes if s <= room]
-    context = Context(model, 1, len(prompt) + max(sizes))
+    context = Context(model, 1)
+    context.cache.reserve(0, len(prompt) + max(sizes))
     context.load(0, prompt)
     calls = {size: _call(context, prompt.ids[-1], size) for size in sizes}
     found: dict[int, list[float]] = {size: [] for size in sizes}
@@ -126,12 +127,10 @@ def _call(context: Context, token: int, size: int) -> Callable[[], None]:
     """A pass over a chain of ``size`` tokens that leaves the cache as it was."""
     device = context.target.device
     tokens = torch.full((1, size), token, device=device)
-    allow = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
-    depth = torch.arange(size, device=device)[None]
 
     def call() -> None:
-        context.forward(tokens, allow, depth)
-        context.cache.drop_pending()
+        context.forward([0], tokens)
+        context.cache.drop([0])
 
     return call
 
@@ -141,13 +140,16 @@ def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
     """Median seconds of a head's draft step. Every chain follows a token that the target is taken to have emitted."""
     steps = min(HEAD_STEPS, head.reach or HEAD_STEPS)
     room = len(prompt) + ROUNDS + WARM
-    context = Context(target, 1, room)
+    context = Context(target, 1)
     session = HeadDrafter(head, target, Chain(steps)).open(1, context)
-    context.load(0, prompt)
-    session.grow(room)
-    session.load(0, prompt)
+    context.cache.reserve(0, room)
+    session.reserve(0, room)
+    session.load(0, prompt, context.load(0, prompt))
     emitted, proposer = [[prompt.ids[-1]]], TopProposer()
-    spent = [_timed(lambda: session.propose(emitted, proposer), target.device) for _ in range(ROUNDS + WARM)]
+    spent = [
+        _timed(lambda: session.propose([0], emitted, proposer, steps), target.device)
+        for _ in range(ROUNDS + WARM)
+    ]
     return median(spent[WARM:]) / steps
 
 

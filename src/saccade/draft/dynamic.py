@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.draft.history import on_device
 from saccade.draft.policy import Frontier, Growth
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree, ancestors_of
+from saccade.target.cache import on_device
 from saccade.verify.rule import Verdict
 
 

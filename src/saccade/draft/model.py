@@ -106,8 +106,8 @@ class ModelDraftSession:
             groups.setdefault(len(tokens), []).append(place)
         pieces: list[Piece] = []
         for count, places in groups.items():
-            tokens = self._tensor([self._readable(new[place]) for place in places])
-            piece = self.context.piece([rows[place] for place in places], tokens)
+            ids = self._tensor([self._readable(new[place]) for place in places])
+            piece = self.context.piece([rows[place] for place in places], ids)
             pieces.append(replace(piece, logits_from=0 if whole else count - 1))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, reading in zip(groups.values(), self.context.run(pieces), strict=True):
@@ -126,7 +126,9 @@ class ModelDraftSession:
         """Guess on behind tokens that have run, after whose last ones the logits are ``last`` ``[A, 1, V]``."""
         roots = self._tensor([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
-        capped = self._drafter.policy.can_sample  # a form that is chosen by what was guessed must not depend on it
+        capped = (
+            self._drafter.policy.can_sample
+        )  # a form that is chosen by what was guessed must not depend on it
         frontier = growth.expand(last)
         levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None and not (capped and frontier.depth >= limit):

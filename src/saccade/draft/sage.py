@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from saccade.draft.history import on_device
 from saccade.draft.policy import Growth
 from saccade.draft.sage_growth import BEYOND, Level, SageGrowth, Shape
 from saccade.draft.sampling import Proposer
 from saccade.draft.static import SPECVLM_TREE
 from saccade.draft.tree import TreeShape
+from saccade.target.cache import on_device
 from saccade.verify.rule import Verdict
 
 START = 0.5
@@ -210,16 +210,26 @@ def rounded(value: float) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """What shapes a row's next tree."""
+    """What shapes a row's next tree.
+
+    Attributes:
+        top: where its line of the k largest probabilities arrives that give its next confidence.
+        accepted: where the number of its accepted guesses arrives.
+    """
 
     lengths: deque[int]
     deepest: int
     confidence: float = START
     starting: bool = True
+    top: tuple[_Arriving, int] | None = None
+    accepted: tuple[_Arriving, int] | None = None
 
 
 class SageShaping:
     """Confidence and history of every row, on the host.
+
+    What a step says of a row waits with that row: rows whose trees begin in another call neither wait for it nor lose
+    it, and it goes when the row gets another prompt.
 
     Attributes:
         ranks: ``[C]`` what a rank must not exceed: rank r is below a width rounded half up, at least 1, just where
@@ -227,18 +237,15 @@ class SageShaping:
         nothing: ``[]`` score of what is no node.
     """
 
-    def __init__(self, policy: SageTree, batch: int, device: torch.device) -> None:
+    def __init__(self, policy: SageTree, rows: int, device: torch.device) -> None:
         self.policy = policy
         self.ranks = torch.arange(policy.max_children, device=device) + 0.5
         self.ranks[:1] = 0.0
         self.nothing = torch.full((), -1.0, device=device)
         self._device = device
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows = [self._fresh() for _ in range(batch)]
-        self._live = list(range(batch))
-        self._top: _Arriving | None = None
-        self._accepted: _Arriving | None = None
-        self._tops: tuple[Tensor, Tensor] | None = None
+        self._rows = [self._fresh() for _ in range(rows)]
+        self._tops: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def counted(self, width: int) -> tuple[Tensor, Tensor]:
         """``[width]`` numbers from 0 on, and ``[width, width]`` the identity; made once."""
@@ -256,53 +263,56 @@ class SageShaping:
 
     def restart(self, row: int) -> None:
         """The row's next tree is a first one, whatever earlier answers said."""
-        self._catch_up()
         self._rows[row] = self._fresh()
 
-    def begin(self, roots: Tensor, proposer: Proposer, live: Sequence[bool] | None = None) -> Growth:
-        self._catch_up()
-        self._live = [i for i in range(len(self._rows)) if live is None or live[i]]
-        return SageGrowth(self, roots)
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+        for row in rows:
+            self._catch_up(self._rows[row])
+        self._tops = {key: kept for key, kept in self._tops.items() if not set(key) & set(rows)}
+        return SageGrowth(self, rows, roots)
 
-    def measured(self, tops: Tensor, sources: Tensor) -> None:
+    def measured(self, rows: Sequence[int], tops: Tensor, sources: Tensor) -> None:
         """Keep what gives the confidence of every node, until one is accepted.
 
         Args:
-            tops: ``[B, E, k]`` the k largest probabilities after every node that was run.
-            sources: ``[B, N]`` which of them are a node's.
+            rows: of the trees.
+            tops: ``[A, E, k]`` the k largest probabilities after every node that was run.
+            sources: ``[A, N]`` which of them are a node's.
         """
-        self._tops = tops, sources
+        self._tops[tuple(rows)] = tops, sources
 
-    def learn(self, verdict: Verdict) -> None:
-        self._accepted = _Arriving(verdict.count)
-        if self._tops is None:
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+        accepted = _Arriving(verdict.count)
+        for place, row in enumerate(rows):
+            self._rows[row].accepted = accepted, place
+        kept = self._tops.pop(tuple(rows), None)
+        if kept is None:
             return
-        tops, sources = self._tops
+        tops, sources = kept
         last = verdict.path.gather(1, verdict.count[:, None]).to(sources.device, non_blocking=True)
         entry = sources.gather(1, last)[..., None].expand(-1, -1, tops.shape[2])
-        self._top, self._tops = _Arriving(tops.gather(1, entry)[:, 0]), None
+        self._measure(rows, _Arriving(tops.gather(1, entry)[:, 0]))
 
-    def shape(self, top: Tensor) -> Shape:
-        """The form of this step's trees, given the k largest probabilities after the roots ``[B, k]``."""
+    def shape(self, rows: Sequence[int], top: Tensor) -> Shape:
+        """The form of this step's trees, given the k largest probabilities after the roots ``[A, k]``."""
         if not self.policy.lookahead:
-            self._measure(top.tolist())
-        shape = self._form()
-        for index in self._live:
-            self._rows[index].starting = False
+            self._measure(rows, _Arriving(top))
+            for row in rows:
+                self._catch_up(self._rows[row])
+        shape = self._form([self._rows[row] for row in rows])
+        for row in rows:
+            self._rows[row].starting = False
         if self.policy.lookahead and self.policy.alpha_of == "root":
-            self._top = _Arriving(top)
+            self._measure(rows, _Arriving(top))
         return shape
 
-    def _form(self) -> Shape:
-        """A finished row has depth 0: of its tree the root's best child is left."""
-        policy, going = self.policy, [self._rows[index] for index in self._live]
-        starting = any(row.starting for row in going)
-        sizes = policy.levels(max(row.deepest for row in going), starting)
-        depths, widths, first = ([0.0] * len(self._rows) for _ in range(3))
-        for index, row in zip(self._live, going, strict=True):
-            depths[index] = policy.depth_at(row.confidence, row.deepest)
-            widths[index] = policy.width_at(row.confidence)
-            first[index] = float(row.starting)
+    def _form(self, rows: Sequence[_Row]) -> Shape:
+        policy = self.policy
+        starting = any(row.starting for row in rows)
+        sizes = policy.levels(max(row.deepest for row in rows), starting)
+        depths = [policy.depth_at(row.confidence, row.deepest) for row in rows]
+        widths = [policy.width_at(row.confidence) for row in rows]
+        first = [float(row.starting) for row in rows]
         count = max(policy.start.max_depth if f else rounded(d) for d, f in zip(depths, first, strict=True))
         levels = range(1, count + 1)
         limits = [
@@ -315,19 +325,19 @@ class SageShaping:
             sizes[:count], max(widths), width, threshold, limits, is_first[0] > 0 if starting else None
         )
 
-    def _catch_up(self) -> None:
-        """Take in what the last step said of the rows that were live in it."""
-        if self._accepted is not None:
-            lengths = self._accepted.values()
-            for index in self._live:
-                self._remember(self._rows[index], int(lengths[index]))
-        if self._top is not None:
-            self._measure(self._top.values())
-        self._accepted = self._top = self._tops = None
+    def _measure(self, rows: Sequence[int], tops: _Arriving) -> None:
+        for place, row in enumerate(rows):
+            self._rows[row].top = tops, place
 
-    def _measure(self, tops: Sequence[Sequence[float]]) -> None:
-        for index in self._live:
-            self._rows[index].confidence = self.policy.confidence(tops[index])
+    def _catch_up(self, row: _Row) -> None:
+        """Take in what the row's last step said of it."""
+        if row.accepted is not None:
+            arriving, place = row.accepted
+            self._remember(row, int(arriving.values()[place]))
+        if row.top is not None:
+            arriving, place = row.top
+            row.confidence = self.policy.confidence(arriving.values()[place])
+        row.accepted = row.top = None
 
     def _remember(self, row: _Row, length: int) -> None:
         """Adaptive history tracking (Section 3.3)."""
@@ -352,9 +362,11 @@ class _Arriving:
         self._event = None
         if values.is_cuda:
             self._event = torch.cuda.current_stream(values.device).record_event()
+        self._numbers: list[Any] | None = None
 
     def values(self) -> list[Any]:
-        if self._event is not None:
-            self._event.synchronize()  # for callers without a synchronisation of their own
-        numbers: list[Any] = self._values.tolist()
-        return numbers
+        if self._numbers is None:
+            if self._event is not None:
+                self._event.synchronize()  # for callers without a synchronisation of their own
+            self._numbers = self._values.tolist()
+        return self._numbers

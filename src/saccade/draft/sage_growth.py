@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,9 +69,10 @@ class SageGrowth:
     are read off where the host computes anyway; an accelerator gets the bounds instead of being waited for.
     """
 
-    def __init__(self, shaping: SageShaping, roots: Tensor) -> None:
+    def __init__(self, shaping: SageShaping, rows: Sequence[int], roots: Tensor) -> None:
         batch, device = roots.shape[0], roots.device
         self._shaping, self._policy = shaping, shaping.policy
+        self._rows = list(rows)
         self._on_path = self._policy.probability == "path"
         self._shape: Shape | None = None
         self._exact = device.type == "cpu"
@@ -166,7 +168,9 @@ class SageGrowth:
         ancestors = ancestors_of(new_parents, levels)
         ancestors[..., 0] &= valid  # padding sees itself alone
         if self._keeps_tops:
-            self._shaping.measured(torch.cat(self._tops, 1), torch.cat(self._sources, 1).gather(1, order))
+            self._shaping.measured(
+                self._rows, torch.cat(self._tops, 1), torch.cat(self._sources, 1).gather(1, order)
+            )
         return DraftTree(
             tokens=tokens.gather(1, order),
             parents=new_parents,
@@ -186,7 +190,7 @@ class SageGrowth:
         if self._keeps_tops:
             self._tops.append(own[..., :k])
         if self._shape is None:
-            self._shape = self._shaping.shape(own[:, 0, :k])
+            self._shape = self._shaping.shape(self._rows, own[:, 0, :k])
             wanted = self._most(self._shape)
         return tokens[..., :wanted], own[..., :wanted]
 

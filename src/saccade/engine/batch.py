@@ -133,9 +133,8 @@ class RunningBatch:
         if row in self._waiting:
             self._waiting.remove(row)
         else:
-            # A drafter that goes on from the target's states has not been given those of a prompt under way.
-            unread = row.slot in self._readers and not (self.drafter is None or self.drafter.early)
-            self._leave(row, empty=unread)
+            # Drafters and rules that need more than tokens have not been given it of a prompt under way.
+            self._leave(row, empty=row.slot in self._readers and self.context.needs.any)
         row.steps.append(RowStep((), (), True))
 
     def close(self) -> None:

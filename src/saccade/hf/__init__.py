@@ -154,7 +154,7 @@ class Speculation:
         sequences = torch.cat([input_ids, sheet.tokens.to(input_ids.device)], 1)
         asked = config.return_dict_in_generate or getattr(past_key_values, "_is_user_defined", False)
         if past_key_values is not None and asked:
-            fill(past_key_values, session.context.cache, mask, sequences.shape[1])
+            fill(past_key_values, run.batch.context.cache, mask, sequences.shape[1])
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(

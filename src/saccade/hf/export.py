@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 
 
-def fill(theirs: Any, ours: SlotCache, mask: Tensor, width: int) -> None:
+def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
     """Copy what rows have committed into an empty cache of transformers, in the columns of a padded batch.
 
     Entries of padding, and of columns behind the end of a row, are zeros: `generate` has those of padding tokens there,
@@ -18,11 +18,11 @@ def fill(theirs: Any, ours: SlotCache, mask: Tensor, width: int) -> None:
 
     Args:
         theirs: a `Cache` of transformers without content.
-        ours: the rows' cache.
+        ours: the rows' cache, row i in slot i.
         mask: ``[B, S]``, 0 on padding.
         width: columns of prompts and answers; as in `generate`, the last one is not in the cache.
     """
-    rows = [export_row(ours, row) for row in range(len(mask))]
+    rows = [ours.export(row) for row in range(len(mask))]
     for layer in range(len(rows[0])):
         keys, values = (
             torch.cat(
@@ -31,13 +31,6 @@ def fill(theirs: Any, ours: SlotCache, mask: Tensor, width: int) -> None:
             for which in (0, 1)
         )
         theirs.update(keys, values, layer)
-
-
-def export_row(cache: SlotCache, row: int) -> list[tuple[Tensor, Tensor]]:
-    """Committed keys and values of a row, ``[1, H, S, D]`` each, layer by layer."""
-    layers: list[Any] = list(cache.layers)
-    held = slice(row, row + 1), slice(cache.lengths[row])
-    return [(layer.keys[held].transpose(1, 2), layer.values[held].transpose(1, 2)) for layer in layers]
 
 
 def _placed(held: Tensor, kept: Tensor, width: int) -> Tensor:

@@ -128,9 +128,9 @@ class Target:
             return found.normed.view(*piece.tokens.shape, -1)
         states = []
         for single in _rows_of(piece):
-            with leaving_before(self.layers[layer]) as found:
+            with leaving_before(self.layers[layer]) as entering:
                 self._stock(cache, single)
-            states.append(found[0].to(self.device))
+            states.append(entering[0].to(self.device))
         return torch.cat(states)
 
     def _is_long(self, cache: RowCache, piece: Piece) -> bool:

@@ -158,7 +158,9 @@ class Context:
         """Run pieces together."""
         return self.target.forward(self.cache, pieces, self.needs)
 
-    def early(self, rows: Sequence[int], tokens: Tensor, allow: Tensor, depth: Tensor, layer: int) -> Tensor:
+    def early(
+        self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None, depth: Tensor, layer: int
+    ) -> Tensor:
         """What enters ``layer``, ``[A, n, d]``; see `Target.early`."""
         return self.target.early(self.cache, self.piece(rows, tokens, allow, depth), layer)
 

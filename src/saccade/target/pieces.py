@@ -67,6 +67,11 @@ class Needs:
     attention: tuple[int, ...] | None = None
     queries: Literal["words", "all"] = "words"
 
+    @property
+    def any(self) -> bool:
+        """Whether anything is needed."""
+        return bool(self.layers) or self.embeddings or self.attention is not None
+
     def add_layers(self, *layers: int) -> None:
         """Ask for more hidden states."""
         self.layers = tuple(sorted({*self.layers, *layers}))

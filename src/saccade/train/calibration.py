@@ -12,6 +12,7 @@ import torch
 from saccade.draft.pruning import Pruning
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
+from saccade.target.context import Context
 from saccade.target.probe import AttentionProbe
 from saccade.train.folders import writing
 from saccade.train.identity import identity
@@ -23,7 +24,7 @@ class Finding:
 
     Attributes:
         layer: index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
-            `saccade.target.features.Hidden`.
+            `saccade.target.pieces.Needs`.
         dropped: ascending positions of visual tokens that have no entry.
     """
 
@@ -97,7 +98,9 @@ def calibrate(target: Target, prompt: Prompt, pruning: Pruning) -> Finding:
         ModelError: the target's attention cannot be read.
     """
     with AttentionProbe(target) as probe:
-        target.prefill(target.new_cache(1, len(prompt)), 0, prompt)
+        context = Context(target, 1)
+        context.cache.reserve(0, len(prompt))
+        context.read(0, prompt).run(len(prompt))  # in one pass: the probe keeps the last one's
     entropies = [float(probe.entropies[layer].mean()) for layer in range(len(target.layers))]
     columns = probe.columns[len(target.layers) - 1][0]
     dropped: list[int] = []

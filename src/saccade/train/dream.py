@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 from saccade.train.dream_entries import DreamEntries
 from saccade.train.entries import Entries
 from saccade.train.losses import LMHead, Tally, in_chunks, smooth_l1
@@ -129,7 +129,7 @@ def drafts(
             yield window.take(out)
             features = self_fed(entries, out)
         return
-    entered, memory = cast("SlotCache", Kept(head.blocks)), cast("SlotCache", Kept(len(head.cross)))
+    entered, memory = cast("RowCache", Kept(head.blocks)), cast("RowCache", Kept(len(head.cross)))
     out = head.finish(begun, entries.features, positions, allow, entries.reach, entered, memory, places)
     guess = window.take(out)
     yield guess

@@ -53,7 +53,7 @@ class _Layer:
 
 
 class Kept:
-    """Keys and values of the steps so far, for gradients to flow back through; a `SlotCache` is written in place."""
+    """Keys and values of the steps so far, for gradients to flow back through; a `RowCache` is written in place."""
 
     def __init__(self, blocks: int) -> None:
         self.layers = [_Layer() for _ in range(blocks)]

@@ -10,10 +10,9 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.policy import TreePolicy
 from saccade.draft.static import Chain
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 Measure = Callable[[Any], float]

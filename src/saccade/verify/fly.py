@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.loosening import drafted, guarded, target_tokens, walk
 from saccade.verify.rule import Verdict
 
@@ -48,10 +50,12 @@ class FLy:
     def open(self, context: Context) -> FLy:
         return self
 
-    def read(self, row: int, prompt: Prompt) -> None:
+    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+    ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         guesses = drafted(tree)
         match = guesses & (tree.tokens == wanted)

@@ -12,6 +12,7 @@ decoded from it. A last-layer state stands for the next token, so the state that
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from saccade.draft.tree import DraftTree
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.loosening import drafted, guarded, in_line, least, target_tokens, walk
 from saccade.verify.rule import Verdict
 
@@ -79,24 +81,30 @@ class LVSpecJudge:
 
     def __init__(self, rule: LVSpec, context: Context) -> None:
         self._rule = rule
-        self._context = context
+        self._config = context.target.config
         self._layer = len(context.target.layers) if rule.space == "hidden" else 0
-        self._hidden = context.want_hidden(self._layer)
-        batch = context.cache.batch
-        self._seen: list[list[tuple[int, Tensor]]] = [[] for _ in range(batch)]  # (position, [n, d]) per turn
-        self._visual: tuple[Tensor, Tensor] | None = None
+        context.needs.add_layers(self._layer)
+        # Per row the places of its visual tokens in the prompt and their normalised states [n, d].
+        self._seen: list[tuple[list[int], Tensor] | None] = [None] * context.rows
+        self._gathered: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
-    def read(self, row: int, prompt: Prompt) -> None:
-        """Keep the hidden states of the visual tokens that were just read; earlier turns' stay."""
-        start = self._context.reused[row]
-        mask = visual_mask(self._context.target.config, prompt.ids)
-        earlier = [(at, states) for at, states in self._seen[row] if at < start]
-        states = self._hidden.states[self._layer][0]
-        new = states[mask[start:].to(states.device)]
-        self._seen[row] = [*earlier, (start, F.normalize(new.float(), dim=-1))]
-        self._visual = None
+    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+        """Keep the states of the visual tokens that were just read; those of reused ids stay, all others go."""
+        start, states = read.start, read.hidden[self._layer]
+        mask = visual_mask(self._config, prompt.ids)
+        places = mask.nonzero()[:, 0].tolist()
+        new = F.normalize(states[mask[start:].to(states.device)].float(), dim=-1)
+        held, earlier = self._seen[row] or ([], new[:0])
+        kept = bisect_left(held, start)
+        self._seen[row] = (
+            [*held[:kept], *places[bisect_left(places, start) :]],
+            torch.cat([earlier[:kept], new]),
+        )
+        self._gathered = None
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+    ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         if tree.size == 1:
             zeros = torch.zeros_like(choice)
@@ -104,21 +112,21 @@ class LVSpecJudge:
         guesses = drafted(tree)
         match = guesses & (tree.tokens == wanted)
         barred = guarded(tree, scores, wanted, self._rule.special_ids)
-        sees = self._gather()[1].any(1)[:, None]
+        sees = self._gather(rows)[1].any(1)[:, None]
         forgivable = guesses & ~barred & sees
         line = in_line(tree)
-        loose = least(self.relevance(tree), line, self._rule.share) & forgivable
+        loose = least(self.relevance(rows, tree, reading), line, self._rule.share) & forgivable
         shifted = torch.zeros_like(match)
         if self._rule.shift:
             elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & line
             shifted = elsewhere.any(-1) & forgivable
         return walk(tree, choice, match, loose, shifted)
 
-    def relevance(self, tree: DraftTree) -> Tensor:
-        """``[B, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
-        visual, real = self._gather()
-        nodes = F.normalize(self._hidden.states[self._layer].float(), dim=-1)
-        similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [B, N, V]
+    def relevance(self, rows: Sequence[int], tree: DraftTree, reading: Reading) -> Tensor:
+        """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
+        visual, real = self._gather(rows)
+        nodes = F.normalize(reading.hidden[self._layer].float(), dim=-1)
+        similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [A, N, V]
         best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
         found = torch.isfinite(best)
         relevance = best.masked_fill(~found, 0).sum(-1) / found.sum(-1).clamp(min=1)
@@ -126,21 +134,18 @@ class LVSpecJudge:
             return relevance
         return relevance.gather(1, tree.parents.expand_as(relevance))
 
-    def _gather(self) -> tuple[Tensor, Tensor]:
-        """``[B, V, d]`` normalised states of all rows' visual tokens, and ``[B, V]`` which are real."""
-        if self._visual is None:
-            rows = [_joined(parts) for parts in self._seen]
-            padded = pad_sequence(rows, batch_first=True)
+    def _gather(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``[A, V, d]`` normalised states of these rows' visual tokens, and ``[A, V]`` which are real."""
+        key = tuple(rows)
+        if self._gathered is None or self._gathered[0] != key:
+            states = [seen[1] for row in rows if (seen := self._seen[row]) is not None]
+            padded = pad_sequence(states, batch_first=True)
             if not padded.shape[1]:
                 padded = padded.new_zeros(padded.shape[0], 1, padded.shape[2])
-            counts = torch.tensor([len(r) for r in rows], device=padded.device)
+            counts = torch.tensor([len(own) for own in states], device=padded.device)
             real = torch.arange(padded.shape[1], device=padded.device) < counts[:, None]
-            self._visual = padded, real
-        return self._visual
-
-
-def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
-    return torch.cat([states for _, states in parts])
+            self._gathered = key, padded, real
+        return self._gathered[1:]
 
 
 @dataclass(frozen=True)
@@ -170,10 +175,12 @@ class RandomLoosening:
     def open(self, context: Context) -> RandomLoosening:
         return self
 
-    def read(self, row: int, prompt: Prompt) -> None:
+    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
         """Nothing to remember of a prompt."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Tensor | None) -> Verdict:
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+    ) -> Verdict:
         assert uniforms is not None
         choice, wanted = target_tokens(tree, scores)
         guesses = drafted(tree)

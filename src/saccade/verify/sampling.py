@@ -45,29 +45,29 @@ class Sampling:
         # Level 0 holds the last token's number, level d that of the children at depth d, each at its rank.
         probabilities = scores.float().softmax(-1)  # p: [B, N, V]; bf16 cannot add up a vocabulary
         batch = tree.tokens.shape[0]
-        rows = torch.arange(batch, device=scores.device)
+        lines = torch.arange(batch, device=scores.device)
         parents = tree.parents.expand(batch, -1)
         is_node = tree.valid.expand(batch, -1).clone()
         is_node[:, 0] = False
         node = torch.zeros(batch, dtype=torch.long, device=scores.device)
-        p = probabilities[rows, node]  # [B, V]
+        p = probabilities[lines, node]  # [B, V]
         moving = torch.ones(batch, dtype=torch.bool, device=scores.device)
         for level in range(1, tree.max_depth + 1):
             children = is_node & (parents == node[:, None]) & moving[:, None]
             order = children.cumsum(1)
-            q = None if tree.q is None else _widen(tree.q[rows, node], p.shape[1])
+            q = None if tree.q is None else _widen(tree.q[lines, node], p.shape[1])
             below = node
             moving = torch.zeros_like(moving)
             for rank in range(1, tree.max_children + 1):
                 match = children & (order == rank)
                 child = match.int().argmax(1)
                 open_ = match.any(1) & ~moving
-                token = tree.tokens[rows, child]
+                token = tree.tokens[lines, child]
                 accept, p, q = _try(token, uniforms[:, level, rank - 1], p, q, open_)
                 moving |= accept
                 below = torch.where(accept, child, below)
             node = below
-            p = torch.where(moving[:, None], probabilities[rows, node], p)
+            p = torch.where(moving[:, None], probabilities[lines, node], p)
         token = draw(p, uniforms[:, 0, 0])
         count = tree.depth.expand(batch, -1).gather(1, node[:, None])[:, 0]
         return Verdict(path_to(tree, node), count, token)

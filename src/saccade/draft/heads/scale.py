@@ -24,10 +24,10 @@ def logits_scale(target: Target) -> float:
     prompt = Prompt(tuple(ordinary_ids(target.config, target.vocab_size, 4)))
     handle = target.model.get_output_embeddings().register_forward_hook(keep)
     try:
-        logits = Context(target, 1, len(prompt)).load(0, prompt).logits
+        logits = Context(target, 1).load(0, prompt).logits
     finally:
         handle.remove()
-    if not outputs or outputs[-1].shape[-1:] != logits.shape:
+    if not outputs or logits is None or outputs[-1].shape[-1:] != logits.shape:
         return 1.0
     return _factor(outputs[-1].flatten(0, -2)[-1].to(logits.device), logits)
 
