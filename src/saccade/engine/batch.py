@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,11 +89,13 @@ class RunningBatch:
         """Empty caches."""
         self.context = Context(self.target, self._max_rows, MediaCache(self._media))
         self.drafting: DraftSession | None = None
+        self._models = [self.target]
         if self.drafter is not None:
             self.drafting = self.drafter.open(self._max_rows, self.context)
             model = getattr(self.drafter, "model", None)
             if isinstance(model, Target) and model is not self.target:
-                self.context.media.share([self.target, model])
+                self._models.append(model)
+                self.context.media.share(self._models)
         self._judges: dict[bool, tuple[Rule, Judge]] = {}
         self._judge(False)  # which says what it needs of every forward
         self._rooms = Rooms(self.context, self.drafter, self.drafting, self._kv_memory)
@@ -195,7 +198,9 @@ class RunningBatch:
             return []
         self._steps += 1
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), ExitStack() as models:
+                for model in self._models:
+                    models.enter_context(model.pinned())
                 self._run(Clock(self.target.device))
         except BaseException as error:
             for row in list(self._active):

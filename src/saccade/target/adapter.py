@@ -50,6 +50,7 @@ class Target:
         self._rope_index = getattr(base, "get_rope_index", None)
         self._layer_devices = [_place(layer) for layer in self.layers]
         self._stock_only = 0
+        self._pinned: bool | None = None
         self._lean: LeanDecoder | None = None
         if lean and self.family.tested:
             self.use_lean()
@@ -63,7 +64,9 @@ class Target:
     @property
     def is_lean(self) -> bool:
         """Whether forwards run on a lean decoder."""
-        return self._lean is not None and not self._stock_only and self._lean.is_current
+        if self._lean is None or self._stock_only:
+            return False
+        return self._lean.is_current if self._pinned is None else self._pinned
 
     @property
     def has_rope_index(self) -> bool:
@@ -77,6 +80,16 @@ class Target:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return int(2 * heads * dim * len(self.layers) * self._embeddings.weight.element_size())
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """The model is taken to stay as it is while this is open: it is looked at once, not before every forward."""
+        before = self._pinned
+        self._pinned = self._lean is not None and self._lean.is_current
+        try:
+            yield
+        finally:
+            self._pinned = before
 
     @contextmanager
     def stock(self) -> Iterator[None]:

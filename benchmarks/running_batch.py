@@ -1,0 +1,311 @@
+"""Requests that arrive at random: the running batch beside one after the other, closed batches and Hugging Face.
+
+Two measurements, both on one thread and in one process:
+
+- *kept full*: N requests at a time, as multiples of the tokens per second of `generate` alone in the same run;
+- *arrivals*: Poisson arrivals of questions about pictures and videos, some of them follow-ups about a picture that was
+  asked about before, at loads relative to what one request after the other can serve. Arrivals live on a clock that
+  runs while the process computes and jumps over idle time, so that with ``--clock cpu`` other work on the machine
+  changes nothing but the caches.
+
+``--quiet`` measures what a neighbour's video costs the others: the gaps between a row's chunks with and without a video
+being read beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from clock import Clock
+from pocket_pair import FIRST_SEED, add_options, load
+from saccade import VLM
+from saccade.inputs.batch import join, type_ids
+from saccade.inputs.prompt import Prompt
+from saccade.pocket import draw
+
+TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
+LOADS = (0.5, 1.5, 4.0)
+"""Arrival rates, as multiples of what one request after the other can serve."""
+
+
+@dataclass
+class Asked:
+    """A request and what became of it, in seconds of the clock."""
+
+    prompt: Prompt
+    arrives: float = 0.0
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    follows: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.chunks)
+
+
+@dataclass
+class Figures:
+    """One way to serve, at one load."""
+
+    throughput: float
+    first_token: tuple[float, float]
+    between: tuple[float, float]
+    followup: float
+
+    @classmethod
+    def of(cls, requests: Sequence[Asked]) -> Figures:
+        ends = max(r.chunks[-1][0] for r in requests)
+        begins = min(r.arrives for r in requests)
+        first = [r.chunks[0][0] - r.arrives for r in requests]
+        gaps = [
+            (b[0] - a[0]) / b[1] for r in requests for a, b in zip(r.chunks, r.chunks[1:], strict=False)
+        ]
+        later = [r.chunks[0][0] - r.arrives for r in requests if r.follows]
+        tokens = sum(r.tokens for r in requests)
+        return cls(tokens / (ends - begins), _spread(first), _spread(gaps), median(later) if later else 0.0)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 95th percentile."""
+    return median(values), quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
+
+
+class Now:
+    """A clock that runs while the process computes and can jump ahead."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._ahead = clock, 0.0
+        self._zero = clock()
+
+    def __call__(self) -> float:
+        return self._clock() - self._zero + self._ahead
+
+    def jump(self, to: float) -> None:
+        self._ahead += max(to - self(), 0.0)
+
+
+def questions(vlm: VLM, count: int, seed: int) -> list[Asked]:
+    """Pictures, every fifth a video, every fourth picture asked about twice."""
+    rng, made = random.Random(seed), list[Asked]()
+    number = 0
+    while len(made) < count:
+        number += 1
+        at = FIRST_SEED + 10_000 * seed + number
+        if number % 5 == 0:
+            sample = draw(at, "video")
+            made.append(Asked(vlm.processor.prompt(sample.messages())))
+            continue
+        if number % 4 == 0:
+            sample = draw(at, "followup")
+            turns = sample.messages()
+            made.append(Asked(vlm.processor.prompt(turns[:1])))
+            made.append(Asked(vlm.processor.prompt(turns), follows=True))
+            continue
+        made.append(Asked(vlm.processor.prompt(draw(at, rng.choice(TASKS)).messages())))
+    return made[:count]
+
+
+Serve = Callable[[list[Asked], Now, int], None]
+
+
+def running(vlm: VLM, rows: int, chunk: int) -> Serve:
+    """The running batch."""
+
+    def serve(requests: list[Asked], now: Now, new_tokens: int) -> None:
+        waiting = sorted(requests, key=lambda r: r.arrives)
+        tickets: dict[int, Asked] = {}
+        with vlm.batch(rows, prefill_chunk=chunk) as batch:
+            while waiting or not batch.is_idle:
+                if batch.is_idle:
+                    now.jump(waiting[0].arrives)
+                while waiting and waiting[0].arrives <= now():
+                    asked = waiting.pop(0)
+                    tickets[id(batch.add(asked.prompt, max_new_tokens=new_tokens))] = asked
+                for ticket, part in batch.step():
+                    if ticket.error is not None:
+                        raise ticket.error
+                    if part.tokens:
+                        tickets[id(ticket)].chunks.append((now(), len(part.tokens)))
+
+    return serve
+
+
+def closed(vlm: VLM, rows: int) -> Serve:
+    """Whatever has arrived runs as one batch to its end; with one row, one request after the other."""
+
+    def serve(requests: list[Asked], now: Now, new_tokens: int) -> None:
+        waiting = sorted(requests, key=lambda r: r.arrives)
+        while waiting:
+            now.jump(waiting[0].arrives)
+            group = [r for r in waiting if r.arrives <= now()][:rows]
+            del waiting[: len(group)]
+            for chunk in vlm.stream([r.prompt for r in group], max_new_tokens=new_tokens):
+                for asked, tokens in zip(group, chunk.tokens, strict=True):
+                    if tokens:
+                        asked.chunks.append((now(), len(tokens)))
+
+    return serve
+
+
+def stock(model: Any, rows: int) -> Serve:
+    """Hugging Face's `generate` on whatever has arrived, padded on the left."""
+
+    def serve(requests: list[Asked], now: Now, new_tokens: int) -> None:
+        waiting = sorted(requests, key=lambda r: r.arrives)
+        while waiting:
+            now.jump(waiting[0].arrives)
+            group = [r for r in waiting if r.arrives <= now()][:rows]
+            del waiting[: len(group)]
+            inputs = padded(model, [r.prompt for r in group])
+            ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+            ended = now()
+            ends = model.generation_config.eos_token_id
+            for asked, row in zip(group, ids[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+                count = row.index(ends) + 1 if ends in row else len(row)
+                asked.chunks += [(ended, count)]
+
+    return serve
+
+
+def padded(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+    """Several prompts as `generate` takes them."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p.ids) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    media = join(model.config, [m for p in prompts for m in p.media])
+    return {"input_ids": ids, "attention_mask": mask, **media, **type_ids(model.config, ids)}
+
+
+def arrivals(requests: Sequence[Asked], rate: float, seed: int) -> list[Asked]:
+    """The same requests, arriving at random; a follow-up no earlier than what it follows."""
+    rng, at = random.Random(seed), 0.0
+    made = []
+    for asked in requests:
+        at += rng.expovariate(rate)
+        made.append(Asked(asked.prompt, at, follows=asked.follows))
+    return made
+
+
+def kept_full(vlm: VLM, model: Any, requests: Sequence[Asked], clock: Clock, tokens: int, chunk: int) -> dict[str, Any]:
+    """Tokens per second with 1, 4 and 8 requests at a time, as multiples of `generate` alone."""
+    ways: dict[str, Serve] = {"generate": stock(model, 1)}
+    for rows in (1, 4, 8):
+        ways[f"generate {rows}"] = stock(model, rows)
+        ways[f"plain {rows}"] = running(vlm.using("plain"), rows, chunk)
+        ways[f"{vlm.method} {rows}"] = running(vlm, rows, chunk)
+    del ways["generate 1"]
+    seconds = dict.fromkeys(ways, 0.0)
+    counts = dict.fromkeys(ways, 0)
+    parts = [list(requests[at : at + 16]) for at in range(0, len(requests), 16)]
+    for part in parts:  # interleaved, so that the machine's moods fall on all
+        for name, serve in ways.items():
+            mine, now = [Asked(r.prompt) for r in part], Now(clock)
+            serve(mine, now, tokens)
+            seconds[name] += now()
+            counts[name] += sum(r.tokens for r in mine)
+    alone = counts["generate"] / seconds["generate"]
+    return {n: (counts[n] / s, counts[n] / s / alone) for n, s in seconds.items()}
+
+
+def beside_a_video(vlm: VLM, clock: Clock, tokens: int, chunk: int) -> dict[str, float]:
+    """95th percentiles of the gap between a row's chunks: four rows quiet, and with videos being read beside them."""
+    found = {}
+    prompts = [vlm.processor.prompt(draw(FIRST_SEED + 77 + i, "detail").messages()) for i in range(12)]
+    films = [vlm.processor.prompt(draw(FIRST_SEED + 177 + i, "video-question").messages()) for i in range(6)]
+    for name in ("quiet", "beside videos"):
+        now, gaps, last = Now(clock), list[float](), dict[int, float]()
+        with vlm.batch(5, prefill_chunk=chunk, media_cache=0) as batch:
+            left, reading = list(prompts), list(films)
+            mine: list[Any] = []
+            while left or mine:
+                mine = [t for t in mine if not t.done]
+                while len(mine) < 4 and left:
+                    mine.append(batch.add(left.pop(0), max_new_tokens=tokens))
+                if name != "quiet" and reading and len(batch._tickets) < 5:
+                    batch.add(reading.pop(0), max_new_tokens=1)
+                for ticket, part in batch.step():
+                    if ticket in mine and part.tokens:
+                        if id(ticket) in last:
+                            gaps.append(now() - last[id(ticket)])
+                        last[id(ticket)] = now()
+        found[name] = _spread(gaps)[1]
+    return {**found, "ratio": found["beside videos"] / found["quiet"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.set_defaults(target_dtype="float32", threads=1)
+    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
+    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step reads (default: 512)")
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
+    parser.add_argument("--only", choices=("full", "arrivals", "video"), help="one of the measurements alone")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = load(options.target, options.target_dtype, options.device)
+    ours = load(options.target, options.target_dtype, options.device)
+    draft = load(options.draft, options.draft_dtype, options.device)
+    vlm = VLM(ours, drafter=draft, method=options.method, gamma=options.gamma)
+    clock = Clock(options.clock, torch.device(options.device))
+    requests = questions(vlm, options.requests, 1)
+    closed(vlm, 1)([Asked(r.prompt) for r in requests[:2]], Now(clock), 8)  # warm
+    measured: dict[str, Any] = {}
+    if options.only in (None, "full"):
+        full = kept_full(vlm, model, requests, clock, options.new_tokens, options.chunk)
+        measured["full"] = full
+        print(f"{'at a time':22}{'tokens/s':>10}{'x generate':>12}")
+        for name, (speed, ratio) in full.items():
+            print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
+    if options.only in (None, "video"):
+        measured["video"] = video = beside_a_video(vlm, clock, options.new_tokens, options.chunk)
+        print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
+    if options.only in (None, "arrivals"):
+        measured["arrivals"] = serve_loads(vlm, model, requests, clock, options)
+    if options.json:
+        options.json.write_text(json.dumps(measured, indent=1, default=lambda f: f.__dict__) + "\n")
+
+
+def serve_loads(
+    vlm: VLM, model: Any, requests: Sequence[Asked], clock: Clock, options: argparse.Namespace
+) -> dict[str, dict[str, Figures]]:
+    """Every way to serve, at every load."""
+    now = Now(clock)
+    closed(vlm, 1)([Asked(r.prompt) for r in requests], now, options.new_tokens)
+    rate = len(requests) / now()
+    print(f"\none after the other: {rate:.2f} requests/s of the clock")
+    ways: dict[str, Serve] = {
+        "running batch": running(vlm, options.rows, options.chunk),
+        "one after the other": closed(vlm, 1),
+        "closed batches": closed(vlm, options.rows),
+        "Hugging Face batches": stock(model, options.rows),
+    }
+    found: dict[str, dict[str, Figures]] = {}
+    header = "".join(f"{h:>13}" for h in ("tokens/s", "TTFT p50", "p95", "ITL p50", "p95", "follow-up"))
+    for load_ in LOADS:
+        print(f"\nload {load_}\n{'':22}{header}")
+        found[str(load_)] = {}
+        for name, serve in ways.items():
+            mine = arrivals(requests, load_ * rate, 3)
+            serve(mine, Now(clock), options.new_tokens)
+            figures = found[str(load_)][name] = Figures.of(mine)
+            row = (figures.throughput, *figures.first_token, *figures.between, figures.followup)
+            print(f"{name:22}" + "".join(f"{value:13.3f}" for value in row), flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
