@@ -152,17 +152,17 @@ class OwnCaptions:
 
     @torch.inference_mode()
     def _answer(self, prompt: Prompt) -> str:
-        device = self._model.device
-        context = Context(self._model, 1, len(prompt) + self._max_new_tokens)
-        itself = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-        depth = torch.zeros(1, 1, dtype=torch.long, device=device)
-        token = int(context.load(0, prompt).logits.argmax())
+        context = Context(self._model, 1)
+        context.cache.reserve(0, len(prompt) + self._max_new_tokens)
+        said = context.load(0, prompt).logits
+        assert said is not None
+        token = int(said.argmax())
         answer: list[int] = []
         while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
             answer.append(token)
-            logits = context.forward(torch.tensor([[token]], device=device), itself, depth)
-            context.keep([[0]], [[token]])
-            token = int(logits.argmax())
+            reading = context.forward([0], torch.tensor([[token]], device=self._model.device))
+            context.commit([0], [[0]], [[token]])
+            token = int(reading.logits.argmax())
         return self._processor.decode(answer)
 
 

@@ -31,7 +31,7 @@ class Fixed:
         values = self.values or (1.0,) * views
         if len(values) != views:
             raise ValueError(f"{len(values)} weights were given for {views} views; give one for each.")
-        return Constant(torch.tensor([values] * batch, device=device) / sum(values))
+        return Constant(torch.tensor(values, device=device) / sum(values))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Random:
 
 
 class Constant:
-    """The same weights for every block."""
+    """The same weights ``[m]`` for every block."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
@@ -61,10 +61,10 @@ class Constant:
     def forget(self, row: int) -> None:
         """There is nothing to forget."""
 
-    def choose(self) -> Tensor:
-        return self._weights
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        return self._weights.expand(len(rows), -1)
 
-    def learn(self, seen: Verified) -> None:
+    def learn(self, rows: Sequence[int], seen: Verified) -> None:
         """Nothing is learned."""
 
 
@@ -72,14 +72,15 @@ class Drawn(Constant):
     """Weights from a generator per row, seeded by the row's prompt."""
 
     def __init__(self, seed: int, batch: int, views: int, device: torch.device) -> None:
-        super().__init__(torch.full((batch, views), 1 / views, device=device))
+        super().__init__(torch.full((views,), 1 / views, device=device))
         self._seed = seed
         self._generators = [torch.Generator().manual_seed(seed) for _ in range(batch)]
 
     def load(self, row: int, ids: Sequence[int]) -> None:
         self._generators[row].manual_seed(zlib.crc32(repr((self._seed, *ids)).encode()))
 
-    def choose(self) -> Tensor:
-        drawn = [torch.empty(self._weights.shape[1]).exponential_(generator=g) for g in self._generators]
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        views = self._weights.shape[0]
+        drawn = [torch.empty(views).exponential_(generator=self._generators[row]) for row in rows]
         spacings = torch.stack(drawn).to(self._weights.device)
         return spacings / spacings.sum(1, keepdim=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import TreeDrafter
-from saccade.draft.labelled import Notes
+from saccade.draft.labelled import Labelled, Notes, heard
 from saccade.draft.mixing import Mixture
 from saccade.draft.model import ModelDrafter, ModelDraftSession, goes_on
 from saccade.draft.policy import TreePolicy
@@ -18,18 +18,22 @@ from saccade.draft.view import View
 from saccade.draft.weights import Weighting, by_name
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target.cache import on_device
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict
 
 
 class EnsembleDrafter(TreeDrafter):
     """One draft model that reads every prompt in m ways and guesses with the weighted mean of what they say.
 
-    Rows of the draft model's batch are all prompts in the first view, then all in the second, and so on, so that a
-    draft step is one forward however many views there are. What was emitted is read through every view; guesses are
-    run through those alone that have a weight. The mixture q(.; w) = sum_i w_i q_i goes on to the tree policy as
-    logits, so policies and proposers work as they do for one model. When children are drawn, the request's
-    warpers act on the mixture, and the distribution that a child was drawn from is the one that it is verified with.
+    Views of a row are rows of the draft model's batch, so that a draft step is one forward however many views there
+    are. What was emitted is read through every view; guesses are run through those alone that have a weight in their
+    row. The mixture q(.; w) = sum_i w_i q_i goes on to the tree policy as logits, so policies and proposers work as
+    they do for one model. When children are drawn, the request's warpers act on the mixture, and the distribution that
+    a child was drawn from is the one that it is verified with.
+
+    A row whose views have read the same (words alone) has one view only.
 
     Args:
         model: the adapter of the draft model.
@@ -37,7 +41,7 @@ class EnsembleDrafter(TreeDrafter):
         views: the ways to read a prompt.
         weighting: how they are weighed; by default a grid for two views and inverse errors for more.
         vocab_size: as for `ModelDrafter`.
-        carry: keep what was learned of the views from one turn to the next.
+        carry: keep what was learned of the views from one turn of a conversation to the next.
 
     Raises:
         ValueError: there is no view.
@@ -60,122 +64,162 @@ class EnsembleDrafter(TreeDrafter):
         self.weighting = weighting or by_name("auto", len(views))
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
         self.carry = carry
+        self.early = all(view.early for view in views)
 
-    def open(self, batch: int, target: Context) -> EnsembleSession:
-        return EnsembleSession(self, batch, target)
+    def open(self, rows: int, target: Context) -> EnsembleSession:
+        return EnsembleSession(self, rows, target)
 
 
 class EnsembleSession:
-    """A draft session of m * B rows that is B rows to the engine.
+    """A draft session of m * R rows that is R rows to the engine.
 
     Attributes:
         reading_seconds: spent on captions at the last `load`.
     """
 
-    def __init__(self, drafter: EnsembleDrafter, batch: int, target: Context) -> None:
+    def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
         device, views = drafter.model.device, len(drafter.views)
         self._drafter = drafter
         self._target = target
         for view in drafter.views:
             view.open(target)
-        self._weights = drafter.weighting.open(batch, views, device)
-        self._notes = Notes(batch) if drafter.weighting.learns and views > 1 else None
-        self._mixture = Mixture(drafter.policy, batch, views, device)
+        self._weights = drafter.weighting.open(rows, views, device)
+        self._notes = Notes() if drafter.weighting.learns and views > 1 else None
+        self._mixture = Mixture(drafter.policy, rows, views, device)
         model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
-        self._session = ModelDraftSession(model, batch * views)
-        # Where no prompt has a picture all views are one, and a batch of B rows does.
-        self._single = ModelDraftSession(model, batch) if views > 1 else self._session
-        self._is_single = False
-        self._read: dict[int, list[Prompt]] = {}  # of every row that was loaded since the last block
-        self._asked: list[Prompt | None] = [None] * batch
-        self._capacity = 0
-        self._surplus = 0
-        self._alike = [False] * batch  # rows whose views have read the same
-        self._telling: list[int] = []  # rows of the block that teach something of the views
+        self._session = ModelDraftSession(model, rows * views, target)
+        self._count = rows
+        self._asked: list[Prompt | None] = [None] * rows
+        self._room = [0] * rows
+        self._alike = [False] * rows  # rows whose views have read the same
+        self._roots: dict[
+            int, Tensor
+        ] = {}  # what the views said, by the first row of those that guess together
         self.reading_seconds = 0.0
 
     @property
     def context(self) -> Context:
-        """The draft model's context of prompts with pictures: row ``i * B + b`` is view i of row b."""
+        """The draft model's context: row ``i * R + r`` is view i of row r."""
         return self._session.context
 
     @property
     def weights(self) -> Tensor:
-        """``[B, m]`` of the last block."""
+        """``[A, m]`` of the rows that guessed last."""
         return self._mixture.weights
 
-    def grow(self, capacity: int) -> None:
-        self._capacity = max(capacity, self._capacity)
-        self._session.grow(self._capacity + self._surplus)
-        self._single.grow(self._capacity + self._surplus)
+    def reserve(self, row: int, capacity: int) -> None:
+        """Room is made when a prompt is loaded, and it is known which views there are and how long they are."""
+        self._room[row] = capacity
+
+    def forget(self, row: int) -> None:
+        for view in range(len(self._drafter.views)):
+            self._session.forget(view * self._count + row)
+        self._mixture.forget(row)
+        self._drop(row)
+        self._asked[row], self._alike[row] = None, False
+
+    def _drop(self, row: int) -> None:
+        """Forget what was learned of a row's views."""
+        self._weights.forget(row)
+        if self._notes is not None:
+            self._notes.forget(row)
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt) -> None:
-        self._learn_rest()
-        if not self._drafter.carry:
-            self._weights.forget(row)
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+        asked, self._asked[row] = self._asked[row], prompt
+        going_on = asked is not None and goes_on(asked, prompt)
+        if not going_on:
+            self._mixture.forget(row)
+        if going_on and self._drafter.carry:
+            self._learn_rest(row)
+        else:
+            self._drop(row)
         self._weights.load(row, prompt.ids)
         views = self._drafter.views
         spent = sum(view.seconds for view in views)
-        read = [view.read(prompt) for view in views]
+        given = [view.read(prompt) for view in views]
         self.reading_seconds = sum(view.seconds for view in views) - spent
-        self._surplus = max(
-            self._surplus, *(len(seen) - len(prompt) for seen in read)
-        )  # captions may be longer
-        self.grow(self._capacity)
-        asked = self._asked[row]
-        if asked is not None and not goes_on(asked, prompt):
-            self._mixture.forget(row)
-        self._asked[row] = prompt
-        self._hold(row, read)
-
-    def _hold(self, row: int, read: list[Prompt]) -> None:
-        """Prefill what the views have read of a row: once if it is the same, and so is every row's of this block."""
-        self._alike[row] = same = (
-            len(read) > 1 and not any(p.media for p in read) and len({p.ids for p in read}) == 1
+        self._alike[row] = (
+            len(given) > 1 and not any(p.media for p in given) and len({p.ids for p in given}) == 1
         )
-        earlier = self._read if self._read and self._is_single and not same else {}
-        self._is_single = same and (self._is_single or not self._read)
-        self._read[row] = read
-        if self._is_single:
-            self._single.load(row, read[0])
-            return
-        for index, prompts in {**earlier, row: read}.items():
-            for place, (view, seen) in enumerate(zip(self._drafter.views, prompts, strict=True)):
-                view.load(self._session, place * len(self._asked) + index, seen, self._target)
+        for view in self._views_of(row):
+            slot, seen = view * self._count + row, given[view]
+            # A caption may be longer than what it stands for.
+            self._session.reserve(slot, self._room[row] + len(seen) - len(prompt))
+            views[view].load(self._session, slot, seen, self._target, read)
+
+    def _views_of(self, row: int) -> range:
+        return range(1 if self._alike[row] else len(self._drafter.views))
+
+    def _slots(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """(view, place) of all views of some rows, view by view."""
+        views = range(len(self._drafter.views))
+        return [(v, place) for v in views for place, row in enumerate(rows) if v in self._views_of(row)]
 
     @torch.inference_mode()
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        self._read = {}
-        views = self._mixture.views = 1 if self._is_single else len(self._drafter.views)
-        if views == 1:
-            return (self._single if self._is_single else self._session).propose(new, proposer)
-        every = [*new] * views
-        said = self._session.take(every)
-        self._mixture.weights = self._weigh(new, said)
-        # Views that read the same differ by rounding alone: no row learns from it, whether it is alone or not.
-        self._telling = [row for row, tokens in enumerate(new) if tokens and not self._alike[row]]
-        return self._session.draft(every, said, proposer)
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
+        pairs = self._slots(rows)
+        slots = [view * self._count + rows[place] for view, place in pairs]
+        every = [new[place] for _, place in pairs]
+        labelled = {}
+        for place, row in enumerate(rows):
+            block = self._notes.emitted(row, new[place]) if self._notes is not None else None
+            if block is not None:
+                labelled[place] = block
+        said = self._session.take(slots, every, whole=bool(labelled))
+        self._learn(rows, labelled, dict(zip(pairs, said, strict=True)))
+        self._mixture.weights = self._chosen(rows)
+        tree = self._session.draft(slots, every, said, proposer, limit)
+        self._roots[rows[0]] = self._mixture.roots
+        return tree
 
-    def _weigh(self, new: Sequence[Sequence[int]], said: Tensor) -> Tensor:
-        """``[B, m]`` for a block that begins with ``new`` tokens, after which the views have ``said`` their logits."""
-        labelled = self._notes.emitted(new) if self._notes is not None else None
-        if labelled is not None:
-            self._weights.learn(labelled.heard(said))
-        return self._weights.choose()
+    def _learn(
+        self, rows: Sequence[int], labelled: dict[int, Labelled], said: dict[tuple[int, int], Tensor]
+    ) -> None:
+        """Learn from blocks, by place.
 
-    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
-        self._session.learn(tree, scores, verdict)
-        if self._notes is not None and not self._is_single:
-            self._notes.note(self._telling, self._mixture.roots, tree, scores, verdict)
-
-    def _learn_rest(self) -> None:
-        """Learn from what the rows emitted last in their last turn, which the draft model has not run."""
-        left = self._notes.left() if self._notes is not None else None
-        if left is None or not self._drafter.carry:
+        Args:
+            said: by view and place what a view said after every emitted token ``[n, V]``.
+        """
+        if not labelled:
             return
-        said = None
-        if max(map(len, left.emitted)) > 1:
-            said = self._session.run([t[:-1] for t in left.emitted] * len(self._drafter.views))
-            self._session.context.cache.drop_pending()
-        self._weights.learn(left.heard(said))
+        views = range(len(self._drafter.views))
+        seen = heard([*labelled.values()], [[said[view, place] for view in views] for place in labelled])
+        self._weights.learn([rows[place] for place in labelled], seen)
+
+    def _chosen(self, rows: Sequence[int]) -> Tensor:
+        """``[A, m]`` weights; all of it is the first view's where there is one view only."""
+        weights = self._weights.choose(rows)
+        alike = [self._alike[row] for row in rows]
+        if not any(alike):
+            return weights
+        first = torch.zeros_like(weights)
+        first[:, 0] = 1
+        return torch.where(on_device(alike, weights.device)[:, None], first, weights)
+
+    @torch.inference_mode()
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+    ) -> None:
+        self._mixture.observe(rows, verdict)
+        roots = self._roots.pop(rows[0])
+        # Views that read the same differ by rounding alone: no row learns from it.
+        telling = [place for place, row in enumerate(rows) if not self._alike[row]]
+        if self._notes is not None and telling:
+            self._notes.note([rows[place] for place in telling], telling, roots, tree, scores, verdict)
+
+    def _learn_rest(self, row: int) -> None:
+        """Learn from what a row emitted last in its last turn, which the draft model has not run."""
+        left = self._notes.left(row) if self._notes is not None else None
+        if left is None:
+            return
+        views = range(len(self._drafter.views))
+        slots = [view * self._count + row for view in views]
+        said: dict[tuple[int, int], Tensor] = {(view, 0): left.scores[:0] for view in views}
+        if len(left.emitted) > 1:
+            logits = self._session.run(slots, [left.emitted[:-1]] * len(slots), whole=True)
+            said = {(view, 0): logits[view] for view in views}
+            self._session.context.cache.drop(slots)
+        self._learn([row], {0: left}, said)

@@ -67,24 +67,25 @@ class History:
         places = 1 if window is None else window + 1  # one more for what is not to be kept
         self._kept = torch.zeros(batch, places, size, device=device)
 
-    def add(self, values: Tensor, new: Sequence[int]) -> None:
-        """Add positions in order: of values ``[B, T, S]`` the first ``new`` ones of every row."""
+    def add(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> None:
+        """Add positions of some rows in order: of values ``[A, T, S]`` the first ``new`` ones of each."""
+        index = on_device(rows, self._kept.device)
         if self._window is not None:
-            self._kept.scatter_(1, self._places(values, new), values)
-        elif min(new) == values.shape[1]:
-            self._kept += values.sum(1, keepdim=True)
+            ring = self._kept[index].scatter_(1, self._places(rows, values, new), values)
+            self._kept.index_copy_(0, index, ring)
         else:
             places = torch.arange(values.shape[1], device=values.device)
             known = places < on_device(new, values.device)[:, None]
-            self._kept += torch.where(known[..., None], values, 0.0).sum(1, keepdim=True)
-        self._seen = [seen + more for seen, more in zip(self._seen, new, strict=True)]
+            self._kept.index_add_(0, index, torch.where(known[..., None], values, 0.0).sum(1, keepdim=True))
+        for row, more in zip(rows, new, strict=True):
+            self._seen[row] += more
 
-    def _places(self, values: Tensor, new: Sequence[int]) -> Tensor:
-        """``[B, T, S]`` where in the ring the positions go; those that are not to be kept go behind it."""
+    def _places(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> Tensor:
+        """``[A, T, S]`` where in the ring the positions go; those that are not to be kept go behind it."""
         assert self._window is not None
         window, places = self._window, []
-        for seen, more in zip(self._seen, new, strict=True):
-            stays = range(max(more - window, 0), more)
+        for row, more in zip(rows, new, strict=True):
+            seen, stays = self._seen[row], range(max(more - window, 0), more)
             places.append([(seen + t) % window if t in stays else window for t in range(values.shape[1])])
         return on_device(places, values.device)[..., None].expand_as(values)
 
@@ -93,15 +94,15 @@ class History:
         self._kept[row] = 0
         self._seen[row] = 0
 
-    @property
-    def total(self) -> Tensor:
-        """``[B, S]`` sums."""
-        return self._kept[:, 0] if self._window is None else self._kept[:, : self._window].sum(1)
+    def total(self, rows: Sequence[int]) -> Tensor:
+        """``[A, S]`` sums of some rows."""
+        kept = self._kept[on_device(rows, self._kept.device)]
+        return kept[:, 0] if self._window is None else kept[:, : self._window].sum(1)
 
-    @property
-    def counts(self) -> list[int]:
-        """Positions in the sums, per row."""
-        return self._seen if self._window is None else [min(seen, self._window) for seen in self._seen]
+    def counts(self, rows: Sequence[int]) -> list[int]:
+        """Positions in the sums of some rows."""
+        seen = [self._seen[row] for row in rows]
+        return seen if self._window is None else [min(count, self._window) for count in seen]
 
 
 def on_device(values: Sequence[object], device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,38 +16,43 @@ from saccade.verify.rule import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Positions of one block: after its root, and after every token that it emitted but the last.
+    """Positions of a row's last block: after its root, and after every token that it emitted but the last.
 
     Attributes:
-        scores: ``[B, T, V]`` the target's processed logits there, for every emitted token or more.
-        roots: ``[m, B, 1, V]`` what the views said after the root, before the block.
-        emitted: per row what came of the block; nothing for rows that have nothing to teach.
+        scores: ``[T, V]`` the target's processed logits there, for every emitted token or more.
+        roots: ``[m, 1, V]`` what the views said after the root, before the block: distributions.
+        emitted: what came of the block.
     """
 
     scores: Tensor
     roots: Tensor
-    emitted: Sequence[Sequence[int]]
+    emitted: Sequence[int]
 
-    def heard(self, said: Tensor | None) -> Verified:
-        """The positions, once the draft model has run what was emitted.
 
-        Args:
-            said: ``[m * B, P, V]`` logits after at least all emitted tokens but the last; None if there is but one.
-        """
-        (views, batch, _, _), count = self.roots.shape, max(map(len, self.emitted))
-        q = self.roots
-        if said is not None and count > 1:
-            below = said[:, : count - 1].softmax(-1, torch.float32)
-            q = torch.cat([q, below.view(views, batch, count - 1, -1)], 2)
-        p = self.scores[:, :count].to(q.device).softmax(-1, torch.float32)
-        if p.shape[2] != q.shape[3]:
-            vocab = min(p.shape[2], q.shape[3])
-            p, q = p[..., :vocab], q[..., :vocab]
-        return Verified(p, q, self.emitted)
+def heard(blocks: Sequence[Labelled], said: Sequence[Sequence[Tensor]]) -> Verified:
+    """The positions of some rows' blocks, once the draft model has run what was emitted.
+
+    Args:
+        said: per row and view ``[n, V]`` logits after at least all emitted tokens but the last; nothing where there is
+            but one.
+    """
+    p, q = [], []
+    for block, views in zip(blocks, said, strict=True):
+        count = len(block.emitted)
+        expected = block.roots
+        if count > 1:
+            below = torch.stack([logits[: count - 1] for logits in views])
+            expected = torch.cat([expected, below.softmax(-1, torch.float32)], 1)
+        labels = block.scores[:count].to(expected.device).softmax(-1, torch.float32)
+        vocab = min(labels.shape[1], expected.shape[2])
+        p.append(labels[:, :vocab])
+        q.append(expected[:, :, :vocab].transpose(0, 1))
+    joint = pad_sequence(q, batch_first=True).permute(2, 0, 1, 3)  # [m, A, T, V]
+    return Verified(pad_sequence(p, batch_first=True), joint.contiguous(), [b.emitted for b in blocks])
 
 
 class Notes:
-    """What verification has shown of the rows of one session and the views have not been asked about yet.
+    """What verification has shown of rows and the views have not been asked about yet, by row.
 
     The draft model runs what a row has emitted at the start of the row's next block, in any case and through every
     view, and what a view says after each token is what it expected at the labelled positions. So views that draft
@@ -55,66 +60,63 @@ class Notes:
     block of a row waits until the row is asked again.
     """
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self._block: _Block | None = None
-        self._ended: dict[int, tuple[Tensor, Tensor, list[int]]] = {}  # scores, roots, emitted tokens
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
 
     def note(
-        self, telling: Sequence[int], roots: Tensor, tree: DraftTree, scores: Tensor, verdict: Verdict
+        self,
+        rows: Sequence[int],
+        places: Sequence[int],
+        roots: Tensor,
+        tree: DraftTree,
+        scores: Tensor,
+        verdict: Verdict,
     ) -> None:
-        """A block was verified.
+        """Blocks were verified.
 
         Args:
-            telling: rows to learn from.
-            roots: ``[m, B, 1, V]`` what the views said after the block's roots.
+            rows: those to learn from.
+            places: where these stand in what follows, which is of A rows.
+            roots: ``[m, A, 1, V]`` what the views said after the block's roots.
             tree: as proposed.
-            scores: ``[B, N, V]`` the target's processed logits.
+            scores: ``[A, N, V]`` the target's processed logits.
             verdict: of every row.
         """
         if tree.max_children > 1:  # else the nodes are the path
             scores = scores.gather(1, verdict.path[..., None].expand(-1, -1, scores.shape[2]))
-        self._block = _Block(telling, roots, scores, tree.tokens, verdict)
+        for row, place in zip(rows, places, strict=True):
+            self._blocks[row] = _Block(place, roots, scores, tree.tokens, verdict)
 
-    def emitted(self, new: Sequence[Sequence[int]]) -> Labelled | None:
-        """What the rows' ``new`` tokens label in the block before, if anything; rows without any have ended."""
-        block, self._block = self._block, None
-        if block is None:
-            return None
-        self._ended.update(block.rows(row for row in block.telling if not new[row]))
-        taught = [new[row] if row in block.telling else [] for row in range(self._batch)]
-        return Labelled(block.scores, block.roots, taught) if any(taught) else None
+    def emitted(self, row: int, new: Sequence[int]) -> Labelled | None:
+        """What the ``new`` tokens of a row label in the block before, if anything."""
+        block = self._blocks.pop(row, None)
+        return None if block is None else block.labelled(new)
 
-    def left(self) -> Labelled | None:
-        """What every row emitted in the last block of its turn, if anything is to be learned from it."""
-        block, self._block = self._block, None
-        ended, self._ended = self._ended, {}
-        if block is not None:
-            ended.update(block.rows(block.telling))
-        if not ended:
-            return None
-        scores, roots, _ = next(iter(ended.values()))
-        every, q, emitted = zip(
-            *(ended.get(row, (scores, roots, [])) for row in range(self._batch)), strict=True
-        )
-        return Labelled(pad_sequence(list(every), batch_first=True), torch.stack(q, 1), emitted)
+    def left(self, row: int) -> Labelled | None:
+        """What a row emitted in the last block of its turn, if anything is to be learned from it."""
+        block = self._blocks.pop(row, None)
+        return None if block is None else block.labelled(block.emitted())
+
+    def forget(self, row: int) -> None:
+        """Drop what is known of a row."""
+        self._blocks.pop(row, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """As `Notes.note` was given it; scores ``[B, T, V]`` on the path."""
+    """One row, at ``place`` in what `Notes.note` was given; scores ``[A, T, V]`` on the path."""
 
-    telling: Sequence[int]
+    place: int
     roots: Tensor
     scores: Tensor
     tokens: Tensor
     verdict: Verdict
 
-    def rows(self, rows: Iterable[int]) -> dict[int, tuple[Tensor, Tensor, list[int]]]:
-        """Of single rows ``[T, V]`` scores, ``[m, 1, V]`` roots, and the emitted tokens (brought to the host)."""
-        found = {}
-        for row in rows:
-            path = self.verdict.path[row, 1 : int(self.verdict.count[row]) + 1]
-            emitted = [*self.tokens[row, path].tolist(), int(self.verdict.token[row])]
-            found[row] = self.scores[row], self.roots[:, row], emitted
-        return found
+    def labelled(self, emitted: Sequence[int]) -> Labelled:
+        return Labelled(self.scores[self.place], self.roots[:, self.place], emitted)
+
+    def emitted(self) -> list[int]:
+        """The tokens of the block, brought to the host."""
+        place, verdict = self.place, self.verdict
+        path = verdict.path[place, 1 : int(verdict.count[place]) + 1]
+        return [*self.tokens[place, path].tolist(), int(verdict.token[place])]

@@ -12,7 +12,8 @@ from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.sampling import Proposer, TopProposer
 from saccade.draft.tree import DraftTree, ancestors_of
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict
 
 
@@ -58,8 +59,12 @@ class MergedDrafter:
     def draws(self) -> bool:
         return False
 
-    def open(self, batch: int, target: Context) -> MergedSession:
-        sessions = self.first.open(batch, target), self.second.open(batch, target)
+    @property
+    def early(self) -> bool:
+        return self.first.early and self.second.early
+
+    def open(self, rows: int, target: Context) -> MergedSession:
+        sessions = self.first.open(rows, target), self.second.open(rows, target)
         return MergedSession(sessions, self.total, self.max_depth)
 
 
@@ -77,23 +82,31 @@ class MergedSession:
         self._block = depth + 1  # tokens of a row at once: more than the shallower session counts on
         self.reading_seconds = 0.0
 
-    def grow(self, capacity: int) -> None:
+    def reserve(self, row: int, capacity: int) -> None:
         for session in self._sessions:
-            session.grow(capacity + self._block)
+            session.reserve(row, capacity + self._block)
 
-    def load(self, row: int, prompt: Prompt) -> None:
+    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
         for session in self._sessions:
-            session.load(row, prompt)
+            session.load(row, prompt, read)
         self.reading_seconds = sum(session.reading_seconds for session in self._sessions)
 
     @torch.inference_mode()
-    def propose(self, new: Sequence[Sequence[int]], proposer: Proposer) -> DraftTree:
-        first, second = (session.propose(new, TopProposer()) for session in self._sessions)
+    def propose(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree:
+        first, second = (session.propose(rows, new, TopProposer(), limit) for session in self._sessions)
         return union(first, second.to(first.tokens.device), self._total)
 
-    def learn(self, tree: DraftTree, scores: Tensor, verdict: Verdict) -> None:
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+    ) -> None:
         for session in self._sessions:
-            session.learn(tree, scores, verdict)
+            session.observe(rows, tree, scores, verdict, reading)
+
+    def forget(self, row: int) -> None:
+        for session in self._sessions:
+            session.forget(row)
 
 
 def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:

@@ -63,17 +63,22 @@ class ModelDraftSession:
         self.context.cache.reserve(row, capacity + self._slack)
 
     def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
-        self.read(row, replace(prompt, ids=tuple(self._readable(prompt.ids))))
+        self.read(row, prompt)
 
     def read(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
-        """Make the row hold a prompt of readable ids; ``dropped`` as in `Context.read`.
+        """Make the row hold a prompt; ``dropped`` as in `Context.read`.
 
-        The tree policy keeps what it has seen of a row from one turn of a conversation to the next (see `goes_on`).
+        The tree policy keeps what it has seen of a row from one turn of a conversation to the next.
         """
-        self.context.load(row, prompt, dropped)
-        asked, self._asked[row] = self._asked[row], prompt
-        if asked is not None and not goes_on(asked, prompt):
+        self.context.load(row, replace(prompt, ids=tuple(self._readable(prompt.ids))), dropped)
+        if not self.goes_on(row, prompt):
             self._shaping.restart(row)
+        self._asked[row] = prompt
+
+    def goes_on(self, row: int, prompt: Prompt) -> bool:
+        """Whether a prompt is a later turn of the conversation that the row holds."""
+        asked = self._asked[row]
+        return asked is not None and goes_on(asked, prompt)
 
     def forget(self, row: int) -> None:
         self.context.forget(row)
@@ -86,11 +91,11 @@ class ModelDraftSession:
     ) -> DraftTree:
         return self.draft(rows, new, self.take(rows, new), proposer, limit)
 
-    def take(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
-        """Run and commit what rows emitted; logits ``[A, 1, V]`` after the last token of each."""
-        readings = self.run(rows, new)
+    def take(self, rows: Sequence[int], new: Sequence[Sequence[int]], whole: bool = False) -> list[Tensor]:
+        """Run and commit what rows emitted; arguments and result as of `run`."""
+        said = self.run(rows, new, whole)
         self.context.commit(rows, [range(len(tokens)) for tokens in new], [self._readable(t) for t in new])
-        return torch.stack([logits[-1:] for logits in readings])
+        return said
 
     def run(self, rows: Sequence[int], new: Sequence[Sequence[int]], whole: bool = False) -> list[Tensor]:
         """Run what rows emitted, whose entries stay pending.
@@ -99,15 +104,15 @@ class ModelDraftSession:
             whole: return logits after every token, not after the last one of each row alone.
 
         Returns:
-            Per row ``[n, V]`` with its own n.
+            Per row ``[n, V]`` with its own n, or ``[1, V]``.
         """
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
         pieces: list[Piece] = []
         for count, places in groups.items():
-            ids = self._tensor([self._readable(new[place]) for place in places])
-            piece = self.context.piece([rows[place] for place in places], ids)
+            emitted = self._tensor([self._readable(new[place]) for place in places])
+            piece = self.context.piece([rows[place] for place in places], emitted)
             pieces.append(replace(piece, logits_from=0 if whole else count - 1))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, reading in zip(groups.values(), self.context.run(pieces), strict=True):
@@ -119,21 +124,21 @@ class ModelDraftSession:
         self,
         rows: Sequence[int],
         new: Sequence[Sequence[int]],
-        last: Tensor,
+        said: Sequence[Tensor],
         proposer: Proposer,
         limit: int,
     ) -> DraftTree:
-        """Guess on behind tokens that have run, after whose last ones the logits are ``last`` ``[A, 1, V]``."""
+        """Guess on behind tokens that have run, after which `take` returned the logits ``said``."""
         roots = self._tensor([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
-        capped = (
-            self._drafter.policy.can_sample
-        )  # a form that is chosen by what was guessed must not depend on it
-        frontier = growth.expand(last)
+        # A form that is chosen by what was guessed must not depend on the limit.
+        capped = self._drafter.policy.can_sample
+        frontier = growth.expand(torch.stack([logits[-1:] for logits in said]))
         levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None and not (capped and frontier.depth >= limit):
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
-            reading = self.context.forward(rows, frontier.tokens, frontier.allow, self._depth(levels))
+            running = rows if frontier.rows is None else frontier.rows
+            reading = self.context.forward(running, frontier.tokens, frontier.allow, self._depth(levels))
             frontier = growth.expand(self._cut(reading.logits))
         self.context.cache.drop(rows)
         return growth.tree()

@@ -20,17 +20,17 @@ class Frontier:
 
     Attributes:
         tokens: ``[B, W]`` ids.
-        allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where each sees
-            all before it and itself.
+        allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where each
+            sees all before it and itself.
         depth: of the frontier below the root (host integer).
-        rows: the rows of the draft model's batch that run them, where a policy has more than one for each of the B and
-            does not need all; None for all.
+        rows: rows of the draft model that run them, where a policy has several for one tree; None for those that the
+            trees were begun with.
     """
 
     tokens: Tensor
     allow: Tensor | None
     depth: int
-    rows: slice | None = None
+    rows: Sequence[int] | None = None
 
 
 class Growth(Protocol):

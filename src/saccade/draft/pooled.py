@@ -22,7 +22,7 @@ from saccade.inputs.families import family_of, kind_of
 from saccade.inputs.halving import RESIZABLE, half, halved
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
 
 KEPT = 16
 """Halved pictures that are kept for later turns."""
@@ -154,9 +154,11 @@ class PooledFeatures(PlainView):
             media.append(replace(medium, n_tokens=medium.n_tokens // grid * left))
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context) -> None:
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+    ) -> None:
         with self._pooling():
-            session.load(row, prompt)
+            session.load(row, prompt, read)
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
         """Placeholders of one grid of a medium, and how many are left of them."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.policy import TreePolicy
 from saccade.draft.pruning import Pruning
@@ -46,21 +44,44 @@ class PrunedDraftSession(ModelDraftSession):
         self._pruning = drafter.pruning
         self._target = target
         self._room = [0] * rows
-        if self._pruning.needs_attention:
-            target.needs.add_attention(self._pruning.layers, "words")
+        ask_attention(self._pruning, target)
 
     def reserve(self, row: int, capacity: int) -> None:
         """Room is made when a prompt is loaded and its gaps are known: most of it would never be written."""
         self._room[row] = capacity
 
     def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
-        prompt = replace(prompt, ids=tuple(self._readable(prompt.ids)))
-        dropped = self._dropped(prompt, read)
+        dropped = dropped_of(self, row, prompt, self._pruning, self._target, read)
         super().reserve(row, self._room[row] - len(dropped))
         self.read(row, prompt, dropped)
 
-    def _dropped(self, prompt: Prompt, read: PromptRead | None) -> list[int]:
-        config = self.context.target.config
-        if not self._pruning.needs_attention or read is None:
-            return self._pruning.dropped(config, prompt)
-        return self._pruning.dropped(config, prompt, read.prompt, read.columns, self._target.target.config)
+
+def ask_attention(pruning: Pruning, target: Context) -> None:
+    """Let the target tell what its words look at, where that decides what stays.
+
+    Raises:
+        ModelError: another asks for other layers or tokens.
+    """
+    if pruning.needs_attention:
+        target.needs.add_attention(pruning.layers, "words")
+
+
+def dropped_of(
+    session: ModelDraftSession,
+    row: int,
+    prompt: Prompt,
+    pruning: Pruning,
+    target: Context,
+    read: PromptRead | None,
+) -> list[int]:
+    """Positions of a prompt that a row of a draft session is not to see.
+
+    What the row holds of an earlier prompt was chosen by what that prompt's words looked at. A later turn of the
+    conversation goes on from it; for any other prompt the row is emptied, so that its guesses are those of a fresh row.
+    """
+    if pruning.needs_attention and prompt.media and not session.goes_on(row, prompt):
+        session.context.empty(row)
+    config = session.context.target.config
+    if read is None:
+        return pruning.dropped(config, prompt)
+    return pruning.dropped(config, prompt, read.prompt, read.columns, target.target.config)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from saccade.draft.model import ModelDraftSession
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
 
 
 class View(Protocol):
@@ -20,16 +20,27 @@ class View(Protocol):
     name: str
     seconds: float
 
+    @property
+    def early(self) -> bool:
+        """Whether it can be loaded before the target has read its own prompt."""
+        ...
+
     def open(self, target: Context) -> None:
-        """Start on a session of the target; a view that needs to know how the target reads a prompt says so here."""
+        """Start on a batch of the target; a view that needs to know how the target reads a prompt says so here."""
         ...
 
     def read(self, prompt: Prompt) -> Prompt:
         """What the draft model is given in the prompt's place."""
         ...
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context) -> None:
-        """Make a row of the draft session hold what `read` returned; ``target`` has just read its own prompt."""
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+    ) -> None:
+        """Make a row of the draft session hold what `read` returned.
+
+        Args:
+            read: what the target has read of its own prompt; None where it has not yet, and every view is early.
+        """
         ...
 
 
@@ -37,10 +48,13 @@ class PlainView:
     """A view that is prefilled as any other prompt."""
 
     name = ""
+    early = True
     seconds = 0.0
 
     def open(self, target: Context) -> None:
         """Nothing is asked of the target."""
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context) -> None:
-        session.load(row, prompt)
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+    ) -> None:
+        session.load(row, prompt, read)

@@ -8,15 +8,15 @@ from typing import Any
 from saccade.draft.captions import Caption, Captioner, OwnCaptions
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pooled import pooled
+from saccade.draft.pruned import ask_attention, dropped_of
 from saccade.draft.pruning import Pruning
 from saccade.draft.view import PlainView, View
-from saccade.errors import MethodError, ModelError
+from saccade.errors import MethodError
 from saccade.inputs.blind import without_media
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.attention import PromptAttention
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
 
 
 def by_names(
@@ -95,21 +95,17 @@ class Pruned:
     def __init__(self, pruning: Pruning | None = None) -> None:
         self._pruning = pruning or Pruning()
 
+    @property
+    def early(self) -> bool:
+        return not self._pruning.needs_attention
+
     def open(self, target: Context) -> None:
-        if not self._pruning.needs_attention:
-            return
-        target.attention = target.attention or PromptAttention(self._pruning.layers)
-        if target.attention.layers != self._pruning.layers:
-            raise ModelError(
-                f"The target's attention is read in layers {target.attention.layers} already, not in "
-                f"{self._pruning.layers}; choose the same layers for all that read it."
-            )
+        ask_attention(self._pruning, target)
 
     def read(self, prompt: Prompt) -> Prompt:
         return prompt
 
-    def load(self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context) -> None:
-        config, attention = session.context.target.config, target.attention
-        seen, columns = (attention.prompt, attention.columns) if attention is not None else (None, None)
-        dropped = self._pruning.dropped(config, prompt, seen, columns, target.target.config)
-        session.read(row, prompt, dropped)
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+    ) -> None:
+        session.read(row, prompt, dropped_of(session, row, prompt, self._pruning, target, read))

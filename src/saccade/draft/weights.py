@@ -25,7 +25,7 @@ _MOST_VALUES = 1 << 24
 
 
 class Weights(Protocol):
-    """A weighting at work on the rows of one session."""
+    """A weighting at work on rows that come and go."""
 
     def load(self, row: int, ids: Sequence[int]) -> None:
         """A row's new prompt."""
@@ -35,12 +35,12 @@ class Weights(Protocol):
         """Drop the row's history."""
         ...
 
-    def choose(self) -> Tensor:
-        """``[B, m]`` non-negative weights of sum one for the block that starts now."""
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        """``[A, m]`` non-negative weights of sum one for the blocks of some rows that start now."""
         ...
 
-    def learn(self, seen: Verified) -> None:
-        """Take in what the last block's verification has shown."""
+    def learn(self, rows: Sequence[int], seen: Verified) -> None:
+        """Take in what the verification of some rows' last blocks has shown."""
         ...
 
 
@@ -237,15 +237,15 @@ class _Learned:
     def forget(self, row: int) -> None:
         self.history.forget(row)
 
-    def choose(self) -> Tensor:
-        counts = self.history.counts
-        weights = self._decide(self.history.total, counts)
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        counts = self.history.counts(rows)
+        weights = self._decide(self.history.total(rows), counts)
         if all(counts):
             return weights
         return torch.where(_column(counts, weights.device) > 0, weights, 1 / self._views)
 
-    def learn(self, seen: Verified) -> None:
-        self.history.add(self._measure(seen), [len(tokens) for tokens in seen.emitted])
+    def learn(self, rows: Sequence[int], seen: Verified) -> None:
+        self.history.add(rows, self._measure(seen), [len(tokens) for tokens in seen.emitted])
 
 
 def _column(counts: Sequence[int], device: torch.device) -> Tensor:

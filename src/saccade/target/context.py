@@ -143,9 +143,14 @@ class Context:
         return reader.result
 
     def forget(self, row: int) -> None:
-        """Empty a row."""
-        self._held[row] = _Held()
+        """Empty a row and free its room."""
+        self.empty(row)
         self.cache.release(row)
+
+    def empty(self, row: int) -> None:
+        """Empty a row, which keeps its room."""
+        self._held[row] = _Held()
+        self.cache.crop(row, 0)
 
     def forward(
         self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None = None, depth: Tensor | None = None
