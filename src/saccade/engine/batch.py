@@ -374,7 +374,7 @@ class RunningBatch:
                 continue
             if chunk.guessed:
                 ballot, place = places[id(chunk.row)]
-                piece = with_tree(self.context, piece, ballot.tree, place)
+                piece = with_tree(self.context, piece, len(chunk.reader.prompt), ballot.tree, place)
             pieces.append((piece, chunk))
         return pieces
 

@@ -125,8 +125,8 @@ def tree_piece(context: Context, slots: Sequence[int], tree: DraftTree) -> Piece
     return context.piece(slots, tree.tokens[:count], allow, mine(tree.depth))
 
 
-def with_tree(context: Context, chunk: Piece, tree: DraftTree, place: int) -> Piece:
-    """The last chunk of a prompt with the guesses behind it: the prompt's last token is their root."""
+def with_tree(context: Context, chunk: Piece, length: int, tree: DraftTree, place: int) -> Piece:
+    """The last chunk of a prompt of ``length`` tokens with the guesses behind it: its last token is their root."""
     target, count, nodes = context.target, chunk.count, tree.size - 1
     device = target.device
     row = place if tree.parents.shape[0] > 1 else 0
@@ -138,8 +138,7 @@ def with_tree(context: Context, chunk: Piece, tree: DraftTree, place: int) -> Pi
     own = torch.arange(count, device=device) if chunk.depth is None else chunk.depth[0]
     assert chunk.positions is not None
     root = chunk.positions[..., -1:]  # [3 or 1, 1, 1]
-    slot = chunk.rows[0]
-    behind = target.family.limits.within((root[0] + depth), [context.lengths[slot]], None)
+    behind = target.family.limits.within(root[0] + depth, [length], None)
     embeddings = chunk.embeddings
     if embeddings is not None:
         embeddings = torch.cat([embeddings, target.embed(tokens)[None].to(embeddings)], 1)

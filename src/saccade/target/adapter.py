@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from saccade.target.families import Family
 from saccade.target.features import FeatureTap
 from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
+from saccade.target.packed import can_pack, labels, packing
 from saccade.target.pieces import Needs, Piece, Reading
 from saccade.target.placing import rope_positions
 from saccade.target.selected import given_instead
@@ -49,6 +50,7 @@ class Target:
         base = getattr(self.model, "base_model", self.model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self._layer_devices = [_place(layer) for layer in self.layers]
+        self._packs = self.family.tested and can_pack(self.decoder)
         self._stock_only = 0
         self._pinned: bool | None = None
         self._lean: LeanDecoder | None = None
@@ -151,25 +153,52 @@ class Target:
         limits = self.family.limits
         if limits.turn is None:
             return False
-        return limits.is_long(max(cache.lengths[r] + (piece.count if piece.embeddings is not None else 0) for r in piece.rows))
+        # Of a prompt's tokens, which come with their positions, those with guesses behind them end where logits begin.
+        new = 0 if piece.positions is None else min(piece.logits_from + 1, piece.count)
+        return limits.is_long(max(cache.lengths[row] for row in piece.rows) + new)
 
     def _packed(self, cache: RowCache, pieces: Sequence[Piece], needs: Needs) -> list[Reading]:
-        if not self.is_lean:
+        if not self.is_lean and (sum(len(p.rows) for p in pieces) == 1 or not self._packs):
             return [self._row_by_row(cache, piece, needs) for piece in pieces]
-        assert self._lean is not None
         layout, positions, wanted = self._laid(cache, pieces)
         given = [p.embeddings if p.embeddings is not None else self.embed(p.tokens) for p in pieces]
         x = given[0].flatten(0, 1) if len(given) == 1 else torch.cat([g.flatten(0, 1) for g in given])
-        found = self._lean(x, positions, cache, layout, needs=needs, added=_added(pieces))
-        logits = self._lean.logits(found.normed if wanted is None else found.normed[wanted])
-        readings, at, said = [], 0, 0
-        for piece in pieces:
-            rows, count = piece.tokens.shape
-            hidden = {i: s[at : at + rows * count].view(rows, count, -1) for i, s in found.hidden.items()}
-            size = rows * (count - piece.logits_from)
-            readings.append(Reading(logits[said : said + size].view(rows, -1, logits.shape[-1]), hidden))
-            at, said = at + rows * count, said + size
-        return readings
+        if self.is_lean:
+            assert self._lean is not None
+            found = self._lean(x, positions, cache, layout, needs=needs, added=_added(pieces))
+            logits = self._lean.logits(found.normed if wanted is None else found.normed[wanted])
+            return _apart(pieces, logits, found.hidden)
+        tokens = torch.cat([piece.tokens.flatten() for piece in pieces])[None]
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "attention_mask": labels(self.family.masks.kinds, x),
+            "position_ids": self._stock_positions(positions[:, None]),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if wanted is not None:
+            inputs["logits_to_keep"] = wanted
+        instead: AbstractContextManager[Any] = nullcontext()
+        if any(piece.embeddings is not None for piece in pieces):
+            instead = given_instead(self.decoder, x[None], inputs["attention_mask"], _added(pieces))
+        with packing(self.decoder, cache), self._tapped(needs) as states, instead:
+            logits = self.model(**inputs).logits[0].to(self.device)
+        return _apart(pieces, logits, {i: s[0] for i, s in states.items()})
+
+    @contextmanager
+    def _tapped(self, needs: Needs) -> Iterator[dict[int, Tensor]]:
+        """Hooks on the stock modules for the states that are wanted, if any."""
+        if not needs.layers:
+            yield {}
+            return
+        with FeatureTap(self, needs.layers, needs.final) as tap:
+            yield tap.hidden
+
+    def _stock_positions(self, places: Tensor) -> Tensor:
+        """``[3 or 1, 1, n]`` as the model takes them."""
+        if self._rope_index is None:
+            return places[0]
+        return places.expand(3, -1, -1)
 
     def _laid(self, cache: RowCache, pieces: Sequence[Piece]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and which tokens' logits are wanted (None: all of them)."""
@@ -228,12 +257,9 @@ class Target:
         logits: list[Tensor] = []
         states: list[dict[int, Tensor]] = []
         for single in _rows_of(piece):
-            if not needs.layers:
+            with self._tapped(needs) as found:
                 logits.append(self._stock(cache, single))
-                continue
-            with FeatureTap(self, needs.layers, needs.final) as tap:
-                logits.append(self._stock(cache, single))
-            states.append(tap.hidden)
+            states.append(found)
         hidden = {i: torch.cat([s[i] for s in states]) for i in needs.layers}
         return Reading(torch.cat(logits), hidden)
 
@@ -244,15 +270,10 @@ class Target:
         masks = {
             kind: m if (m := span.mask(kind)) is not None else self._all_seen(span) for kind in span.masks
         }
-        places = positions[:, None]  # [3 or 1, 1, n]
-        if self._rope_index is None:
-            places = places[0]
-        elif places.shape[0] == 1:
-            places = places.expand(3, -1, -1)
         inputs: dict[str, Any] = {
             "input_ids": piece.tokens,
             "attention_mask": masks if self.family.masks.kinds else masks[ALL],
-            "position_ids": places,
+            "position_ids": self._stock_positions(positions[:, None]),
             "past_key_values": cache,
             "use_cache": True,
         }
@@ -282,11 +303,9 @@ class Target:
         positions, _ = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions
-        if not needs.layers:
-            return Reading(self.model(input_ids=ids, **inputs).logits)
-        with FeatureTap(self, needs.layers, needs.final) as tap:
+        with self._tapped(needs) as states:
             logits = self.model(input_ids=ids, **inputs).logits
-        return Reading(logits, tap.hidden)
+        return Reading(logits, states)
 
     def _all_seen(self, span: Span) -> Tensor:
         return torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
@@ -333,6 +352,24 @@ def _rows_of(piece: Piece) -> Iterator[Piece]:
             positions=None if piece.positions is None else piece.positions[:, one],
             logits_from=piece.logits_from,
         )
+
+
+def _apart(pieces: Sequence[Piece], logits: Tensor, states: dict[int, Tensor]) -> list[Reading]:
+    """The readings of pieces from what a packed forward gave.
+
+    Args:
+        logits: ``[n, V]`` of the tokens whose logits are wanted, in order.
+        states: index of the layer -> ``[T, d]``.
+    """
+    readings, at, said = [], 0, 0
+    for piece in pieces:
+        rows, count = piece.tokens.shape
+        hidden = {i: s[at : at + rows * count].view(rows, count, -1) for i, s in states.items()}
+        size = rows * (count - piece.logits_from)
+        part = logits[said : said + size].view(rows, count - piece.logits_from, logits.shape[-1])
+        readings.append(Reading(part, hidden))
+        at, said = at + rows * count, said + size
+    return readings
 
 
 def _added(pieces: Sequence[Piece]) -> list[Tensor]:
