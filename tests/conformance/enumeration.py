@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.tree import DraftTree
+from saccade.target.pieces import Reading
 from saccade.verify.rule import Rule
 
 Process = Callable[[Tensor, Tensor], Tensor]
@@ -126,7 +127,8 @@ class Trial:
         tree = self._grow(rows)
         levels, width = self.rule.uniforms(tree.max_depth, tree.max_children)
         numbers = self.uniforms.take(levels * width).view(rows, levels, width)
-        verdict = self.rule.judge(tree, self._scores(tree), numbers)
+        scores = self._scores(tree)
+        verdict = self.rule.judge(range(rows), tree, scores, numbers, Reading(scores))
         accepted = tree.tokens.gather(1, verdict.path)[:, 1:]
         blank = torch.zeros(rows, length + 1, dtype=torch.long)
         blank[:, : accepted.shape[1]] = accepted
@@ -137,7 +139,7 @@ class Trial:
         return blank[:, :length], verdict.count
 
     def _grow(self, rows: int) -> DraftTree:
-        growth = self.policy.begin(torch.zeros(rows, dtype=torch.long), self.proposer)
+        growth = self.policy.begin(range(rows), torch.zeros(rows, dtype=torch.long), self.proposer)
         empty = torch.zeros(rows, 1, 0, dtype=torch.long)
         frontier = growth.expand(self.draft.logits(empty))
         ran = torch.zeros(rows, 0, dtype=torch.long)
@@ -158,8 +160,10 @@ class Trial:
         return scores
 
 
-def _paths(tokens: Tensor, allow: Tensor, depth: int) -> Tensor:
-    """``[B, W, depth]`` tokens of the entries that each of W sees, in order."""
+def _paths(tokens: Tensor, allow: Tensor | None, depth: int) -> Tensor:
+    """``[B, W, depth]`` tokens of the entries that each of W sees, in order; None for a chain's last one."""
+    if allow is None:
+        return tokens[:, None]
     allow = allow.expand(tokens.shape[0], -1, -1)
     places = allow.int().argsort(dim=-1, descending=True, stable=True)[..., :depth]
     return tokens[:, None].expand(-1, allow.shape[1], -1).gather(2, places)

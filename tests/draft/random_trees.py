@@ -5,13 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade.draft.policy import Growth
+from saccade.draft.policy import Frontier, Growth
 from saccade.draft.tree import DraftTree
+from saccade.target.pieces import Reading
+from saccade.verify.rule import Verdict
 
 Path = tuple[int, ...]
 
@@ -82,6 +85,12 @@ def draft_tree(rows: Sequence[NaiveTree], q: Tensor | None = None) -> DraftTree:
     )
 
 
+def judged(judge: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor | None = None) -> Verdict:
+    """What a rule at work says of trees of as many rows as there are scores."""
+    verdict: Verdict = judge.judge(range(len(scores)), tree, scores, uniforms, Reading(scores))
+    return verdict
+
+
 class PathModel:
     """A drafter whose logits are fixed random numbers for every path of tokens.
 
@@ -102,26 +111,32 @@ class PathModel:
     def log_probabilities(self, row: int, path: Path) -> list[float]:
         return torch.tensor(self.logits(row, path), dtype=torch.double).log_softmax(-1).tolist()
 
-    def grow(self, growth: Growth, batch: int) -> DraftTree:
+    def grow(self, growth: Growth, rows: Sequence[int]) -> DraftTree:
         """Run a policy to its end as a drafter does: all it knows of a node's path is what ``allow`` lets it see."""
-        ran = [
-            list[tuple[int, int]]() for _ in range(batch)
-        ]  # per row (depth, token) of every entry run so far
-        frontier = growth.expand(torch.tensor([[self.logits(row, ())] for row in range(batch)]))
+        ran = [list[tuple[int, int]]() for _ in rows]  # per row (depth, token) of every entry run so far
+        frontier = growth.expand(torch.tensor([[self.logits(row, ())] for row in rows]))
         while frontier is not None:
-            allow = frontier.allow.expand(batch, -1, -1).tolist()
+            allow = allowed(frontier, len(ran[0])).expand(len(rows), -1, -1).tolist()
             batch_logits = []
-            for row in range(batch):
-                ran[row] += [(frontier.depth, token) for token in frontier.tokens[row].tolist()]
+            for place, row in enumerate(rows):
+                ran[place] += [(frontier.depth, token) for token in frontier.tokens[place].tolist()]
                 node_logits = []
-                for seen in allow[row]:
-                    assert len(seen) == len(ran[row])
-                    path = [entry for entry, visible in zip(ran[row], seen, strict=True) if visible]
+                for seen in allow[place]:
+                    assert len(seen) == len(ran[place])
+                    path = [entry for entry, visible in zip(ran[place], seen, strict=True) if visible]
                     assert [depth for depth, _ in path] == list(range(1, frontier.depth + 1))
                     node_logits.append(self.logits(row, tuple(token for _, token in path)))
                 batch_logits.append(node_logits)
             frontier = growth.expand(torch.tensor(batch_logits))
         return growth.tree()
+
+
+def allowed(frontier: Frontier, before: int) -> Tensor:
+    """``[B or 1, W, F + W]`` what the nodes of a frontier see of the F entries run ``before`` and themselves."""
+    if frontier.allow is not None:
+        return frontier.allow
+    width = frontier.tokens.shape[1]
+    return torch.ones(1, width, before + width, dtype=torch.bool).tril(before)
 
 
 def token_paths(tree: DraftTree, row: int) -> list[Path]:

@@ -32,7 +32,7 @@ def naive(model: PathModel, row: int, policy: ConfidentChain) -> Path:
 @given(st.integers(0, 999), st.integers(1, 6), st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0]))
 def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int, threshold: float) -> None:
     policy, model = ConfidentChain(gamma, threshold), PathModel(VOCAB, seed)
-    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     assert_consistent(tree)
     expected = [naive(model, row, policy) for row in range(BATCH)]
     for row, path in enumerate(expected):
@@ -42,13 +42,13 @@ def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int,
     assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
 
 
-def test_a_finished_row_keeps_nobody_drafting() -> None:
-    policy, model, live = ConfidentChain(6, 0.4), PathModel(VOCAB, 5), [True, False, True]
-    tree = model.grow(policy.begin(ROOTS, TopProposer(), live), BATCH)
+def test_a_row_that_is_not_named_keeps_nobody_drafting() -> None:
+    policy, model, going = ConfidentChain(6, 0.4), PathModel(VOCAB, 5), [0, 2]
+    tree = model.grow(policy.begin(going, ROOTS[going], TopProposer()), going)
     assert_consistent(tree)
-    expected = [naive(model, row, policy) if live[row] else () for row in range(BATCH)]
+    expected = [naive(model, row, policy) for row in going]
     assert len(naive(model, 1, policy)) > max(map(len, expected))
-    assert [token_paths(tree, row)[-1] for row in range(BATCH)] == expected
+    assert [token_paths(tree, place)[-1] for place in range(2)] == expected
     assert tree.size == max(map(len, expected)) + 1
 
 
@@ -61,7 +61,7 @@ class Drawing:
 
 def test_every_node_carries_the_distribution_that_its_child_was_drawn_from() -> None:
     policy, model = ConfidentChain(5, 0.5), PathModel(VOCAB, 2)
-    tree = model.grow(policy.begin(ROOTS, Drawing()), BATCH)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, Drawing()), range(BATCH))
     assert tree.q is not None
     assert tree.q.shape == (BATCH, tree.size, VOCAB)
     for row in range(BATCH):

@@ -36,7 +36,7 @@ def test_a_static_tree_is_its_naive_expansion(shape: list[NaiveTree], seed: int)
     if not paths:
         return
     policy, model = StaticTree(paths), PathModel(VOCAB, seed)
-    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     assert_consistent(tree)
     assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
     for row in range(BATCH):
@@ -48,7 +48,7 @@ def test_a_static_tree_is_its_naive_expansion(shape: list[NaiveTree], seed: int)
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 def test_a_chain_is_the_greedy_path(gamma: int) -> None:
     model = PathModel(VOCAB, seed=5)
-    tree = model.grow(Chain(gamma).begin(ROOTS, TopProposer()), BATCH)
+    tree = model.grow(Chain(gamma).begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     assert_consistent(tree)
     for row in range(BATCH):
         path: Path = ()
@@ -93,7 +93,7 @@ POLICIES = st.builds(
 @given(POLICIES, st.integers(0, 99))
 def test_a_dynamic_tree_is_that_of_naive_eagle_2(policy: DynamicTree, seed: int) -> None:
     model = PathModel(VOCAB, seed)
-    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     assert_consistent(tree)
     assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
     for row in range(BATCH):
@@ -110,7 +110,7 @@ def test_a_dynamic_tree_with_ties_keeps_every_parent_and_the_best_scores(
 ) -> None:
     """With one level all tokens are equally likely, with two many are; which of equals is kept is free."""
     model = PathModel(VOCAB, seed, levels)
-    tree = model.grow(policy.begin(ROOTS, TopProposer()), BATCH)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     assert_consistent(tree)
     for row in range(BATCH):
         paths = token_paths(tree, row)
@@ -125,7 +125,7 @@ def test_a_dynamic_tree_with_ties_keeps_every_parent_and_the_best_scores(
 def test_a_certain_drafter_gives_a_chain_before_anything_else() -> None:
     """Children of probability one have their parent's score; none may push its parent out."""
     policy = DynamicTree(top=2, max_depth=4, total=4)
-    growth = policy.begin(torch.tensor([0]), TopProposer())
+    growth = policy.begin([0], torch.tensor([0]), TopProposer())
     frontier = growth.expand(torch.tensor([[[50.0, 0.0, 0.0]]]))
     while frontier is not None:
         frontier = growth.expand(torch.tensor([[50.0, 0.0, 0.0]]).expand(1, frontier.tokens.shape[1], 3))

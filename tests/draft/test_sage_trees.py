@@ -66,9 +66,9 @@ def test_trees_are_those_of_a_naive_recursion(
     naive = [NaiveSage(policy) for _ in range(BATCH)]
     for step, counts in enumerate(accepted):
         model = Sharper(VOCAB, seed=step)
-        growth = shaping.begin(ROOTS, TopProposer())
+        growth = shaping.begin(range(BATCH), ROOTS, TopProposer())
         growth._exact = exact  # type: ignore[attr-defined]
-        tree = model.grow(growth, BATCH)
+        tree = model.grow(growth, range(BATCH))
         assert_consistent(tree)
         expected = [row.step(model, index) for index, row in enumerate(naive)]
         assume(min(row.margin for row in naive) > MARGIN)
@@ -79,7 +79,7 @@ def test_trees_are_those_of_a_naive_recursion(
         assert tree.size <= policy.max_nodes
         assert tree.max_depth <= policy.max_depth
         assert tree.max_children <= policy.max_children
-        shaping.learn(verdict(counts))
+        shaping.observe(range(BATCH), verdict(counts))
         for row, count in zip(naive, counts, strict=True):
             row.learn(count)
 
@@ -88,44 +88,53 @@ def test_trees_are_those_of_a_naive_recursion(
 @given(
     POLICIES,
     st.lists(
-        st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=BATCH, max_size=BATCH).filter(
-            lambda rows: any(live for _, live in rows)
+        st.lists(
+            st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), min_size=BATCH, max_size=BATCH
         ),
         min_size=3,
         max_size=5,
     ),
 )
 @pytest.mark.parametrize("exact", [True, False], ids=["host-sizes", "bounded-sizes"])
-def test_finished_rows_change_no_tree_and_learn_nothing(
-    exact: bool, policy: SageTree, steps: list[list[tuple[int, bool]]]
+def test_rows_that_come_and_go_in_groups_have_the_trees_that_they_have_alone(
+    exact: bool, policy: SageTree, steps: list[list[tuple[int, int, bool]]]
 ) -> None:
+    """A row is in one of two groups of a step, or in none; all begin before any is observed. Some leave their slots."""
     if not exact and policy.probability == "own" and policy.threshold == 0:
         return  # as above
     shaping = policy.open(BATCH, torch.device("cpu"))
     naive = [NaiveSage(policy) for _ in range(BATCH)]
     for step, rows in enumerate(steps):
-        model, live = Sharper(VOCAB, seed=step), [going for _, going in rows]
-        growth = shaping.begin(ROOTS, TopProposer(), live)
-        growth._exact = exact  # type: ignore[attr-defined]
-        tree = model.grow(growth, BATCH)
-        assert_consistent(tree)
-        expected = [naive[i].step(model, i) if live[i] else {()} for i in range(BATCH)]
-        assume(min(row.margin for row in naive) > MARGIN)
-        for row in range(BATCH):
-            paths = token_paths(tree, row)
-            assert set(paths) == expected[row] if live[row] else len(paths) <= 2
-        assert not exact or tree.size == max(2, *map(len, expected))
-        shaping.learn(verdict([count for count, _ in rows]))
-        for row, (count, going) in zip(naive, rows, strict=True):
-            if going:
-                row.learn(count)
+        model = Sharper(VOCAB, seed=step)
+        groups = [[row for row in range(BATCH) if rows[row][1] == number] for number in (0, 1)]
+        for group in filter(None, groups):
+            growth = shaping.begin(group, ROOTS[group], TopProposer())
+            growth._exact = exact  # type: ignore[attr-defined]
+            tree = model.grow(growth, group)
+            assert_consistent(tree)
+            expected = [naive[row].step(model, row) for row in group]
+            assume(min(row.margin for row in naive) > MARGIN)
+            for place in range(len(group)):
+                assert set(token_paths(tree, place)) == expected[place]
+            assert not exact or tree.size == max(map(len, expected))
+        for group in filter(None, groups):
+            counts = torch.tensor([rows[row][0] for row in group])
+            shaping.observe(
+                group, Verdict(torch.zeros(len(group), 1).long(), counts, torch.zeros_like(counts))
+            )
+            for row in group:
+                naive[row].learn(rows[row][0])
+        for row, (_, _, leaves) in enumerate(rows):
+            if leaves:
+                shaping.restart(row)
+                naive[row] = NaiveSage(policy)
 
 
 def grown(policy: SageTree, alpha: float, model: PathModel, steps: int = 1) -> DraftTree:
     """One row's tree at a given confidence."""
     shaping = policy.open(1, torch.device("cpu"))
     shaping._rows[0] = dataclasses.replace(shaping._rows[0], confidence=alpha, starting=False)
-    return model.grow(shaping.begin(torch.tensor([3]), TopProposer()), 1)
+    return model.grow(shaping.begin([0], torch.tensor([3]), TopProposer()), [0])
 
 
 class Sure(PathModel):
@@ -142,8 +151,10 @@ class Sure(PathModel):
 
 def test_the_first_tree_is_the_static_one() -> None:
     model = PathModel(VOCAB, 1)
-    tree = model.grow(SageTree().open(BATCH, torch.device("cpu")).begin(ROOTS, TopProposer()), BATCH)
-    static = model.grow(StaticTree(SPECVLM_TREE).begin(ROOTS, TopProposer()), BATCH)
+    tree = model.grow(
+        SageTree().open(BATCH, torch.device("cpu")).begin(range(BATCH), ROOTS, TopProposer()), range(BATCH)
+    )
+    static = model.grow(StaticTree(SPECVLM_TREE).begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     for row in range(BATCH):
         assert set(token_paths(tree, row)) == set(token_paths(static, row))
 
@@ -206,13 +217,16 @@ def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(
     generator = torch.Generator().manual_seed(seed)
     for step in range(3):
         model = Sharper(VOCAB, seed=seed + step)
-        tree = model.grow(shaping.begin(ROOTS, TopProposer()), BATCH)
+        tree = model.grow(shaping.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
         nodes = [
             int(torch.randint(int(tree.valid[row].sum()), (), generator=generator)) for row in range(BATCH)
         ]
         end = torch.tensor(nodes)
-        shaping.learn(Verdict(path_to(tree, end), tree.depth.gather(1, end[:, None])[:, 0], end))
-        shaping._catch_up()
+        shaping.observe(
+            range(BATCH), Verdict(path_to(tree, end), tree.depth.gather(1, end[:, None])[:, 0], end)
+        )
+        for row in shaping._rows:
+            shaping._catch_up(row)
         for row, node in enumerate(nodes):
             path = next(p for p, n in tokens_to_nodes(tree, row).items() if n == node)
 
@@ -241,8 +255,8 @@ def deepest_after(policy: SageTree, lengths: list[int]) -> int:
     shaping = policy.open(1, torch.device("cpu"))
     for length in lengths:
         one = verdict([length] * BATCH)
-        shaping.learn(dataclasses.replace(one, count=one.count[:1]))
-        shaping._catch_up()
+        shaping.observe([0], dataclasses.replace(one, count=one.count[:1]))
+        shaping._catch_up(shaping._rows[0])
     return shaping._rows[0].deepest
 
 
@@ -266,11 +280,11 @@ def test_a_restarted_row_begins_with_the_static_tree_and_leaves_the_others_alone
     policy, model = SageTree(), PathModel(VOCAB, 7)
     both = [policy.open(BATCH, torch.device("cpu")) for _ in range(2)]
     for shaping in both:
-        model.grow(shaping.begin(ROOTS, TopProposer()), BATCH)
-        shaping.learn(verdict([5, 0, 2]))
+        model.grow(shaping.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
+        shaping.observe(range(BATCH), verdict([5, 0, 2]))
     both[0].restart(1)
-    trees = [model.grow(shaping.begin(ROOTS, TopProposer()), BATCH) for shaping in both]
-    static = model.grow(StaticTree().begin(ROOTS, TopProposer()), BATCH)
+    trees = [model.grow(shaping.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH)) for shaping in both]
+    static = model.grow(StaticTree().begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
     assert set(token_paths(trees[0], 1)) == set(token_paths(static, 1))
     for row in (0, 2):
         assert token_paths(trees[0], row) == token_paths(trees[1], row)
@@ -282,7 +296,7 @@ def test_no_confidence_needs_more_room_than_was_reserved(policy: SageTree, alpha
     ran = 0
     shaping = policy.open(1, torch.device("cpu"))
     shaping._rows[0] = dataclasses.replace(shaping._rows[0], confidence=alpha, starting=False)
-    growth, model = shaping.begin(torch.tensor([3]), TopProposer()), Sharper(VOCAB, 3)
+    growth, model = shaping.begin([0], torch.tensor([3]), TopProposer()), Sharper(VOCAB, 3)
     growth._exact = False  # type: ignore[attr-defined]
     frontier = growth.expand(torch.tensor([[model.logits(0, ())]]))
     while frontier is not None:
@@ -296,7 +310,7 @@ def test_no_confidence_needs_more_room_than_was_reserved(policy: SageTree, alpha
 def test_logits_that_are_not_finite_are_left_to_the_engine_to_report() -> None:
     shaping = SageTree().open(1, torch.device("cpu"))
     for _ in range(2):
-        growth = shaping.begin(torch.tensor([3]), TopProposer())
+        growth = shaping.begin([0], torch.tensor([3]), TopProposer())
         growth.expand(torch.full((1, 1, VOCAB), float("nan")))
         growth.tree()
 

@@ -13,7 +13,6 @@ from families import FAMILIES
 from saccade.inputs.batch import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.target.features import Hidden
 from saccade.train.entries import entries_of
 from saccade.train.features import Features, answer_mask, read_features
 from saccade.train.samples import Sample
@@ -24,14 +23,12 @@ CLOSE = {"rtol": 0.0, "atol": 1e-4}
 
 def drafting(name: str, sample: Sample, layers: tuple[int, ...]) -> dict[int, Tensor]:
     """States as the engine gives them: the prompt in one prefill, the answer in one verification pass."""
-    context = Context(target(name), 1, 256)
-    context.hidden = Hidden(layers)
-    context.load(0, sample.prompt)
-    first = context.hidden.states
-    count = len(sample.answer)
-    allow = torch.ones(1, count, count, dtype=torch.bool).tril()
-    context.forward(torch.tensor([sample.answer]), allow, torch.arange(count)[None])
-    return {i: torch.cat([first[i][0], context.hidden.states[i][0]]) for i in layers}
+    context = Context(target(name), 1)
+    context.needs.add_layers(*layers)
+    context.cache.reserve(0, len(sample.ids))
+    first = context.load(0, sample.prompt).hidden
+    after = context.forward([0], torch.tensor([sample.answer])).hidden
+    return {i: torch.cat([first[i], after[i][0]]) for i in layers}
 
 
 def assert_same(features: Features, expected: dict[int, Tensor], last: int) -> None:
@@ -83,7 +80,7 @@ def test_the_last_prompt_token_learns_the_answers_first_and_the_last_answer_toke
 def test_the_lm_head_makes_the_targets_own_logits_of_the_last_states(name: str) -> None:
     own, sample = target(name), samples(name, 1)[0]
     [features] = read_features(own, [sample], ())
-    context = Context(own, 1, 256)
+    context = Context(own, 1)
     logits = context.load(0, sample.prompt).logits
     ours = own.model.get_output_embeddings()(features.states[len(own.layers)][len(sample.prompt) - 1])
     torch.testing.assert_close(ours, logits, **CLOSE)

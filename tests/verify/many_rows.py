@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.generation import logits_process as hf
 
 from saccade.draft.sampling import DrawProposer, TopProposer
 from saccade.draft.tree import DraftTree
+from saccade.target.pieces import Reading
 from saccade.verify.processing import Processing
 from saccade.verify.rule import Verdict
 from saccade.verify.sampling import Sampling
@@ -78,8 +80,12 @@ class Warped:
         numbers: tuple[int, int] = self._rule.uniforms(max_depth, max_children)
         return numbers
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Any) -> Verdict:
-        return self._rule.judge(tree, self._processing(tree, scores, [[0]] * len(scores)), uniforms)
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Any, reading: Reading
+    ) -> Verdict:
+        processed = self._processing(tree, scores, [[0]] * len(scores))
+        verdict: Verdict = self._rule.judge(rows, tree, processed, uniforms, reading)
+        return verdict
 
 
 class WarpedTable(Table):

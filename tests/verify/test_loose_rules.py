@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from random_trees import judged as judged_by
 
 from families import FAMILIES
 from saccade.draft.lookup import chains
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.batch import split, visual_mask
-from saccade.engine import Request
+from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target.context import Context, PromptRead
+from saccade.target.pieces import Needs, Reading
 from saccade.verify.fly import FLy
 from saccade.verify.greedy import Greedy
 from saccade.verify.lvspec import LVSpec, RandomLoosening
@@ -47,7 +49,7 @@ def judged(
     rule: Rule, tree: DraftTree, scores: torch.Tensor, uniforms: torch.Tensor | None = None
 ) -> Verdict:
     nothing: Any = None
-    return rule.open(nothing).judge(tree, scores, uniforms)
+    return judged_by(rule.open(nothing), tree, scores, uniforms)
 
 
 def follow(guesses: list[int], choice: list[int], passes: list[int | None]) -> tuple[int, int, list[int]]:
@@ -140,17 +142,16 @@ class Still(Context):
     """A target's context with given hidden states and no model behind it."""
 
     def __init__(self, nodes: torch.Tensor, visual: list[torch.Tensor]) -> None:
-        self.cache: Any = type("Cache", (), {"batch": len(visual)})()
-        self.target: Any = type("T", (), {"layers": [0, 1], "device": torch.device("cpu")})()
-        self.hidden = None
+        self.cache: Any = type("Cache", (), {"rows": len(visual)})()
+        self.target: Any = type("T", (), {"layers": [0, 1], "device": torch.device("cpu"), "config": None})()
+        self.needs = Needs()
         self._nodes, self._visual = nodes, visual
 
     def judge(self, rule: LVSpec, tree: DraftTree, scores: torch.Tensor) -> Verdict:
         judge = rule.open(self)
-        assert self.hidden is not None
-        self.hidden.states = {2: self._nodes}
-        judge._seen = [[(0, F.normalize(v, dim=-1))] for v in self._visual]
-        return judge.judge(tree, scores, None)
+        assert self.needs.layers == (2,)
+        judge._seen = [(list(range(len(v))), F.normalize(v, dim=-1)) for v in self._visual]
+        return judge.judge(range(len(scores)), tree, scores, None, Reading(scores, {2: self._nodes}))
 
 
 @given(
@@ -192,7 +193,7 @@ def test_lvspec_without_loose_share_and_shift_is_the_greedy_rule_exactly(name: s
         loose.generate(requests, max_new_tokens=40), strict.generate(requests, max_new_tokens=40), strict=True
     ):
         assert (ours.tokens, ours.marks) == (theirs.tokens, theirs.marks)
-        assert ours.stats.accepted_histogram == theirs.stats.accepted_histogram
+        assert ours.stats.target_passes == theirs.stats.target_passes
 
 
 @pytest.mark.parametrize("policy", [Chain(8), StaticTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])])
@@ -227,9 +228,37 @@ def test_lvspec_reads_the_visual_tokens_of_every_turn_once() -> None:
     (prompt,) = split(case.model().config, case.inputs("images2"))
     for _ in range(2):
         under_test.generate([Request(prompt)], max_new_tokens=3, session=session)
-        judge: Any = session.judges[False]
-        kept = torch.cat([states for _, states in judge._seen[0]])
-        assert len(kept) == int(visual_mask(case.model().config, prompt.ids).sum())
+        judge: Any = session._judge(False)[1]
+        places, kept = judge._seen[0]
+        assert places == visual_mask(case.model().config, prompt.ids).nonzero()[:, 0].tolist()
+        assert len(kept) == len(places)
+
+
+def test_lvspec_compares_with_the_visual_tokens_of_the_row_s_own_prompt_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a slot's earlier prompt only what is reused counts, whatever was read of it beyond."""
+    monkeypatch.setattr("saccade.verify.lvspec.visual_mask", lambda _, ids: torch.tensor(ids) == 1)
+    generator = torch.Generator().manual_seed(0)
+    judge = LVSpec().open(Still(torch.zeros(0), [torch.zeros(0)] * 2))
+
+    def read(row: int, ids: list[int], start: int) -> torch.Tensor:
+        states = torch.randn(len(ids) - start, 5, generator=generator)
+        prompt = Prompt(tuple(ids))
+        judge.read(row, prompt, PromptRead(prompt, start, hidden={2: states}))
+        return F.normalize(states, dim=-1)
+
+    neighbour = read(1, [1, 1, 1], 0)
+    first = read(0, [0, 1, 1, 1, 0], 0)
+    second = read(0, [0, 1, 2, 1, 0, 1], 2)
+    visual, real = judge._gather([0])
+    assert real.all()
+    torch.testing.assert_close(visual[0], torch.stack([first[1], second[1], second[3]]))
+    torch.testing.assert_close(judge._gather([1])[0][0], neighbour)
+    both, real = judge._gather([1, 0])
+    assert both.shape[:2] == real.shape == (2, 3)
+    other = read(0, [1, 0], 0)
+    torch.testing.assert_close(judge._gather([0])[0][0], other[:1])
 
 
 def test_special_tokens_are_never_loosened() -> None:

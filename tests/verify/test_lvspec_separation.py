@@ -52,15 +52,15 @@ def answered(task: str, grammar: Any, number: int) -> tuple[Any, list[int]]:
 def relevance(task: str, grammar: Any, number: int, position: Position) -> tuple[list[float], list[bool]]:
     """Of every guess of a chain that is the target's own answer: its relevance, and whether it is a content word."""
     prompt, (root, *guesses) = answered(task, grammar, number)
-    context = Context(pocket().target, 1, len(prompt) + len(guesses) + 1)
+    context = Context(pocket().target, 1)
+    context.cache.reserve(0, len(prompt) + len(guesses) + 1)
     judge = LVSpec(position=position).open(context)
-    context.load(0, prompt)
-    judge.read(0, prompt)
+    judge.read(0, prompt, context.load(0, prompt))
     tree = chains([root], [guesses], pocket().target.device)
-    context.forward(tree.tokens, tree.ancestors, tree.depth)
+    reading = context.forward([0], tree.tokens, tree.ancestors, tree.depth)
     decode = pocket().processor.tokenizer.decode
     content = [decode([token]).strip().lower() in CONTENT for token in guesses]
-    return judge.relevance(tree)[0, 1:].tolist(), content
+    return judge.relevance([0], tree, reading)[0, 1:].tolist(), content
 
 
 def area(task: str, grammar: str, position: Position) -> float:

@@ -14,12 +14,11 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 CASE = FAMILIES["llama"]
@@ -65,7 +64,7 @@ def test_scores_without_a_finite_maximum_are_refused_with_the_processors_names(
     method: str, value: float, after: int
 ) -> None:
     processor = spoiling(len(prompts()[1]) + after, value)
-    message = rf"processors of row 1 \(spoil, .*\) leave nothing to sample from after {after} new tokens"
+    message = rf"processors of the row \(spoil, .*\) leave nothing to sample from after {after} new tokens"
     with pytest.raises(InputError, match=message):
         sample(method, logits_processor=[processor], top_k=20)
 

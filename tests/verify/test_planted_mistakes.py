@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from saccade.draft.sampling import DrawProposer, TopProposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.tree import DraftTree
+from saccade.target.pieces import Reading
 from saccade.verify import sampling
 from saccade.verify.rule import Verdict
 from saccade.verify.sampling import Sampling
@@ -21,8 +23,10 @@ from saccade.verify.sampling import Sampling
 class BonusWithoutTemperature(Sampling):
     """Draws the token after the path from a distribution of another temperature."""
 
-    def judge(self, tree: DraftTree, scores: Tensor, uniforms: Any) -> Verdict:
-        verdict = super().judge(tree, scores, uniforms)
+    def judge(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Any, reading: Reading
+    ) -> Verdict:
+        verdict = super().judge(rows, tree, scores, uniforms, reading)
         last = verdict.path.gather(1, verdict.count[:, None])
         raw = (scores * 0.6).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
         bonus = sampling.draw(raw.softmax(-1), torch.rand(len(raw)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import NaiveTree, draft_tree, trees
+from random_trees import NaiveTree, draft_tree, judged, trees
 
 from saccade.verify.greedy import Greedy
 from saccade.verify.rule import path_to
@@ -47,7 +47,7 @@ def test_greedy_accepts_exactly_what_plain_decoding_would_emit(rows: list[NaiveT
     """Siblings may repeat a token, as mixed drafts make them; any of the repeated paths will do."""
     tree = draft_tree(rows)
     scores = torch.randn(3, tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
-    verdict = Greedy().judge(tree, scores, None)
+    verdict = judged(Greedy(), tree, scores)
     for row, naive in enumerate(rows):
         choice = scores[row].argmax(-1).tolist()
         count = int(verdict.count[row])
@@ -62,7 +62,7 @@ def test_greedy_takes_the_longest_of_two_paths_with_the_same_tokens() -> None:
     scores = torch.full((1, 4, VOCAB), -1.0)
     for node, token in enumerate((1, 2, 2, 0)):
         scores[0, node, token] = 1.0
-    verdict = Greedy().judge(draft_tree([row]), scores, None)
+    verdict = judged(Greedy(), draft_tree([row]), scores)
     assert verdict.path.tolist() == [[0, 2, 3]]
     assert verdict.token.tolist() == [0]
 
@@ -73,7 +73,7 @@ def test_a_padding_node_is_never_accepted_even_when_its_token_is_right() -> None
     scores[..., 1] = 1.0
     tree = draft_tree([row])
     tree.max_depth = 1
-    assert Greedy().judge(tree, scores, None).count.tolist() == [0]
+    assert judged(Greedy(), tree, scores).count.tolist() == [0]
 
 
 def test_greedy_draws_no_random_numbers() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from enumeration import ManyUniforms, Table, Trial, p_value
 from many_rows import LENGTH, LIKELY, ROWS, VOCAB, WARPERS, GivenTrees, p_of, random_tree, target, warped_p
-from random_trees import NaiveTree, draft_tree, rank_paths
+from random_trees import NaiveTree, draft_tree, judged, rank_paths
 
 from saccade.draft.lookup import chains
 from saccade.draft.sampling import DrawProposer, TopProposer
@@ -86,7 +86,7 @@ def test_warpers_hold_for_accepted_corrected_and_bonus_tokens(name: str, policy:
 def test_a_drawn_child_that_p_likes_better_than_q_is_always_accepted() -> None:
     tree = draft_tree([NaiveTree((0, 0), (0, 1), (True, True))], q=torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]))
     scores = torch.tensor([[[0.4, 0.6], [1.0, 1.0]]]).log()
-    assert Sampling().judge(tree, scores, torch.full((1, 2, 1), 1 - 2**-24)).count.tolist() == [1]
+    assert judged(Sampling(), tree, scores, torch.full((1, 2, 1), 1 - 2**-24)).count.tolist() == [1]
 
 
 def test_a_rejected_token_is_never_emitted_as_its_own_correction() -> None:
@@ -94,7 +94,7 @@ def test_a_rejected_token_is_never_emitted_as_its_own_correction() -> None:
     q = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
     tree = draft_tree([NaiveTree((0, 0), (0, 1), (True, True))], q=q)
     scores = torch.tensor([[[0.5, 0.1, 0.4], [1.0, 1.0, 1.0]]]).log()
-    verdict = Sampling().judge(tree, scores, torch.full((1, 2, 1), 0.99))
+    verdict = judged(Sampling(), tree, scores, torch.full((1, 2, 1), 0.99))
     assert verdict.count.tolist() == [0]
     assert verdict.token.tolist() == [2]
 
@@ -108,9 +108,12 @@ def test_the_rule_needs_no_more_numbers_than_it_announces_and_finds_them_by_leve
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(1, 7, VOCAB, generator=generator)
         numbers = torch.rand(1, levels + 2, width + 3, generator=generator)
-        exact = Sampling().judge(tree, scores, numbers[:, :levels, :width])
+        exact = judged(Sampling(), tree, scores, numbers[:, :levels, :width])
         larger = replace(tree, max_depth=levels + 1, max_children=width + 3)
-        for verdict in (Sampling().judge(tree, scores, numbers), Sampling().judge(larger, scores, numbers)):
+        for verdict in (
+            judged(Sampling(), tree, scores, numbers),
+            judged(Sampling(), larger, scores, numbers),
+        ):
             assert torch.equal(verdict.count, exact.count)
             assert torch.equal(verdict.token, exact.token)
         seen.add(int(exact.count))
@@ -126,7 +129,7 @@ def test_a_row_s_verdict_does_not_depend_on_how_deep_its_neighbours_trees_are() 
         for guesses in ([[1]], [[1], [2, 3]]):
             tree = chains([0] * len(guesses), guesses, torch.device("cpu"))
             batch = scores[:, : tree.size].expand(len(guesses), -1, -1)
-            verdict = Sampling().judge(tree, batch, numbers.expand(len(guesses), -1, -1))
+            verdict = judged(Sampling(), tree, batch, numbers.expand(len(guesses), -1, -1))
             verdicts.append((int(verdict.count[0]), int(verdict.token[0])))
         assert verdicts[0] == verdicts[1]
 
@@ -136,5 +139,5 @@ def test_low_precision_logits_are_summed_in_fp32() -> None:
     tree = draft_tree([NaiveTree((0,), (0,), (True,))])
     tree.tokens = torch.zeros(ROWS, 1, dtype=torch.long)
     scores = torch.zeros(ROWS, 1, 1000, dtype=torch.bfloat16)
-    tokens = Sampling().judge(tree, scores, torch.rand(ROWS, 1, 1)).token
+    tokens = judged(Sampling(), tree, scores, torch.rand(ROWS, 1, 1)).token
     assert p_value(torch.bincount(tokens, minlength=1000), torch.full((1000,), 1e-3)) > LIKELY

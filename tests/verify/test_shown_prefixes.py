@@ -18,10 +18,9 @@ from saccade import hf
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from families import FAMILIES, Inputs, reset_rope_deltas
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.dream_session import DreamDraftSession
+from saccade.engine import RunningBatch
 from saccade.inputs.batch import visual_mask
 from saccade.output import Output
-from saccade.engine import RunningBatch
 
 
 def dream(name: str, **options: Any) -> Dream:
@@ -143,6 +143,6 @@ def worst_difference(
     return worst
 
 
-def drafting(session: Session) -> DreamDraftSession:
+def drafting(session: RunningBatch) -> DreamDraftSession:
     assert isinstance(session.drafting, DreamDraftSession)
     return session.drafting

@@ -20,11 +20,11 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.policy import Frontier
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request, RunningBatch
+from saccade.generation import plan
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.engine import Request, RunningBatch
 from saccade.target.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")
@@ -253,25 +253,29 @@ class Slow:
 
 @dataclass
 class Drafted:
-    """One step's trees as the head grew them.
+    """One proposal's trees as the head grew them.
 
     Attributes:
-        emitted: tokens of every row's answer before the step; its root is the last of them.
+        rows: slots of the trees.
+        emitted: tokens of every request's answer before the step, empty for those that take no part; its root is the
+            last of them.
         levels: per forward the tokens, the allow matrix and the logits behind them; the root's first.
     """
 
-    emitted: list[list[int]]
+    rows: list[int]
+    emitted: list[list[int]] = field(default_factory=list)
     levels: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def nodes(self, row: int) -> list[tuple[tuple[int, ...], Tensor]]:
         """Path and logits of every node that was run, the root's path being empty."""
-        found: list[tuple[tuple[int, ...], Tensor]] = [((), self.levels[0][2][row, 0])]
+        place = self.rows.index(row)
+        found: list[tuple[tuple[int, ...], Tensor]] = [((), self.levels[0][2][place, 0])]
         ran: list[int] = []
         for tokens, allow, logits in self.levels[1:]:
-            ran += tokens[row].tolist()
-            for place, seen in enumerate(allow.expand(len(tokens), -1, -1)[row].tolist()):
+            ran += tokens[place].tolist()
+            for number, seen in enumerate(allow.expand(len(tokens), -1, -1)[place].tolist()):
                 path = tuple(token for token, sees in zip(ran, seen, strict=True) if sees)
-                found.append((path, logits[row, place]))
+                found.append((path, logits[place, number]))
         return found
 
 
@@ -297,21 +301,26 @@ class _RecordingShaping:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shaping, name)
 
-    def begin(self, roots: Tensor, proposer: Any, live: Any = None) -> Any:
-        self._owner.steps.append(Drafted([]))
-        return _RecordingGrowth(self._owner.steps[-1], self._shaping.begin(roots, proposer, live), roots)
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Any) -> Any:
+        self._owner.steps.append(Drafted(list(rows)))
+        return _RecordingGrowth(self._owner.steps[-1], self._shaping.begin(rows, roots, proposer), roots)
 
 
 class _RecordingGrowth:
     def __init__(self, step: Drafted, growth: Any, roots: Tensor) -> None:
         self._step, self._growth = step, growth
         self._ran = (roots[:, None], torch.ones(1, 1, 1, dtype=torch.bool))
+        self._before = 0  # nodes that have run
 
     def expand(self, logits: Tensor) -> Frontier | None:
         self._step.levels.append((*self._ran, logits.clone()))
         frontier: Frontier | None = self._growth.expand(logits)
         if frontier is not None:
-            self._ran = frontier.tokens, frontier.allow
+            allow, width = frontier.allow, frontier.tokens.shape[1]
+            if allow is None:
+                allow = torch.ones(1, width, self._before + width, dtype=torch.bool).tril(self._before)
+            self._before += width
+            self._ran = frontier.tokens, allow
         return frontier
 
     def tree(self) -> Any:
@@ -326,25 +335,29 @@ def recorded(
     n: int = LENGTH,
     session: RunningBatch | None = None,
 ) -> tuple[list[Output], list[Drafted]]:
-    """Answers, and the trees of every step. A session's own policy must be the `Recording` given."""
+    """Answers, and the trees of every proposal. A session's own policy must be the `Recording` given.
+
+    Row i of the answers is in slot i, which holds for a batch of as many rows where each goes on or begins anew.
+    """
     recording = policy if isinstance(policy, Recording) else Recording(policy)
     recording.steps.clear()
-    under_test = engine(name, head, recording)
-    if session is not None:  # which no other engine may use
-        under_test = Engine(under_test.target, session.drafter)
-    from saccade.generation import plan
-
-    requests = [Request(prompt) for prompt in asked]
-    run = under_test.start(requests, plan(under_test.target, list(asked), max_new_tokens=n), session)
-    answers: list[list[int]] = [[] for _ in asked]
-    histories: list[list[list[int]]] = []
-    for step in run.steps:
-        for answer, new in zip(answers, step.tokens, strict=True):
-            answer.extend(new)
-        done = step.finished
-        histories.append([[] if end else list(a) for a, end in zip(answers, done, strict=True)])
-    steps = [replace(s, emitted=h) for s, h in zip(recording.steps, histories[:-1], strict=True)]
-    return run.outputs, steps
+    under_test = session.engine if session is not None else engine(name, head, recording)
+    batch = session or under_test.open(len(asked))
+    decoding = plan(under_test.target, list(asked), max_new_tokens=n)
+    rows = [batch.add(Request(prompt), own) for prompt, own in zip(asked, decoding.rows, strict=True)]
+    slots: list[int | None] = [None] * len(rows)
+    steps: list[Drafted] = []
+    while not batch.is_idle:
+        before = [list(row.output) for row in rows]
+        batch.step()
+        for index, row in enumerate(rows):
+            slots[index] = row.slot if row.slot is not None else slots[index]
+            assert row.error is None, row.error
+        assert all(slot in (None, index) for index, slot in enumerate(slots))
+        for step in recording.steps[len(steps) :]:
+            emitted = [answer if i in step.rows else [] for i, answer in enumerate(before)]
+            steps.append(replace(step, emitted=emitted))
+    return [row.finish() for row in rows], steps
 
 
 def worst_difference(
@@ -365,6 +378,6 @@ def worst_difference(
     return worst
 
 
-def drafting(session: Session) -> HeadDraftSession:
+def drafting(session: RunningBatch) -> HeadDraftSession:
     assert isinstance(session.drafting, HeadDraftSession)
     return session.drafting

@@ -21,9 +21,10 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.static import Chain
+from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.engine import Request
+from saccade.target.pieces import Reading
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""
@@ -144,8 +145,13 @@ def test_a_second_turn_goes_on_from_the_prompt_s_last_state(kind: str) -> None:
 
 
 def _state_of_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = under_test.AheadDraftSession._states
-    monkeypatch.setattr(under_test.AheadDraftSession, "_states", lambda self: states(self).roll(1, 1))
+    right = under_test.AheadDraftSession.observe
+
+    def before(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
+        hidden = {layer: states.roll(1, 1) for layer, states in reading.hidden.items()}
+        right(self, rows, tree, scores, verdict, Reading(reading.logits, hidden))
+
+    monkeypatch.setattr(under_test.AheadDraftSession, "observe", before)
 
 
 def _path_without_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,11 @@ def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keep", [1.0, 0.75, 0.5, 0.25])
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "smolvlm"])
-def test_visual_tokens_without_entries_are_not_run(name: str, keep: float) -> None:
+def test_visual_tokens_without_entries_are_not_run(
+    name: str, keep: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first token has no entry, and the first answer token gets its own in the first step."""
+    monkeypatch.setattr("saccade.target.cache.QUANTUM", 1)
     case, head, ran = FAMILIES[name], dream(name, keep=keep), []
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     words = len(prompt) - sum(m.n_tokens for m in prompt.media)
@@ -115,7 +118,7 @@ def test_visual_tokens_without_entries_are_not_run(name: str, keep: float) -> No
     own = drafting(session)
     assert own.cache.lengths == [words + kept]
     assert own.memory.lengths == [len(prompt)]
-    assert own.cache.capacity == own.memory.capacity - (len(prompt) - words - kept)
+    assert own.cache.capacity(0) == own.memory.capacity(0) - (len(prompt) - words - kept)
 
 
 def test_what_the_memory_holds_of_a_dropped_token_is_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +127,7 @@ def test_what_the_memory_holds_of_a_dropped_token_is_its_feature(monkeypatch: py
     right = under_test.DreamDraftSession._read
 
     def blind(self: Any, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
-        self._features[row, self._dropped[row]] = 0
+        self._features[row][self._dropped[row]] = 0
         right(self, row, tokens, sources, embedded)
 
     monkeypatch.setattr(under_test.DreamDraftSession, "_read", blind)
@@ -186,15 +189,14 @@ def test_other_prompts_in_the_same_session() -> None:
 
 def _siblings_features_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """As released: in the cross-attention, every node sees the features that all others of its step bring."""
-    right, calls = under_test.visible, []
+    right = under_test.DreamDraftSession._lay
 
-    def leaking(allow: Tensor, lengths: Any, slots: int) -> Tensor:
-        calls.append(allow)
-        if len(calls) % 2 == 0 and allow.shape[0] * allow.shape[1] > 0:  # the memory's turn
+    def leaking(self: Any, cache: Any, rows: Any, count: int, allow: Tensor | None) -> None:
+        if cache is self.memory and allow is not None:
             allow = torch.ones_like(allow)
-        return right(allow, lengths, slots)
+        right(self, cache, rows, count, allow)
 
-    monkeypatch.setattr(under_test, "visible", leaking)
+    monkeypatch.setattr(under_test.DreamDraftSession, "_lay", leaking)
 
 
 def _own_feature_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +205,7 @@ def _own_feature_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(self: Any, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
         kept = self._features[row].clone()
-        self._features[row, :-1] = kept[1:]
+        self._features[row][:-1] = kept[1:]
         right(self, row, tokens, sources, embedded)
         self._features[row] = kept
 
@@ -221,21 +223,20 @@ def _positions_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answer_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = under_test.DreamDraftSession.learn
+    right = under_test.DreamDraftSession.observe
 
-    def late(self: Any, tree: Any, scores: Tensor, verdict: Any) -> None:
-        right(self, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)))
+    def late(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
+        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), reading)
 
-    monkeypatch.setattr(under_test.DreamDraftSession, "learn", late)
+    monkeypatch.setattr(under_test.DreamDraftSession, "observe", late)
 
 
 def _guesses_stay_in_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     right = under_test.DreamDraftSession.propose
 
-    def stay(self: Any, new: Any, proposer: Any) -> Any:
-        tree = right(self, new, proposer)
-        self.memory.writing_nodes(1)
-        self.memory.keep([range(1)] * self.memory.batch)
+    def stay(self: Any, rows: Any, *given: Any) -> Any:
+        tree = right(self, rows, *given)
+        self.memory.commit(rows, [range(1)] * len(rows))
         return tree
 
     monkeypatch.setattr(under_test.DreamDraftSession, "propose", stay)

@@ -25,7 +25,6 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import MethodError, ModelError
-from saccade.target.attention import PromptAttention
 from saccade.target.context import Context
 
 
@@ -110,7 +109,7 @@ def test_replacing_forgets_the_entry_but_for_what_it_asks() -> None:
 )
 def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: int) -> None:
     head = fresh(**options)
-    assert head.blocks == len(head.new_cache(1, 4).layers) == decoder
+    assert head.blocks == len(head.new_cache(1).layers) == decoder
     assert len(head.cross) == len(head.new_memory(1, 4).layers) == cross
     assert all(target("llava").vocab_size not in weight.shape for weight in head.parameters())
 
@@ -208,13 +207,15 @@ def test_the_method_grows_the_paper_s_tree() -> None:
 @pytest.mark.parametrize(("keep", "reads"), [(1.0, False), (0.5, True)])
 def test_the_target_s_attention_is_read_only_to_compress(keep: float, reads: bool) -> None:
     drafter = HeadDrafter(dream("llava", keep=keep), target("llava"), POLICIES["chain"])
-    context = Context(target("llava"), 1, 64)
+    context = Context(target("llava"), 1)
     assert isinstance(drafter.open(1, context), DreamDraftSession)
-    assert context.attention == (PromptAttention((-1,), "all") if reads else None)
-    context.attention = PromptAttention((-1,))
+    assert context.needs.attention == ((-1,) if reads else None)
+    assert not reads or context.needs.queries == "all"
+    other = Context(target("llava"), 1)
+    other.needs.add_attention((-1,), "words")
     if reads:
-        with pytest.raises(ModelError, match="needs that of all tokens in the last layer"):
-            drafter.open(1, context)
+        with pytest.raises(ModelError, match="choose the same for all that read it"):
+            drafter.open(1, other)
 
 
 def test_all_tokens_of_a_prompt_are_asked_what_they_look_at() -> None:
@@ -226,8 +227,8 @@ def test_all_tokens_of_a_prompt_are_asked_what_they_look_at() -> None:
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(**inputs, output_attentions=True).attentions[-1][0]
-    context = Context(own, 1, 64)
-    context.attention = PromptAttention((-1,), "all")
-    context.load(0, prompts(case, inputs)[0])
-    assert context.attention.columns is not None
-    torch.testing.assert_close(context.attention.columns, weights.mean(0).sum(0), rtol=0, atol=1e-5)
+    context = Context(own, 1)
+    context.needs.add_attention((-1,), "all")
+    read = context.load(0, prompts(case, inputs)[0])
+    assert read.columns is not None
+    torch.testing.assert_close(read.columns, weights.mean(0).sum(0), rtol=0, atol=1e-5)

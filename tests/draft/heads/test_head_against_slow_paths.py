@@ -87,10 +87,12 @@ def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _siblings_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = under_test.visible
-    monkeypatch.setattr(
-        under_test, "visible", lambda allow, lengths, slots: right(torch.ones_like(allow), lengths, slots)
-    )
+    right = under_test.HeadDraftSession._lay
+
+    def blurred(self: Any, cache: Any, rows: Any, count: int, allow: Tensor | None) -> None:
+        right(self, cache, rows, count, None if allow is None else torch.ones_like(allow))
+
+    monkeypatch.setattr(under_test.HeadDraftSession, "_lay", blurred)
 
 
 def _prompt_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +105,12 @@ def _prompt_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answer_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = under_test.HeadDraftSession.learn
+    right = under_test.HeadDraftSession.observe
 
-    def late(self: Any, tree: Any, scores: Tensor, verdict: Any) -> None:
-        right(self, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)))
+    def late(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
+        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), reading)
 
-    monkeypatch.setattr(under_test.HeadDraftSession, "learn", late)
+    monkeypatch.setattr(under_test.HeadDraftSession, "observe", late)
 
 
 def _nodes_fed_the_root_s_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,32 +118,26 @@ def _nodes_fed_the_root_s_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         under_test.HeadDraftSession,
         "_run",
-        lambda self, frontier, ran: right(self, frontier, ran[:, :1].expand_as(ran)),
+        lambda self, rows, frontier, ran: right(self, rows, frontier, ran[:, :1].expand_as(ran)),
     )
 
 
 def _positions_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     right = under_test.HeadDraftSession._forward
 
-    def counted(self: Any, features: Tensor, tokens: Tensor, allow: Tensor, offset: Any, step: int) -> Tensor:
-        return right(self, features, tokens, allow, torch.arange(tokens.shape[1]) + offset, step)
+    def counted(
+        self: Any, rows: Any, features: Tensor, tokens: Tensor, allow: Any, offset: Any, step: int
+    ) -> Tensor:
+        return right(self, rows, features, tokens, allow, torch.arange(tokens.shape[1]) + offset, step)
 
     monkeypatch.setattr(under_test.HeadDraftSession, "_forward", counted)
 
 
 def _guesses_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = under_test.SlotCache
-    keep, drop = cache.keep, cache.drop_pending
+    def kept(self: Any, rows: Any) -> None:
+        self.commit(rows, [range(min(self.pending[row], 1)) for row in rows])
 
-    def kept(self: Any, chosen: Any) -> None:
-        with monkeypatch.context() as inner:  # what is kept is kept rightly
-            inner.setattr(cache, "drop_pending", drop)
-            keep(self, chosen)
-
-    monkeypatch.setattr(cache, "keep", kept)
-    monkeypatch.setattr(
-        cache, "drop_pending", lambda self: kept(self, [range(min(self.pending, 1))] * self.batch)
-    )
+    monkeypatch.setattr(under_test.RowCache, "drop", kept)
 
 
 MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -170,8 +166,10 @@ def test_a_planted_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     head = untaught("llava", "hivis")
     right = under_test.HeadDraftSession._forward
 
-    def later(self: Any, features: Tensor, tokens: Tensor, allow: Tensor, offset: Any, step: int) -> Tensor:
-        return right(self, features, tokens, allow, offset, step + 1)
+    def later(
+        self: Any, rows: Any, features: Tensor, tokens: Tensor, allow: Any, offset: Any, step: int
+    ) -> Tensor:
+        return right(self, rows, features, tokens, allow, offset, step + 1)
 
     monkeypatch.setattr(under_test.HeadDraftSession, "_forward", later)
     assert difference("llava", head) > FAR
@@ -189,9 +187,9 @@ def test_a_planted_image_of_another_row_is_noticed(monkeypatch: pytest.MonkeyPat
     head = taught("llava", "vispec")
     right = vispec_session.ViSpecDraftSession._embed
 
-    def swapped(self: Any, tokens: Tensor) -> Tensor:
-        self._told = self._told.roll(1, 0)
-        return right(self, tokens)
+    def swapped(self: Any, rows: Any, tokens: Tensor) -> Tensor:
+        self._global = self._global.roll(1, 0)
+        return right(self, rows, tokens)
 
     monkeypatch.setattr(vispec_session.ViSpecDraftSession, "_embed", swapped)
     assert difference("llava", head) > FAR
@@ -201,8 +199,9 @@ def test_a_planted_image_of_another_row_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "smolvlm"])
-def test_hidden_visual_tokens_have_no_entries(name: str) -> None:
+def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token has none either, and the first answer token has one after the first step."""
+    monkeypatch.setattr("saccade.target.cache.QUANTUM", 1)
     case = FAMILIES[name]
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     words = len(prompt) - sum(m.n_tokens for m in prompt.media)
@@ -215,4 +214,4 @@ def test_hidden_visual_tokens_have_no_entries(name: str) -> None:
         session = under.open(1)
         under.generate([Request(prompt)], max_new_tokens=1, session=session)
         assert drafting(session).cache.lengths == [expected - 1]
-        assert drafting(session).cache.capacity < len(prompt) + 20 - (len(prompt) - expected)
+        assert drafting(session).cache.capacity(0) < len(prompt) + 20 - (len(prompt) - expected)

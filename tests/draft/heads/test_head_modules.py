@@ -19,6 +19,7 @@ from saccade.draft.heads.eagle3 import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.rotary import Rotary
+from saccade.draft.heads.session import MASKS
 from saccade.errors import ModelError
 
 SHAPE: dict[str, Any] = {
@@ -132,20 +133,26 @@ def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
     steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
     with torch.no_grad():
         whole = head(features, embeddings, positions, causal, step=steps)
-        cache, parts = head.new_cache(2, 7), []
+        cache, parts = head.new_cache(2), []
+        for row in range(2):
+            cache.reserve(row, 7)
         for first, last in ((0, 3), (3, 4), (4, 7)):
             here = slice(first, last)
-            cache.writing_nodes(last - first)
+            lengths = cache.lengths
+            count = last - first
+            masks = MASKS.build(None, lengths, count, 0, None, features.dtype, features.device)
+            cache.lay([(range(2), count, masks)])
             parts.append(
                 head(
                     features[:, here],
                     embeddings[:, here],
                     positions[:, here],
-                    causal[:, here, :last],
+                    None,
                     cache,
                     steps[here],
                 )
             )
+            cache.commit(range(2), [range(count)] * 2)
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
 
 

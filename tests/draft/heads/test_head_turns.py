@@ -22,8 +22,8 @@ from heads_kit import (
 from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads.head import Head
-from saccade.generation import plan
 from saccade.engine import Request
+from saccade.generation import plan
 
 CLOSE = 1e-3  # as in test_head_against_slow_paths
 FIRST, SECOND = 11, 7
@@ -91,6 +91,7 @@ def test_an_answer_that_was_broken_off() -> None:
         answer.extend(step.tokens[0])
         if len(answer) > 4:
             break
+    run.steps.close()
     longer = case.continued("image", 0, answer)
     outputs, steps = recorded(name, head, recording, [prompts(case, longer)[0]], SECOND, session)
     assert outputs[0].stats.reused_tokens == len(prompt) + len(answer) - 1
@@ -101,9 +102,9 @@ def test_states_lost_between_turns_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     """The planted mistake: what was accepted last is not remembered once the row has ended."""
     right = under_test.HeadDraftSession.load
 
-    def forgetful(self: Any, row: int, prompt: Any) -> None:
-        self._features[row, self._known[row] - 1 :] = 0
-        right(self, row, prompt)
+    def forgetful(self: Any, row: int, prompt: Any, read: Any) -> None:
+        self._features[row][max(self._known[row] - 1, 0) :] = 0
+        right(self, row, prompt, read)
 
     monkeypatch.setattr(under_test.HeadDraftSession, "load", forgetful)
     head = taught("llava", "hivis")

@@ -20,9 +20,9 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.store import load_head, save_head
+from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.engine import Request
 from saccade.target.context import Context
 
 CLOSE = 1e-3
@@ -175,7 +175,7 @@ def _guesses_that_do_not_see_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def _all_guesses_at_the_root_s_position(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Context.early
     monkeypatch.setattr(
-        Context, "early", lambda self, t, a, depth, layer: right(self, t, a, depth * 0, layer)
+        Context, "early", lambda self, rows, t, a, depth, layer: right(self, rows, t, a, depth * 0, layer)
     )
 
 
@@ -192,22 +192,22 @@ def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: 
 def test_states_lost_between_turns_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = under_test.KangarooDraftSession.load
 
-    def forgetful(self: Any, row: int, prompt: Any) -> None:
-        self._features[row, self._known[row] - 1 :] = 0
-        right(self, row, prompt)
+    def forgetful(self: Any, row: int, prompt: Any, read: Any) -> None:
+        self._features[row][max(self._known[row] - 1, 0) :] = 0
+        right(self, row, prompt, read)
 
     monkeypatch.setattr(under_test.KangarooDraftSession, "load", forgetful)
     assert second_turn("llava", taught("llava")) > FAR
 
 
 def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, pending = Context.forward, []
+    right, pending = Context.run, []
 
-    def noting(self: Context, *given: Any) -> Tensor:
-        pending.append(self.cache.pending)
-        return right(self, *given)
+    def noting(self: Context, pieces: Any) -> Any:
+        pending.extend(self.cache.pending)
+        return right(self, pieces)
 
-    monkeypatch.setattr(Context, "forward", noting)
+    monkeypatch.setattr(Context, "run", noting)
     difference("llava", taught("llava"), CHAINS["chain"], rows=1)
     assert set(pending) == {0}
 

@@ -23,8 +23,8 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.draft.sampling import DrawProposer
-from saccade.hf import speculate
 from saccade.engine import Request
+from saccade.hf import speculate
 from saccade.verify.randomness import Uniforms
 
 QUESTION = "What is this?"

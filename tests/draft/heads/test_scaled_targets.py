@@ -15,10 +15,9 @@ from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.scale import logits_scale
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.static import Chain
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.train.entries import entries_of
 from saccade.train.features import read_features

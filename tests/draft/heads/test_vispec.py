@@ -11,9 +11,9 @@ from heads_kit import POLICIES, drafting, engine, prompts, target, untaught
 
 from families import FAMILIES
 from saccade.draft.heads.vispec import ViSpec, runs_of
+from saccade.engine import Request
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.train.cache import FeatureCache
 from saccade.train.entries import entries_of
 from saccade.train.features import read_features
@@ -98,9 +98,9 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
         session = under.open(1)
         for prompt in asked:
             under.generate([Request(prompt)], max_new_tokens=1, session=session)
-        lengths.append(drafting(session).cache.lengths)
-        cache = drafting(session).cache.layers[0]
-        guesses.append(torch.cat([t[0, : lengths[-1][0]] for t in (cache.keys, cache.values)]))
+        cache = drafting(session).cache
+        lengths.append(cache.lengths)
+        guesses.append(torch.cat(cache.export(0)[0]))
     words = len(both) - sum(medium.n_tokens for medium in both.media)
     assert lengths == [[words + 1], [words + 1]]  # two images, and no entry for the first token
     torch.testing.assert_close(*guesses, atol=1e-4, rtol=1e-4)  # roundings of float32 at size 1
