@@ -25,10 +25,9 @@ from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from replay import Replay
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.static import Chain
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.generation import plan
 from saccade.inputs.batch import split
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from spans import Spans
 

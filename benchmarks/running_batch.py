@@ -65,9 +65,7 @@ class Figures:
         ends = max(r.chunks[-1][0] for r in requests)
         begins = min(r.arrives for r in requests)
         first = [r.chunks[0][0] - r.arrives for r in requests]
-        gaps = [
-            (b[0] - a[0]) / b[1] for r in requests for a, b in zip(r.chunks, r.chunks[1:], strict=False)
-        ]
+        gaps = [(b[0] - a[0]) / b[1] for r in requests for a, b in zip(r.chunks, r.chunks[1:], strict=False)]
         later = [r.chunks[0][0] - r.arrives for r in requests if r.follows]
         tokens = sum(r.tokens for r in requests)
         return cls(tokens / (ends - begins), _spread(first), _spread(gaps), median(later) if later else 0.0)
@@ -194,7 +192,9 @@ def arrivals(requests: Sequence[Asked], rate: float, seed: int) -> list[Asked]:
     return made
 
 
-def kept_full(vlm: VLM, model: Any, requests: Sequence[Asked], clock: Clock, tokens: int, chunk: int) -> dict[str, Any]:
+def kept_full(
+    vlm: VLM, model: Any, requests: Sequence[Asked], clock: Clock, tokens: int, chunk: int
+) -> dict[str, Any]:
     """Tokens per second with 1, 4 and 8 requests at a time, as multiples of `generate` alone."""
     ways: dict[str, Serve] = {"generate": stock(model, 1)}
     for rows in (1, 4, 8):
@@ -241,10 +241,14 @@ def beside_a_video(vlm: VLM, clock: Clock, tokens: int, chunk: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser)
     parser.set_defaults(target_dtype="float32", threads=1)
-    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
+    parser.add_argument(
+        "--method", default="chain", help="what the running batch drafts with (default: chain)"
+    )
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
     parser.add_argument("--new-tokens", type=int, default=96)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import saccade.loop
+
 from clock import Clock
 from saccade import timing
 from saccade.draft.model import ModelDraftSession

@@ -23,11 +23,10 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.draft.views import by_names
 from saccade.draft.weights import by_name
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.generation import plan
 from saccade.inputs.batch import split
 from saccade.inputs.processor import InputProcessor
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 COST, SEARCH = 1.15, 0.02

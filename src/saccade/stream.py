@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from saccade.engine import Run
+from saccade.engine import Request, Run
 from saccade.output import Mark, Output, TreeTrace
-from saccade.engine import Request
 from saccade.text import Detokenizer, text_of
 
 

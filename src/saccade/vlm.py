@@ -17,6 +17,7 @@ from saccade.chat import Chat
 from saccade.compositions import Parts
 from saccade.draft.heads.head import Head
 from saccade.drafters import Heads
+from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.errors import InputError
 from saccade.generation import plan
@@ -35,7 +36,6 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
-from saccade.engine import Request, RunningBatch
 from saccade.stream import Stream
 from saccade.target.adapter import Target
 from saccade.target.media import MEDIA_BYTES

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,8 +163,8 @@ class RunningBatch:
         self._owner = self._owner or me
         if self._owner != me:
             raise InputError(
-                "The batch is used by another thread; let one thread own it, and hand requests to that thread through a "
-                "queue."
+                "The batch is used by another thread; let one thread own it, and hand requests to that thread through "
+                "a queue."
             )
 
     def _leave(self, row: Row, empty: bool) -> None:
@@ -211,7 +211,7 @@ class RunningBatch:
         return [(row, row.steps[-1]) for row in active if row.steps]
 
     def _admit(self) -> None:
-        fresh = [row for row in self._waiting][: self._max_rows - len(self._active)]
+        fresh = list(self._waiting)[: self._max_rows - len(self._active)]
         if len(fresh) > 1 and not self._active and self._kv_memory is None:
             self._rooms.expect(fresh)
         while self._waiting and self._rooms.admit(self._waiting[0]):
@@ -242,7 +242,9 @@ class RunningBatch:
             packed = [self._judged(ballot) for ballot in ballots]
         for ballot in ballots:
             if ballot.drafted and self.drafting is not None:
-                assert ballot.scores is not None and ballot.verdict is not None and ballot.reading is not None
+                assert ballot.scores is not None
+                assert ballot.verdict is not None
+                assert ballot.reading is not None
                 with clock.stage("draft"):
                     self.drafting.observe(
                         ballot.slots, ballot.tree, ballot.scores, ballot.verdict, ballot.reading
@@ -271,7 +273,7 @@ class RunningBatch:
                 chunks.append(chunk)
                 continue
             try:
-                with self._seeing(clock), clock.stage("prefill"):
+                with clock.stage("prefill"), self._seeing(clock, "prefill"):
                     reader.run(stop)
             except Exception as error:
                 self._fail(row, error)
@@ -331,10 +333,14 @@ class RunningBatch:
     def _uniforms(self, rows: Sequence[Row], rule: Rule) -> tuple[Uniforms | None, bool]:
         """This step's random numbers, and whether guesses are drawn with them."""
         drafter = self.drafter
-        nodes, depth, children = (1, 0, 0) if drafter is None else (
-            drafter.max_nodes,
-            drafter.max_depth,
-            drafter.max_children,
+        nodes, depth, children = (
+            (1, 0, 0)
+            if drafter is None
+            else (
+                drafter.max_nodes,
+                drafter.max_depth,
+                drafter.max_children,
+            )
         )
         draws = bool(drafter and drafter.draws and rule.samples)
         judging = rule.uniforms(depth, children)
@@ -399,7 +405,7 @@ class RunningBatch:
         """Give every ballot what the target said about its trees."""
         for ballot in ballots:
             found, firsts = [], []
-            for (piece, owner), reading in zip(pieces, readings, strict=True):
+            for (_, owner), reading in zip(pieces, readings, strict=True):
                 if owner is ballot:
                     found.append(reading)
                     firsts.append(0)
@@ -448,12 +454,13 @@ class RunningBatch:
 
     def _load(self, row: Row, clock: Clock, reader: PromptReader | None) -> bool:
         """Let the drafter read a row's prompt, all but its last token where the target has not read it yet."""
-        assert self.drafting is not None and row.slot is not None
+        assert self.drafting is not None
+        assert row.slot is not None
         prompt = row.request.drafted
         if reader is None:
             prompt = type(prompt)(prompt.ids[:-1], prompt.media)
         try:
-            with clock.stage("draft_prefill"), self._seeing(clock, "draft_prefill"):
+            with clock.stage("draft_prefill"):
                 self.drafting.load(row.slot, prompt, None if reader is None else reader.result)
         except ContextError as problem:
             self._fail(
@@ -476,7 +483,9 @@ class RunningBatch:
     def _judged(self, ballot: Ballot) -> torch.Tensor:
         verdict = ballot.decide()
         assert ballot.reading is not None
-        return pack(ballot.tree, verdict, ballot.reading.logits, ballot.scores if ballot.rule.samples else None)
+        return pack(
+            ballot.tree, verdict, ballot.reading.logits, ballot.scores if ballot.rule.samples else None
+        )
 
     # -- on the host ---------------------------------------------------------------------------------------
 
@@ -537,8 +546,15 @@ class RunningBatch:
         step = row.steps[-1]
         row.steps[-1] = RowStep(step.tokens, step.marks, step.finished, tree)
 
-    def _seeing(self, clock: Clock, within: str | None = None) -> Any:
-        return _Seeing(self.context.media, clock, within)
+    @contextmanager
+    def _seeing(self, clock: Clock, within: str | None = None) -> Iterator[None]:
+        """Count what the target's vision tower takes meanwhile, and take it off the stage that it happens in."""
+        before = self.context.media.seconds
+        yield
+        spent = self.context.media.seconds - before
+        clock.add("vision", spent)
+        if within is not None:
+            clock.add(within, -spent)
 
     def _count_seconds(
         self, chunks: Sequence[Chunk], read: Sequence[Chunk], ballots: Sequence[Ballot], clock: Clock
@@ -549,27 +565,13 @@ class RunningBatch:
         pass_ = seconds.get("verify", 0.0) + seconds.get("prefill", 0.0)
         rest = {name: spent for name, spent in seconds.items() if name not in ("verify", "prefill", "draft")}
         for chunk in (*chunks, *read):
-            chunk.row.add_seconds({**rest, "prefill": pass_, "draft": seconds.get("draft", 0.0) * chunk.guessed})
+            chunk.row.add_seconds(
+                {**rest, "prefill": pass_, "draft": seconds.get("draft", 0.0) * chunk.guessed}
+            )
         for ballot in ballots:
             for row in ballot.rows:
                 if id(row) not in reading:
                     row.add_seconds({"verify": pass_, "draft": seconds.get("draft", 0.0)})
-
-
-class _Seeing:
-    """Counts what vision towers take while it is open, and takes it off the stage that it happens in."""
-
-    def __init__(self, media: MediaCache, clock: Clock, within: str | None) -> None:
-        self._media, self._clock, self._within = media, clock, within
-        self._before = 0.0
-
-    def __enter__(self) -> None:
-        self._before = self._media.seconds
-
-    def __exit__(self, *_: object) -> None:
-        spent = self._media.seconds - self._before
-        if self._within is None:
-            self._clock.add("vision", spent)
 
 
 def _names(processors: Sequence[Any]) -> str:

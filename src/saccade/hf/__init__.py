@@ -25,7 +25,7 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.drafters import AnyHead
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError, MethodError
 from saccade.generation import Plan, check_options
 from saccade.hf.checking import check as check_method
@@ -39,7 +39,6 @@ from saccade.inputs.families import family_of, kind_of, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.output import Output
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.target.placing import TYPES, check_types
 

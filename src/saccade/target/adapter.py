@@ -299,7 +299,9 @@ class Target:
             name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
             for name, value in join(self.config, prompt.media).items()
         }
-        inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        inputs.update(
+            attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
         positions, _ = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions

@@ -164,7 +164,10 @@ class RowCache(Cache):
                         f"Row {row} of the KV cache has {self.capacity(row)} slots but {held + count} are needed; the "
                         "request was sized too small, which is a bug worth reporting."
                     )
-                own = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
+                own = {
+                    k: None if m is None else m[place if m.shape[0] > 1 else 0][None]
+                    for k, m in masks.items()
+                }
                 spans.append(Span(row, at, count, start, held + count, own))
                 slots.append(torch.arange(start + held, start + held + count))
                 self.pending[row] += count

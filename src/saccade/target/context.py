@@ -20,7 +20,6 @@ from saccade.target.pieces import Needs, Piece, Reading
 from saccade.target.placing import check_types
 from saccade.target.selected import held_of, kept_of, shift_of
 
-
 CHUNK = 2048
 """Prompt tokens that run at once where nobody waits; bounds the attention mask."""
 
@@ -175,7 +174,9 @@ class Context:
         """Tokens behind what the rows hold."""
         return Piece(rows, tokens, allow, depth, self.deltas(rows), self._shift(rows))
 
-    def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
+    def commit(
+        self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]
+    ) -> None:
         """Commit chosen pending entries of some rows, whose token ids are ``ids``; drop their others."""
         self.cache.commit(rows, chosen)
         for row, new in zip(rows, ids, strict=True):
@@ -285,16 +286,19 @@ class PromptReader:
             embeddings = None if embeddings is None else embeddings[:, local]
             added = tuple(a[local] for a in added)
         row = self.row
-        self._pending = stop, Piece(
-            rows=[row],
-            tokens=tokens,
-            allow=self._allowed(kept),
-            depth=self._depth(kept),
-            shift=self._shift(kept),
-            embeddings=embeddings,
-            added=added,
-            positions=self._places(kept, chosen),
-            logits_from=len(kept) - 1 if final else len(kept),
+        self._pending = (
+            stop,
+            Piece(
+                rows=[row],
+                tokens=tokens,
+                allow=self._allowed(kept),
+                depth=self._depth(kept),
+                shift=self._shift(kept),
+                embeddings=embeddings,
+                added=added,
+                positions=self._places(kept, chosen),
+                logits_from=len(kept) - 1 if final else len(kept),
+            ),
         )
         return self._pending[1]
 
@@ -361,7 +365,10 @@ class PromptReader:
         added: list[Tensor] = []
         for first, last, medium in inside:
             features = self._context.media.features(self._target, medium, self.prompt.ids[first:last])
-            here, there = slice(max(first, at) - at, min(last, stop) - at), slice(max(at - first, 0), stop - first)
+            here, there = (
+                slice(max(first, at) - at, min(last, stop) - at),
+                slice(max(at - first, 0), stop - first),
+            )
             embeddings[0, here] = features.embeddings[there].to(embeddings)
             for layer, part in enumerate(features.added):
                 if layer == len(added):

@@ -72,7 +72,9 @@ class MaskPlan:
             allow = torch.ones(1, count, new, dtype=torch.bool, device=device)
         if depth is None:
             depth = torch.arange(new, device=device)[None]
-        window = additive(pad(allow, (longest, 0), value=True) & self._within(longest, depth, count, shift), dtype)
+        window = additive(
+            pad(allow, (longest, 0), value=True) & self._within(longest, depth, count, shift), dtype
+        )
         if not self.kinds:
             return {ALL: window}
         return {"full_attention": full, "sliding_attention": window}
@@ -85,8 +87,10 @@ class MaskPlan:
         assert self.window is not None
         held = torch.arange(-longest, 0, device=depth.device)[None]
         if shift is not None:
-            held = held + pad(shift, (longest - shift.shape[1], 0)) if shift.shape[1] <= longest else (
-                held + shift[:, shift.shape[1] - longest :]
+            held = (
+                held + pad(shift, (longest - shift.shape[1], 0))
+                if shift.shape[1] <= longest
+                else (held + shift[:, shift.shape[1] - longest :])
             )
         rows = max(held.shape[0], depth.shape[0])
         place = torch.cat([held.expand(rows, -1), depth.expand(rows, -1)], 1)

@@ -53,7 +53,7 @@ def labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
 @contextmanager
 def packing(decoder: nn.Module, cache: RowCache) -> Iterator[None]:
     """The decoder's attention runs on packed sequences, as ``cache.layout`` says, while this is open."""
-    configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
     for config, name in before:
         config._attn_implementation_internal = EAGER if name == "eager" else FUSED
@@ -75,7 +75,7 @@ def _by_row(
         raise ModelError(
             f"{type(module).__name__} changes its attention mask before it is used, so that rows cannot share a pass."
         )
-    layer: Any = cache.layers[module.layer_idx]  # type: ignore[index]
+    layer: Any = cache.layers[module.layer_idx]
     out = []
     for span in cache.layout.spans:
         seen = slice(span.start, span.start + span.visible)
@@ -89,13 +89,23 @@ def _by_row(
 
 
 def _fused(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     return _by_row(sdpa_attention_forward, module, query, attention_mask, **options)
 
 
 def _eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The architecture's own eager attention, row by row."""
     own = sys.modules[type(module).__module__].eager_attention_forward

@@ -13,7 +13,6 @@ from saccade.inputs.batch import join, type_ids
 from saccade.inputs.families import FAMILIES, kind_of
 from saccade.inputs.prompt import Prompt
 
-
 TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments that tell image tokens from text."""
 

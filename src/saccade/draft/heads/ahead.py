@@ -63,7 +63,9 @@ class AheadDraftSession:
         roots = on_device([tokens[-1] for tokens in new], self._device)
         self._going = self._state[on_device(list(rows), self._device)]
         growth = self._shaping.begin(rows, roots, proposer)
-        capped = self._drafter.policy.can_sample  # a form that is chosen by what was guessed must not depend on it
+        capped = (
+            self._drafter.policy.can_sample
+        )  # a form that is chosen by what was guessed must not depend on it
         ran = roots[:, None]  # [A, 1 + F], root first
         frontier = growth.expand(self._logits(ran[:, :, None]))
         while frontier is not None and not (capped and frontier.depth >= limit):

@@ -34,7 +34,9 @@ class KangarooDraftSession(HeadDraftSession):
 
     def reserve(self, row: int, capacity: int) -> None:
         super().reserve(row, capacity)
-        self._context.cache.reserve(row, capacity + self._slack)  # a policy may run more nodes than it has verified
+        self._context.cache.reserve(
+            row, capacity + self._slack
+        )  # a policy may run more nodes than it has verified
 
     @torch.inference_mode()
     def propose(

@@ -159,7 +159,9 @@ class HeadDraftSession:
             ran = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
         roots = on_device([tokens[-1] for tokens in new], self._device)
         growth = self._shaping.begin(rows, roots, proposer)
-        capped = self._drafter.policy.can_sample  # a form that is chosen by what was guessed must not depend on it
+        capped = (
+            self._drafter.policy.can_sample
+        )  # a form that is chosen by what was guessed must not depend on it
         frontier = growth.expand(self._drafter.logits(ran))
         while frontier is not None and not (capped and frontier.depth >= limit):
             guessed = self._run(rows, frontier, ran)
