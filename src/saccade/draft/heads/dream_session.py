@@ -97,7 +97,11 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.commit([row], [range(last - first)])
 
     def _lay_memory(self, row: int, count: int, reach: Tensor) -> None:
-        """Say where ``count`` new features of a prompt go, and which of them entries see: ``reach`` ``[1, N, count]``."""
+        """Say where ``count`` new features of a prompt go, and which of them its entries see.
+
+        Args:
+            reach: ``[1, N, count]`` bool.
+        """
         held, start = self.memory.lengths[row], self.memory.start(row)
         mask = pad(additive(reach, self._features[0].dtype), (held, 0))
         span = Span(row, 0, reach.shape[1], start, held + count, {ALL: mask})
