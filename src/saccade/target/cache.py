@@ -176,7 +176,8 @@ class RowCache(Cache):
             first = spans[0].start + spans[0].visible - spans[0].count
             self.layout = Layout(spans, slice(first, first + at), self.slots)
         else:
-            self.layout = Layout(spans, sent(torch.cat(slots), self._devices[0]), self.slots)
+            device = self._devices[0] if self._devices else torch.device("cpu")  # a cache may have no layers
+            self.layout = Layout(spans, sent(torch.cat(slots), device), self.slots)
         return self.layout
 
     # -- room --------------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""Rows that come, go and are cancelled beside others get from every kind of head what they get alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from heads_kit import POLICIES, engine, prompts, target, untaught
+
+from families import FAMILIES
+from saccade.draft.heads import vispec_session
+from saccade.draft.heads.session import HeadDraftSession
+from saccade.engine import Request, Row, RunningBatch
+from saccade.generation import plan
+
+NAME = "llava"
+KINDS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra", "kangaroo")
+COUNT = 8
+TREES: dict[bool, Any] = {False: POLICIES["dynamic"], True: POLICIES["chain"]}
+"""Deterministic trees and drawn chains; sampled tokens depend on the draft, so a wrong state shows in them."""
+
+
+def ask(batch: RunningBatch, number: int, sampled: bool) -> Row:
+    case = FAMILIES[NAME]
+    inputs = case.row_inputs("text" if number % 4 == 3 else "image", number % 3)
+    (prompt,) = prompts(case, inputs)
+    options: dict[str, Any] = {"max_new_tokens": 5 + number}
+    if sampled:
+        options.update(do_sample=True, temperature=0.7, top_k=0)
+    decoding = plan(target(NAME), [prompt], **options)
+    return batch.add(Request(prompt, seed=number), decoding.rows[0], decoding.do_sample)
+
+
+def alone(under: Any, number: int, sampled: bool) -> list[int]:
+    batch = under.open(1)
+    row = ask(batch, number, sampled)
+    while not batch.is_idle:
+        batch.step()
+    return row.output
+
+
+def together(under: Any, order: random.Random, mixed: bool) -> dict[int, tuple[Row, bool]]:
+    """All in one batch of three rows, arriving between steps; one is cancelled while its prompt is read, one later."""
+    batch, waiting, rows = under.open(3, prefill_chunk=24), list(range(COUNT)), dict[int, tuple[Row, bool]]()
+    order.shuffle(waiting)
+    steps = 0
+    while waiting or not batch.is_idle:
+        if waiting and order.random() < 0.5:
+            number = waiting.pop()
+            sampled = mixed and number % 2 == 0
+            rows[number] = ask(batch, number, sampled), sampled
+        batch.step()
+        steps += 1
+        if steps in (2, 5, 9) and rows:
+            batch.cancel(rows[order.choice(list(rows))][0])
+    return rows
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["trees", "chains"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_tokens_that_they_have_alone(kind: str, drawn: bool) -> None:
+    under = engine(NAME, untaught(NAME, kind), TREES[drawn])
+    rows = together(under, random.Random(1), True)
+    for number, (row, sampled) in rows.items():
+        assert row.error is None
+        expected = alone(under, number, sampled)
+        assert row.output == expected[: len(row.output)]
+        assert len(row.output) == len(expected) or row.finish().finish_reason == "cancelled"
+    assert sum(len(row.output) for row, _ in rows.values()) > 4 * COUNT
+
+
+def differs(under: Any) -> bool:
+    rows = together(under, random.Random(1), True)
+    return any(
+        row.output != alone(under, number, sampled)[: len(row.output)]
+        for number, (row, sampled) in rows.items()
+    )
+
+
+def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted mistake: a step's states go to the rows in the order of the slots."""
+    right = HeadDraftSession.observe
+
+    def sorted_rows(self: Any, rows: Any, *given: Any) -> None:
+        right(self, sorted(rows), *given)
+
+    under = engine(NAME, untaught(NAME, "eagle2"), TREES[True])
+    monkeypatch.setattr(HeadDraftSession, "observe", sorted_rows)
+    assert differs(under)
+
+
+def test_the_image_of_a_neighbour_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted mistake: ViSpec's image vectors are looked up by place among the rows that are named."""
+    right = vispec_session.ViSpecDraftSession._embed
+
+    def by_place(self: Any, rows: Any, tokens: Any) -> Any:
+        return right(self, range(len(rows)), tokens)
+
+    under = engine(NAME, untaught(NAME, "vispec"), TREES[True])
+    monkeypatch.setattr(vispec_session.ViSpecDraftSession, "_embed", by_place)
+    assert differs(under)
