@@ -17,7 +17,7 @@ from saccade.draft.controls import Fixed
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.history import Verified
-from saccade.draft.labelled import Labelled, Notes
+from saccade.draft.labelled import Labelled, Notes, heard
 from saccade.draft.mixing import MixedGrowth, Mixture
 from saccade.draft.pooled import pooled
 from saccade.draft.sampling import TopProposer
@@ -26,9 +26,8 @@ from saccade.draft.tree import DraftTree
 from saccade.draft.views import Multimodal, TextOnly
 from saccade.draft.weights import Grid
 from saccade.draft.width import WidthTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.rule import Verdict, path_to
 
@@ -54,9 +53,10 @@ class _Hearing:
 
 def mixture(logits: Tensor, weights: Tensor) -> Tensor:
     """``[B, W, V]`` what a policy is told, from ``[B, m, W, V]`` of the views."""
-    hearing, mixing = _Hearing(), Mixture(Chain(1), len(weights), weights.shape[1], CPU)
+    rows, views = weights.shape
+    hearing, mixing = _Hearing(), Mixture(Chain(1), rows, views, CPU)
     mixing.weights = weights
-    MixedGrowth(hearing, mixing).expand(logits.transpose(0, 1).flatten(0, 1))
+    MixedGrowth(hearing, mixing, range(rows * views), rows).expand(logits.transpose(0, 1).flatten(0, 1))
     return hearing.logits
 
 
@@ -72,26 +72,46 @@ def test_the_mixture_is_the_weighted_mean_of_probabilities() -> None:
 
 
 @pytest.mark.parametrize("silent", [(0,), (2,), (1,), (0, 2), (0, 1)])
-def test_views_at_the_ends_that_have_no_weight_run_no_guesses(silent: tuple[int, ...]) -> None:
+def test_views_that_have_no_weight_in_a_row_run_none_of_its_guesses(silent: tuple[int, ...]) -> None:
+    """In the other rows they do: what a row runs is its own affair."""
     weights = torch.rand(BATCH, VIEWS)
-    weights[:, list(silent)] = 0
+    weights[::2, list(silent)] = 0
     weights /= weights.sum(1, keepdim=True)
     mixing = Mixture(WidthTree(2, 3), BATCH, VIEWS, CPU)
     mixing.weights = weights
-    growth = mixing.begin(torch.arange(BATCH).repeat(VIEWS), TopProposer())
-    first, last = min(set(range(VIEWS)) - set(silent)), max(set(range(VIEWS)) - set(silent))
+    growth = mixing.begin(range(VIEWS * BATCH), torch.arange(BATCH).repeat(VIEWS), TopProposer())
     frontier = growth.expand(torch.randn(VIEWS * BATCH, 1, VOCAB))
     assert frontier is not None
     assert mixing.roots.shape == (VIEWS, BATCH, 1, VOCAB)
-    everyone = first == 0 and last == VIEWS - 1
-    assert frontier.rows == (None if everyone else slice(first * BATCH, (last + 1) * BATCH))
-    assert frontier.tokens.shape == ((last + 1 - first) * BATCH, 2)
+    run = [(i, b) for i in range(VIEWS) for b in range(BATCH) if b % 2 or i not in silent]
+    assert frontier.rows == [i * BATCH + b for i, b in run]
+    assert frontier.tokens.shape == (len(run), 2)
+    guesses: dict[int, list[int]] = {}
+    for (_, b), tokens in zip(run, frontier.tokens.tolist(), strict=True):
+        assert guesses.setdefault(b, tokens) == tokens
     told = _Hearing()
     growth._growth = told  # type: ignore[attr-defined]
     logits = torch.randn(VIEWS, BATCH, 2, VOCAB)
-    growth.expand(logits[first : last + 1].flatten(0, 1))
+    growth.expand(torch.stack([logits[i, b] for i, b in run]))
     expected = (weights.t()[..., None, None] * logits.softmax(-1)).sum(0)
     assert torch.allclose(told.logits.softmax(-1), expected, atol=1e-6)
+
+
+def test_a_row_of_one_view_beside_others_is_told_what_that_view_says() -> None:
+    """Rows 3 and 1 are named, of which row 1 has read the same in all views."""
+    mixing = Mixture(WidthTree(2, 3), BATCH, VIEWS, CPU)
+    mixing.weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
+    rows = [3, 1, BATCH + 3, 2 * BATCH + 3]
+    growth = mixing.begin(rows, torch.tensor([7, 9, 7, 7]), TopProposer())
+    logits = torch.randn(4, 1, VOCAB)
+    frontier = growth.expand(logits)
+    assert frontier is not None
+    assert frontier.rows == rows
+    q = logits.softmax(-1)
+    mixed = torch.stack([0.5 * q[0] + 0.3 * q[2] + 0.2 * q[3], q[1]])
+    best = mixed[:, 0].topk(2).indices
+    assert torch.equal(frontier.tokens, best[[0, 1, 0, 0]])
+    assert growth.tree().tokens[:, 0].tolist() == [7, 9]
 
 
 def test_the_mixture_s_logits_are_finite_where_no_view_sees_a_token() -> None:
@@ -123,7 +143,7 @@ def grown(policy: Any) -> tuple[Mixture, DraftTree]:
     """Trees of all rows, and what the views have said of their roots."""
     mixing = Mixture(policy, BATCH, VIEWS, CPU)
     mixing.weights = torch.tensor([[0.5, 0.3, 0.2]] * BATCH)
-    growth = mixing.begin(torch.arange(BATCH).repeat(VIEWS), TopProposer())
+    growth = mixing.begin(range(VIEWS * BATCH), torch.arange(BATCH).repeat(VIEWS), TopProposer())
     entries: list[list[tuple[int, ...]]] = [[] for _ in range(BATCH)]
 
     def said(paths: list[list[tuple[int, ...]]]) -> Tensor:
@@ -133,9 +153,13 @@ def grown(policy: Any) -> tuple[Mixture, DraftTree]:
 
     frontier = growth.expand(said([[()] for _ in range(BATCH)]))
     while frontier is not None:
-        assert frontier.rows is None
+        assert frontier.rows == list(range(VIEWS * BATCH))
         assert torch.equal(frontier.tokens[:BATCH], frontier.tokens[BATCH : 2 * BATCH])
-        allow = frontier.allow.expand(BATCH * VIEWS, -1, -1)
+        width = frontier.tokens.shape[1]
+        allow = frontier.allow  # None: all before it and itself
+        if allow is None:
+            allow = torch.ones(1, width, len(entries[0]) + width, dtype=torch.bool)
+        allow = allow.expand(BATCH * VIEWS, -1, -1)
         paths = []
         for b in range(BATCH):
             new = []
@@ -163,21 +187,20 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
     return found
 
 
-def heard(labelled: Labelled) -> Verified:
-    """What the views say once they are run on what was emitted, which may be without the last token."""
-    count = max(map(len, labelled.emitted)) - 1
-    if count == 0:
-        return labelled.heard(None)
-    said = torch.zeros(VIEWS * BATCH, count, VOCAB)
-    for i in range(VIEWS):
-        for b, tokens in enumerate(labelled.emitted):
-            if len(tokens) > 1:
-                paths = [(b, *tokens[:t]) for t in range(1, len(tokens))]
-                said[i * BATCH + b, : len(paths)] = logits_after(paths, i)
-    return labelled.heard(said)
+def learned(blocks: dict[int, Labelled]) -> Verified:
+    """What some rows' blocks teach, once the views are run on what was emitted, which may be without the last token."""
+    said = [
+        [
+            logits_after([(b, *block.emitted[:t]) for t in range(1, max(len(block.emitted), 2))], i)
+            for i in range(VIEWS)
+        ]
+        for b, block in blocks.items()
+    ]
+    return heard([*blocks.values()], said)
 
 
 def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
+    """The b-th row of ``seen``."""
     assert list(seen.emitted[b]) == [label for _, _, label in expected]
     assert seen.label[b, : len(expected)].tolist() == list(seen.emitted[b])
     for t, (p, q, _) in enumerate(expected):
@@ -202,20 +225,22 @@ def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, la
         emitted = [[label for _, _, label in row] for row in expected]
         goes_on = (torch.rand(BATCH, generator=generator) < 0.7).tolist()
         telling = [row for row in range(BATCH) if row != step % BATCH]
-        notes = Notes(BATCH)
-        notes.note(telling, mixing.roots, tree, scores, verdict)
-        labelled = notes.emitted(
-            [tokens if goes else [] for tokens, goes in zip(emitted, goes_on, strict=True)]
-        )
-        for taken, part in ((labelled, True), (notes.left(), False)):
-            rows = [row for row in telling if goes_on[row] == part]
-            assert (taken is not None) == bool(rows)
-            if taken is None:
-                continue
-            seen = heard(taken)
-            for b in range(BATCH):
-                assert_row(seen, b, expected[b] if b in rows else [])
-        assert notes.left() is None
+        notes = Notes()
+        # The rows that tell, by the places that they have in a batch of more slots.
+        notes.note([10 + row for row in telling], telling, mixing.roots, tree, scores, verdict)
+        at_once = {
+            row: block
+            for row in range(BATCH)
+            if goes_on[row] and (block := notes.emitted(10 + row, emitted[row])) is not None
+        }
+        later = {row: block for row in range(BATCH) if (block := notes.left(10 + row)) is not None}
+        for taken, part in ((at_once, True), (later, False)):
+            assert [*taken] == [row for row in telling if goes_on[row] == part]
+            if taken:
+                seen = learned(taken)
+                for place, row in enumerate(taken):
+                    assert_row(seen, place, expected[row])
+        assert all(notes.left(10 + row) is None for row in range(BATCH))
 
 
 def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
@@ -223,12 +248,13 @@ def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
     scores = torch.randn(BATCH, tree.size, VOCAB)
     count = torch.tensor([0, 4, 2, 1, 3])
     verdict = Verdict(path_to(tree, count), count, torch.arange(BATCH))
-    notes = Notes(BATCH)
-    notes.note(range(BATCH), mixing.roots, tree, scores, verdict)
-    labelled = notes.left()
-    assert labelled is not None
-    seen = heard(labelled)
-    for b, expected in enumerate(slowly(tree, scores, verdict)):
+    notes = Notes()
+    notes.note(range(BATCH), range(BATCH), mixing.roots, tree, scores, verdict)
+    notes.forget(4)
+    found = {row: block for row in range(BATCH) if (block := notes.left(row)) is not None}
+    assert [*found] == [0, 1, 2, 3]
+    seen = learned(found)
+    for b, expected in enumerate(slowly(tree, scores, verdict)[:4]):
         assert_row(seen, b, expected)
 
 
@@ -237,9 +263,12 @@ class _Watched(Grid):
 
     def open(self, batch: int, views: int, device: torch.device) -> Any:
         weights: Any = super().open(batch, views, device)
-        self.__dict__["seen"] = seen = list[Verified]()
+        self.__dict__["seen"] = seen = list[tuple[int, list[int]]]()
         learn = weights.learn
-        weights.learn = lambda block: (seen.append(block), learn(block))
+        weights.learn = lambda rows, block: (
+            seen.extend(zip(rows, block.emitted, strict=True)),
+            learn(rows, block),
+        )
         return weights
 
 
@@ -254,14 +283,14 @@ def test_rows_that_have_ended_teach_nothing() -> None:
     requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=3))]
     outputs = Engine(target, drafter).generate(requests, max_new_tokens=40, eos_token_id=eos)
     assert len({len(output.tokens) for output in outputs}) > 1
-    blocks: list[Verified] = weighting.__dict__["seen"]
+    blocks: list[tuple[int, list[int]]] = weighting.__dict__["seen"]
     for row, output in enumerate(outputs):
-        taught = [block.emitted[row] for block in blocks if block.emitted[row]]
-        assert len(taught) == output.stats.target_passes - 1, (
-            "the last block is learned from in the next turn"
+        taught = [emitted for slot, emitted in blocks if slot == row]
+        assert len(taught) == output.stats.target_passes, (
+            "the first was guessed before the prompt was read, and the last one is learned from in the next turn"
         )
         said = [token for tokens in taught for token in tokens]
-        assert said == output.tokens[1 : len(said) + 1]
+        assert said == output.tokens[: len(said)]
 
 
 def test_weights_that_never_change_keep_no_distributions() -> None:
@@ -319,7 +348,7 @@ def test_a_caption_longer_than_its_image_finds_room() -> None:
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int) -> None:
     policy = WidthTree(width, 4)
-    growth = policy.open(BATCH, CPU).begin(torch.arange(BATCH), TopProposer())
+    growth = policy.open(BATCH, CPU).begin(range(BATCH), torch.arange(BATCH), TopProposer())
     beams: list[dict[tuple[int, ...], float]] = [{(): 0.0} for _ in range(BATCH)]
     every: list[set[tuple[int, ...]]] = [{()} for _ in range(BATCH)]
     frontier: Any = True

@@ -16,13 +16,11 @@ from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.mixing import heard
 from saccade.draft.model import ModelDrafter
 from saccade.draft.sage import SageShaping, SageTree
 from saccade.draft.views import Multimodal, TextOnly
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 NAME, NEW = "llama", 40
@@ -58,11 +56,11 @@ class Counted:
     def restart(self, row: int) -> None:
         self.shaping.restart(row)
 
-    def learn(self, verdict: Any) -> None:
-        self.shaping.learn(verdict)
+    def observe(self, rows: Any, verdict: Any) -> None:
+        self.shaping.observe(rows, verdict)
 
-    def begin(self, roots: torch.Tensor, proposer: Any, live: Any = None) -> Any:
-        growth, frontiers = self.shaping.begin(roots, proposer, live), self.frontiers
+    def begin(self, rows: Any, roots: torch.Tensor, proposer: Any) -> Any:
+        growth, frontiers = self.shaping.begin(rows, roots, proposer), self.frontiers
 
         class Growing:
             def expand(self, logits: torch.Tensor) -> Any:
@@ -124,9 +122,3 @@ def test_a_finished_row_s_next_turn_begins_where_its_last_one_ended() -> None:
     shaping._catch_up()
     assert shaping._rows[0] == shaping._fresh()
     assert shaping._rows[1] != shaping._fresh()
-
-
-def test_views_that_only_a_finished_row_listens_to_are_not_run() -> None:
-    weights = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-    assert heard(weights) == slice(0, 2)
-    assert heard(weights, [False, True]) == slice(1, 2)

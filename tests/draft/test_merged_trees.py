@@ -87,7 +87,7 @@ def test_lookup_guesses_nothing_that_the_target_does_not_have() -> None:
         nothing: Any = None
         session = drafter.open(1, nothing)
         session._append(0, [1, 2, 5, 99, 6, 7, 1])
-        tree = session.propose([[2]], TopProposer())
+        tree = session.propose([0], [[2]], TopProposer(), 3)
         assert tree.tokens[0, 1:].tolist() == guess
 
 

@@ -13,9 +13,9 @@ from saccade.compositions import Parts
 from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, branches_of
+from saccade.engine import Request
 from saccade.hf import speculate
 from saccade.methods import build
-from saccade.engine import Request
 
 IMAGES = [picture(3)]
 QUESTION = "What is it, and what was it?"
@@ -79,10 +79,10 @@ def test_a_picture_changes_none_of_spd_s_guesses() -> None:
     for shade in (1, 9):
         session: Any = model.engine.open(1)
         prompt = model.processor.prompt(QUESTION, [picture(shade)])
-        session.drafting.grow(len(prompt) + 8)
-        session.drafting.load(0, prompt)
-        seen.append(session.drafting.context.lengths)
-    assert seen[0] == seen[1] < [len(prompt)]
+        session.drafting.reserve(0, len(prompt) + 8)
+        session.drafting.load(0, prompt, None)
+        seen.append(session.drafting.context.lengths[0])
+    assert seen[0] == seen[1] < len(prompt)
 
 
 def test_trees_are_put_where_the_options_say() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,11 +23,10 @@ from saccade.draft.sampling import Proposer
 from saccade.draft.static import Chain, StaticTree
 from saccade.draft.views import Multimodal, Pruned, TextOnly
 from saccade.draft.width import WidthTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.rule import Verdict
 
@@ -48,10 +48,10 @@ class _Noting:
     def __init__(self, policy: Watched) -> None:
         self._policy = policy
 
-    def begin(self, roots: torch.Tensor, proposer: Proposer, live: Any = None) -> Growth:
-        return self._policy.begin(roots, proposer, live)
+    def begin(self, rows: Sequence[int], roots: torch.Tensor, proposer: Proposer) -> Growth:
+        return self._policy.begin(rows, roots, proposer)
 
-    def learn(self, verdict: Verdict) -> None:
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
         pass
 
     def restart(self, row: int) -> None:
@@ -95,7 +95,7 @@ def test_only_rows_with_a_new_prompt_start_anew(kind: str) -> None:
     engine = Engine(target(), drafter(kind, policy))
     session = engine.open(2)
     answers = ask(engine, session, [asked(0), asked(1)])
-    assert policy.restarted == [], "a session begins without history"
+    policy.restarted.clear()
     ask(engine, session, [next_turn(0, answers[0].tokens), next_turn(1, answers[1].tokens)])
     assert policy.restarted == []
     first_ids = asked(1).ids[:2]
@@ -112,6 +112,7 @@ def test_the_same_words_about_another_picture_are_a_new_prompt() -> None:
     inputs = FAMILIES[NAME].row_inputs("image", 0)
     other = split(target().config, {**inputs, "pixel_values": inputs["pixel_values"].neg()})[0]
     ask(engine, session, [asked(0)])
+    policy.restarted.clear()
     ask(engine, session, [other])
     assert set(policy.restarted) == {0}
 
@@ -139,18 +140,17 @@ def test_sage_drafts_for_a_new_prompt_as_if_it_were_the_first(kind: str) -> None
     (answer,) = ask(engine, session, [asked(0)])
     (again,) = ask(engine, session, [asked(1)])
     (fresh,) = ask(engine, engine.open(1), [asked(1)])
-    if kind != "ensemble":  # whose weights carry over, as they are to
-        assert course(again) == course(fresh)
+    assert course(again) == course(fresh)
     session = engine.open(1)
     ask(engine, session, [asked(0)])
     shaping = getattr(session.drafting, "_session", session.drafting)._shaping
     shaping = getattr(shaping, "_shaping", shaping)
-    shaping._catch_up()
+    shaping._catch_up(shaping._rows[0])
     before = shaping._rows[0]
     assert not before.starting
-    session.drafting.load(0, next_turn(0, answer.tokens))
+    session.drafting.load(0, next_turn(0, answer.tokens), None)
     assert shaping._rows[0] is before
-    session.drafting.load(0, asked(2))
+    session.drafting.load(0, asked(2), None)
     assert shaping._rows[0].starting
     assert not shaping._rows[0].lengths
 

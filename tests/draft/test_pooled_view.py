@@ -19,13 +19,12 @@ from saccade.draft.pooled import SQUARES, HalvedPictures, PooledFeatures, pool, 
 from saccade.draft.sampling import TopProposer
 from saccade.draft.static import Chain
 from saccade.draft.view import View
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import MethodError
 from saccade.inputs.batch import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
-from saccade.target.features import Hidden
+from saccade.target.context import Context
 
 ANYRES = ("llava_next", "llava_onevision")
 RESIZED = [
@@ -49,13 +48,14 @@ def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
 
 
 def session(name: str, rows: int = 1) -> ModelDraftSession:
-    opened = ModelDraftSession(ModelDrafter(model(name), Chain(2)), rows)
-    opened.grow(256)
+    opened = ModelDraftSession(ModelDrafter(model(name), Chain(2)), rows, Context(model(name), rows))
+    for row in range(rows):
+        opened.reserve(row, 256)
     return opened
 
 
 def load(view: View, opened: ModelDraftSession, prompt: Prompt, row: int = 0) -> None:
-    view.load(opened, row, prompt, opened.context)
+    view.load(opened, row, prompt, opened.context, None)
 
 
 def visuals(name: str, prompt: Prompt) -> int:
@@ -134,7 +134,7 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
         return logits
 
     opened.context.forward = noted  # type: ignore[method-assign]
-    opened.propose([[20], [30], [40]], TopProposer())
+    opened.propose([0, 1, 2], [[20], [30], [40]], TopProposer(), 2)
     assert len(ran) == 2  # the emitted tokens, then the first guesses
     for row, prompt in enumerate(asked):
         said: list[int] = []
@@ -254,6 +254,16 @@ def captured(name: str, prompt: Prompt) -> Tensor:
     return found[0]
 
 
+def states(view: View, opened: ModelDraftSession, prompt: Prompt) -> Tensor:
+    """``[S, d]`` what enters the first layer of the draft model while it reads a prompt."""
+    found: list[Any] = []
+    read = opened.context.load
+    opened.context.load = lambda *given: found.append(read(*given)) or found[-1]  # type: ignore[assignment]
+    load(view, opened, prompt)
+    hidden: Tensor = found[0].hidden[0]
+    return hidden
+
+
 def projected(name: str, features: Tensor) -> Tensor:
     base = model(name).model.base_model
     if name == "gemma3":
@@ -272,9 +282,8 @@ def test_pooled_features_are_the_averages_made_by_hand(name: str) -> None:
     expected = projected(name, by_hand.flatten(1, 2))
     view, opened = pooled(model(name)), session(name)
     seen = view.read(prompt)
-    opened.context.hidden = hidden = Hidden((0,))  # what enters the first layer
-    load(view, opened, seen)
-    entered = hidden.states[0][0][visual_mask(model(name).config, seen.ids)]
+    opened.context.needs.add_layers(0)  # what enters the first layer
+    entered = states(view, opened, seen)[visual_mask(model(name).config, seen.ids)]
     if name in ANYRES:  # the tiles follow, unpadded and with newlines
         assert torch.allclose(entered[: expected.shape[1]], expected[0], atol=1e-5)
         rest = torch.cdist(entered[expected.shape[1] :], expected[1:].flatten(0, 1)).amin(1)
@@ -305,17 +314,16 @@ def test_a_model_that_keeps_its_class_token_is_pooled_behind_it() -> None:
     view = pooled(keeping)
     seen = view.read(prompt)
     assert seen.ids == (1, *[IMAGE] * 5, 20)
-    opened = ModelDraftSession(ModelDrafter(keeping, Chain(2)), 1)
-    opened.grow(64)
-    opened.context.hidden = hidden = Hidden((0,))
-    load(view, opened, seen)
+    opened = ModelDraftSession(ModelDrafter(keeping, Chain(2)), 1, Context(keeping, 1))
+    opened.context.needs.add_layers(0)
+    entered = states(view, opened, seen)
     tower: list[Tensor] = []
     projector = stock.base_model.multi_modal_projector
     projector.register_forward_pre_hook(lambda m, args: tower.append(args[0]))
     stock(input_ids=torch.tensor([prompt.ids]), **pixels)
     (features,) = tower
     by_hand = torch.cat([features[0, :1], averages(features[0, 1:].unflatten(0, (4, 4))).flatten(0, 1)])
-    assert torch.allclose(hidden.states[0][0][1:6], projector(by_hand), atol=1e-5)
+    assert torch.allclose(entered[1:6], projector(by_hand), atol=1e-5)
 
 
 def test_features_on_no_square_are_refused() -> None:

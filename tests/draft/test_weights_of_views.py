@@ -111,13 +111,13 @@ def test_weights_are_those_of_the_definition(name: str, views: int, window: int 
     weights = make(window).open(BATCH, views, CPU)
     histories: list[list[Position]] = [[] for _ in range(BATCH)]
     for seen in blocks(views):
-        chosen = weights.choose()
+        chosen = weights.choose(range(BATCH))
         for row, history in enumerate(histories):
             expected = np.full(views, 1 / views)
             if history:
                 expected = reference(history[-window:] if window else history, views)
             np.testing.assert_allclose(chosen[row].numpy(), expected, atol=CLOSE)
-        weights.learn(seen)
+        weights.learn(range(BATCH), seen)
         for row, history in enumerate(histories):
             for t, label in enumerate(seen.emitted[row]):
                 p, q = seen.p[row, t].double().numpy(), seen.q[:, row, t].double().numpy()
@@ -126,7 +126,7 @@ def test_weights_are_those_of_the_definition(name: str, views: int, window: int 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_block_has_equal_weights(name: str) -> None:
-    chosen = CASES[name][0](None).open(2, 4, CPU).choose()
+    chosen = CASES[name][0](None).open(2, 4, CPU).choose([0, 1])
     assert torch.equal(chosen, torch.full((2, 4), 0.25))
 
 
@@ -143,8 +143,8 @@ def test_a_view_that_is_never_wrong_or_always_impossible_breaks_nothing(name: st
     right = torch.stack([certain(3), certain(5)])[:, None, None]  # [2, 1, 1, V]
     seen = Verified(certain(3)[None, None], right, [[3]])
     for _ in range(20):
-        weights.learn(seen)
-        (chosen,) = weights.choose()
+        weights.learn([0], seen)
+        (chosen,) = weights.choose([0])
         assert torch.isfinite(chosen).all()
         assert chosen.sum() == pytest.approx(1)
         assert chosen[0] > chosen[1]
@@ -157,10 +157,10 @@ def test_the_paper_s_inverse_errors_level_out_and_mean_ones_do_not() -> None:
     seen = Verified(p, q, [[0]])
     summed, mean = InverseError().open(1, 2, CPU), InverseError(average=True).open(1, 2, CPU)
     for _ in range(400):
-        summed.learn(seen)
-        mean.learn(seen)
-    assert abs(float(summed.choose()[0, 0]) - 0.5) < 0.01
-    assert float(mean.choose()[0, 0]) > 0.95
+        summed.learn([0], seen)
+        mean.learn([0], seen)
+    assert abs(float(summed.choose([0])[0, 0]) - 0.5) < 0.01
+    assert float(mean.choose([0])[0, 0]) > 0.95
 
 
 @pytest.mark.parametrize("window", [2, None])
@@ -168,32 +168,49 @@ def test_positions_that_nobody_labelled_teach_nothing(window: int | None) -> Non
     (seen, *_) = blocks(2)
     nothing = Verified(torch.full_like(seen.p, float("nan")), seen.q, [[]] * BATCH)
     weights = Grid(window=window).open(BATCH, 2, CPU)
-    weights.learn(seen)
-    before = weights.choose()
-    weights.learn(nothing)
-    assert torch.equal(weights.choose(), before)
+    every = range(BATCH)
+    weights.learn(every, seen)
+    before = weights.choose(every)
+    weights.learn(every, nothing)
+    assert torch.equal(weights.choose(every), before)
 
 
 @pytest.mark.parametrize("window", [2, None])
 def test_a_forgotten_row_starts_anew_and_the_others_go_on(window: int | None) -> None:
     weights = InverseError(average=True, window=window).open(BATCH, 2, CPU)
     for seen in blocks(2)[:3]:
-        weights.learn(seen)
-    before = weights.choose().clone()
+        weights.learn(range(BATCH), seen)
+    before = weights.choose(range(BATCH)).clone()
     weights.forget(1)
-    after = weights.choose()
+    after = weights.choose(range(BATCH))
     assert torch.equal(after[1], torch.full((2,), 0.5))
     assert torch.equal(after[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize("window", [2, None])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_learn_and_choose_by_their_place_whoever_is_named_beside_them(
+    name: str, window: int | None
+) -> None:
+    every, some = (CASES[name][0](window).open(BATCH, 2, CPU) for _ in range(2))
+    for seen in blocks(2)[:5]:
+        every.learn(range(BATCH), seen)
+        for row in (2, 0):
+            alone = Verified(seen.p[[row]], seen.q[:, [row]], [seen.emitted[row]])
+            some.learn([row], alone)
+    expected = every.choose(range(BATCH))
+    np.testing.assert_allclose(some.choose([2, 0]), expected[[2, 0]], atol=CLOSE)
+    assert torch.equal(some.choose([1]), torch.full((1, 2), 0.5))
 
 
 def test_candidates_measured_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = (Grid(distance="match").open(BATCH, 3, CPU) for _ in range(2))
     for seen in blocks(3)[:3]:
-        whole.learn(seen)
+        whole.learn(range(BATCH), seen)
         with monkeypatch.context() as patch:
             patch.setattr("saccade.draft.weights._MOST_VALUES", 5 * BATCH * POSITIONS * VOCAB)
-            parts.learn(seen)
-        assert torch.equal(whole.choose(), parts.choose())
+            parts.learn(range(BATCH), seen)
+        assert torch.equal(whole.choose(range(BATCH)), parts.choose(range(BATCH)))
 
 
 def test_two_views_have_the_paper_s_eleven_points() -> None:
@@ -210,8 +227,8 @@ def test_random_weights_fill_the_simplex_and_follow_the_prompt_alone() -> None:
     one.load(0, [4, 5, 6])
     two.load(0, [9])
     two.load(1, [4, 5, 6])
-    drawn = torch.stack([one.choose()[0] for _ in range(2000)])
-    assert torch.equal(drawn[:5], torch.stack([two.choose()[1] for _ in range(5)]))
+    drawn = torch.stack([one.choose([0])[0] for _ in range(2000)])
+    assert torch.equal(drawn[:5], torch.stack([two.choose([1])[0] for _ in range(5)]))
     assert torch.allclose(drawn.sum(1), torch.ones(2000))
     assert drawn.min() >= 0
     # Every coordinate of the flat Dirichlet distribution is Beta(1, 2): mean 1/3, variance 1/18.
@@ -220,8 +237,8 @@ def test_random_weights_fill_the_simplex_and_follow_the_prompt_alone() -> None:
 
 
 def test_fixed_weights_are_equal_or_as_given() -> None:
-    assert torch.allclose(Fixed().open(2, 3, CPU).choose(), torch.full((2, 3), 1 / 3))
-    assert torch.allclose(Fixed((3, 1)).open(1, 2, CPU).choose(), torch.tensor([[0.75, 0.25]]))
+    assert torch.allclose(Fixed().open(2, 3, CPU).choose([1, 0]), torch.full((2, 3), 1 / 3))
+    assert torch.allclose(Fixed((3, 1)).open(1, 2, CPU).choose([0]), torch.tensor([[0.75, 0.25]]))
     with pytest.raises(ValueError, match="2 weights were given for 3 views"):
         Fixed((3, 1)).open(1, 3, CPU)
 

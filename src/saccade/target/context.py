@@ -35,6 +35,7 @@ class _Held:
         is_long: whether they were read with a longrope embedding's long factors.
         delta: what to add to the row's length to get its next text position.
         shift: gaps between entries (`shift_of`), where windows ask for them; None without gaps.
+        asked: length of the prompt that was read last; 0 until all of it has been.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -43,6 +44,7 @@ class _Held:
     is_long: bool = False
     delta: int = 0
     shift: list[int] | None = None
+    asked: int = 0
 
 
 @dataclass(slots=True)
@@ -121,6 +123,9 @@ class Context:
         start = _shared(held.ids, held.media, prompt.ids, marks) if is_long == held.is_long else 0
         if prompt.media and kind_of(self.target.config) not in FAMILIES:
             start = 0  # nobody knows which of its placeholders are whose
+        if self.needs.attention is not None and marks and not 0 < held.asked <= start:
+            # No later turn of the same conversation: all that ask of this prompt are to run, as in a fresh row.
+            start = min(start, max(last for _, last, _ in marks)) if self.needs.queries == "words" else 0
         gone = [*(d for d in held.dropped if d < start), *(d for d in dropped if d >= start)]
         self._held[row] = _Held(
             ids=list(prompt.ids[:start]),
@@ -342,7 +347,7 @@ class PromptReader:
         return self.result
 
     def _finish(self, held: _Held) -> None:
-        held.delta = self.delta
+        held.delta, held.asked = self.delta, len(self.prompt)
         gaps = self._dropped and self._target.family.masks.window is not None
         held.shift = shift_of(len(self.prompt), self._dropped) if gaps else None
         if self._hidden:
