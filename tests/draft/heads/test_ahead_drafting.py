@@ -209,6 +209,6 @@ def test_methods_by_name(kind: str) -> None:
         (output,) = build(kind, parts, **options).generate([Request(prompt)], max_new_tokens=12)
         assert output.tokens == expected.tokens
         assert output.stats.drafted_tokens > 0
-    for deep in ({"tree": "sage"}, {"tree": "dynamic", "depth": 6}, {"tree": "chain", "gamma": 6}):
+    for deep in ({"tree": "sage"}, {"tree": "dynamic", "max_depth": 6}, {"tree": "chain", "gamma": 6}):
         with pytest.raises(MethodError, match="guesses 5 tokens ahead, but the tree has up to"):
             build(kind, parts, **deep)
