@@ -226,7 +226,7 @@ class RunningBatch:
             row.stats.reused_tokens = self._readers[row.slot].at
 
     def _run(self, clock: Clock) -> None:
-        chunks, read = self._chunks(clock)
+        chunks, read, ahead = self._chunks(clock)
         ballots = self._ballots(chunks, clock)
         pieces = self._pieces(chunks, ballots, clock)
         running = any(row.slot not in self._readers for ballot in ballots for row in ballot.rows)
@@ -250,15 +250,18 @@ class RunningBatch:
                         ballot.slots, ballot.tree, ballot.scores, ballot.verdict, ballot.reading
                     )
         host = to_host(packed) if packed else []  # the step's one synchronisation
-        self._count_seconds(chunks, read, ballots, clock)
+        self._count_seconds([*chunks, *read, *ahead], ballots, clock)
         for ballot, rows in zip(ballots, host, strict=True):
             self._settle(ballot, rows, {id(c.row): c for c in chunks if c.guessed})
 
-    def _chunks(self, clock: Clock) -> tuple[list[Chunk], list[Chunk]]:
-        """What is read of prompts in this step: to be run together, and run alone already and done."""
+    def _chunks(self, clock: Clock) -> tuple[list[Chunk], list[Chunk], list[Chunk]]:
+        """What is read of prompts in this step: to be run together; run alone already and done; and rows for which a
+        large medium or a long draft prompt was read ahead, which takes the step's share by itself."""
         chunks: list[Chunk] = []
         done: list[Chunk] = []
+        ahead: list[Chunk] = []
         left = self._chunk
+        busy = any(row.slot not in self._readers for row in self._active)
         for row in list(self._active):
             if row.slot is None or row.slot not in self._readers or left <= 0:
                 continue
@@ -266,8 +269,11 @@ class RunningBatch:
             stop = reader.stop(left)
             if stop - reader.at > left < self._chunk:
                 continue  # an image that fits a later step
-            left -= stop - reader.at
             chunk = Chunk(row, reader, stop)
+            if busy and self._read_ahead(chunk, clock):
+                ahead.append(chunk)
+                break
+            left -= stop - reader.at
             if not (reader.is_whole or reader.needs_attention):
                 chunk.guessed = chunk.is_last and self._guesses_early(row)
                 chunks.append(chunk)
@@ -280,7 +286,28 @@ class RunningBatch:
                 continue
             if reader.done:
                 done.append(chunk)
-        return chunks, done
+        return chunks, done, ahead
+
+    def _read_ahead(self, chunk: Chunk, clock: Clock) -> bool:
+        """Read what is large about a chunk before its own step, so that rows under way never wait for all of it."""
+        row, reader, large = chunk.row, chunk.reader, self._chunk // 4
+        try:
+            if reader.unseen(chunk.stop) > large:
+                with self._seeing(clock):
+                    reader.see(chunk.stop)
+                return True
+        except Exception as error:
+            self._fail(row, error)
+            return True
+        if (
+            chunk.is_last
+            and len(row.request.drafted) > large
+            and not row.is_drafted
+            and self._guesses_early(row)
+        ):
+            row.is_drafted = self._load(row, clock, None)
+            return True
+        return False
 
     def _guesses_early(self, row: Row) -> bool:
         """Whether a row's first guesses are verified in the pass that ends its prompt."""
@@ -299,7 +326,7 @@ class RunningBatch:
         """Trees for the rows under way and for those whose prompts end in this step."""
         early = []
         for chunk in chunks:
-            if chunk.guessed and self._load(chunk.row, clock, None):
+            if chunk.guessed and (chunk.row.is_drafted or self._load(chunk.row, clock, None)):
                 early.append(chunk.row)
         going = [row for row in self._active if row.slot not in self._readers]
         ballots = []
@@ -556,22 +583,19 @@ class RunningBatch:
         if within is not None:
             clock.add(within, -spent)
 
-    def _count_seconds(
-        self, chunks: Sequence[Chunk], read: Sequence[Chunk], ballots: Sequence[Ballot], clock: Clock
-    ) -> None:
+    def _count_seconds(self, reading: Sequence[Chunk], ballots: Sequence[Ballot], clock: Clock) -> None:
         """Every row counts the stages that it took part in; rows of one step share them."""
         seconds = clock.read()
-        reading = {id(chunk.row) for chunk in (*chunks, *read)}
         pass_ = seconds.get("verify", 0.0) + seconds.get("prefill", 0.0)
         rest = {name: spent for name, spent in seconds.items() if name not in ("verify", "prefill", "draft")}
-        for chunk in (*chunks, *read):
-            chunk.row.add_seconds(
-                {**rest, "prefill": pass_, "draft": seconds.get("draft", 0.0) * chunk.guessed}
-            )
+        drafting = seconds.get("draft", 0.0)
+        for chunk in reading:
+            chunk.row.add_seconds({**rest, "prefill": pass_, "draft": drafting * chunk.guessed})
+        mine = {id(chunk.row) for chunk in reading}
         for ballot in ballots:
             for row in ballot.rows:
-                if id(row) not in reading:
-                    row.add_seconds({"verify": pass_, "draft": seconds.get("draft", 0.0)})
+                if id(row) not in mine:
+                    row.add_seconds({"verify": pass_, "draft": drafting})
 
 
 def _names(processors: Sequence[Any]) -> str:

@@ -66,6 +66,7 @@ class Row:
         slot: of the batch's caches; None before it is admitted and after it has ended.
         steps: what the steps gave, oldest first; whoever reads takes them out.
         generator: of its random numbers, on the host.
+        is_drafted: whether the drafter has read its prompt ahead of the target.
     """
 
     def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
@@ -78,6 +79,7 @@ class Row:
         self.slot: int | None = None
         self.steps: list[RowStep] = []
         self.generator = torch.Generator().manual_seed(request.seed)
+        self.is_drafted = False
         self._device = device
         self._reason: FinishReason | None = None
         self._taken = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.inputs.batch import media_spans
 from saccade.inputs.families import FAMILIES, kind_of
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.attention import reading_attention
 from saccade.target.cache import RowCache
@@ -231,6 +231,7 @@ class PromptReader:
         self._hidden: list[dict[int, Tensor]] = []
         self._embeddings: list[Tensor] = []
         self._pending: tuple[int, Piece] | None = None
+        self._seen = 0
 
     @property
     def done(self) -> bool:
@@ -274,6 +275,31 @@ class PromptReader:
             if medium.kind == "image" and first < stop < last:
                 stop = last if first <= self.at else first
         return min(stop, count)
+
+    def unseen(self, stop: int) -> int:
+        """Tokens of the media before ``stop`` whose features the tower has yet to make."""
+        media = self._context.media
+        if stop <= self._seen:
+            return 0
+        return sum(
+            last - first
+            for first, last, medium in self._inside(stop)
+            if not media.has(self._target, medium, self.prompt.ids[first:last])
+        )
+
+    def see(self, stop: int) -> None:
+        """Have the tower read the media before ``stop`` ahead of the pass that needs them."""
+        for first, last, medium in self._inside(stop):
+            self._context.media.features(self._target, medium, self.prompt.ids[first:last])
+        self._seen = stop
+
+    def _inside(self, stop: int) -> list[tuple[int, int, Medium]]:
+        """Media that stand, wholly or in part, between what has run and ``stop``."""
+        return [
+            (first, last, medium)
+            for (first, last, _), medium in zip(self._marks, self.prompt.media, strict=True)
+            if first < stop and last > self.at
+        ]
 
     def piece(self, stop: int, final: bool = True) -> Piece:
         """The tokens up to ``stop``, to be run now.
@@ -359,11 +385,7 @@ class PromptReader:
     def _given(self, stop: int) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Embeddings ``[1, n, d]`` with the media's features in place, and what is added behind the first layers."""
         at = self.at
-        inside = [
-            (first, last, medium)
-            for (first, last, _), medium in zip(self._marks, self.prompt.media, strict=True)
-            if first < stop and last > at
-        ]
+        inside = self._inside(stop)
         if not inside:
             return None, ()
         embeddings = self._target.embed(self._ids[:, at:stop]).clone()

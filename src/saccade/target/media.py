@@ -103,6 +103,10 @@ class MediaCache:
         self._keep(key, features, features.nbytes)
         return features
 
+    def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
+        """Whether a medium's features are there."""
+        return ("features", id(model.model), medium.digest, tuple(ids)) in self._kept
+
     def clear(self) -> None:
         """Forget everything."""
         self._kept.clear()
