@@ -27,6 +27,7 @@ from saccade.errors import InputError, ModelError
 from saccade.generation import RowPlan
 from saccade.output import DRAFTED, FinishReason, TreeTrace
 from saccade.target.adapter import Target
+from saccade.target.cache import on_device
 from saccade.target.context import Context, PromptReader
 from saccade.target.limits import ContextError
 from saccade.target.media import MEDIA_BYTES, MediaCache
@@ -349,8 +350,9 @@ class RunningBatch:
             if draws:
                 assert uniforms is not None
                 proposer = DrawProposer(processing.warp, uniforms)
-            room = max(row.room for row in rows) - 1
-            limit = max(room + rule.samples, 1) if rule.lossless else self.drafter.max_depth
+            # Deeper guesses of any row can be nobody's tokens; a row's own depth is no less than it is alone.
+            room = max(row.room for row in rows)
+            limit = room if rule.lossless else self.drafter.max_depth
             slots = [row.slot for row in rows if row.slot is not None]
             with clock.stage("draft"):
                 tree = self.drafting.propose(slots, [row.take_new() for row in rows], proposer, limit)
@@ -510,9 +512,9 @@ class RunningBatch:
     def _judged(self, ballot: Ballot) -> torch.Tensor:
         verdict = ballot.decide()
         assert ballot.reading is not None
-        return pack(
-            ballot.tree, verdict, ballot.reading.logits, ballot.scores if ballot.rule.samples else None
-        )
+        sampled = ballot.scores if ballot.rule.samples else None
+        room = on_device([row.room for row in ballot.rows], self.target.device)
+        return pack(ballot.tree, verdict, ballot.reading.logits, sampled, room)
 
     # -- on the host ---------------------------------------------------------------------------------------
 

@@ -16,12 +16,13 @@ HEAD = 5
 """Numbers per row before the path."""
 
 
-def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:
-    """``[A, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding), whether logits are unsound,
-    whether the token was sampled from scores without a finite maximum, path nodes, path tokens, path marks.
+def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None, room: Tensor) -> Tensor:
+    """``[A, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding and those deeper than what may
+    still be emitted, which are there for longer rows' sake), whether logits are unsound, whether the token was sampled from scores without a finite maximum, path nodes, path tokens, path marks.
 
     Args:
         sampled: scores ``[A, N, V]`` that tokens were sampled from; None when decoding greedily.
+        room: ``[A]`` tokens that each row may still get.
     """
     unsound = ~torch.isfinite(logits.amax((1, 2)))
     barred = torch.zeros_like(unsound)
@@ -29,7 +30,7 @@ def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | No
         last = verdict.path.gather(1, verdict.count[:, None])[:, 0]
         barred = ~torch.isfinite(sampled[torch.arange(len(last), device=last.device), last].amax(-1))
     path_tokens = tree.tokens.gather(1, verdict.path)
-    drafted = (tree.valid.sum(1) - 1).expand(tree.tokens.shape[0])
+    drafted = (tree.valid & (tree.depth <= room[:, None])).sum(1) - 1
     head = torch.stack([verdict.count, verdict.token, drafted, unsound.long(), barred.long()], 1)
     marks = torch.zeros_like(path_tokens) if verdict.marks is None else verdict.marks
     return torch.cat([head, verdict.path, path_tokens, marks], 1)
