@@ -12,6 +12,7 @@ import torch
 from saccade.generation import RowPlan
 from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
+from saccade.verify.processing import RowProcessing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Row:
         self.error: BaseException | None = None
         self.slot: int | None = None
         self.steps: list[RowStep] = []
+        self.processing = RowProcessing(plan.processors, plan.eos)
         self.generator = torch.Generator().manual_seed(request.seed)
         self.is_drafted = False
         self._device = device

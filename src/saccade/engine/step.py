@@ -84,7 +84,7 @@ class Ballot:
                 return logits
         parts = []
         for place, row in enumerate(self.rows):  # find whose processors fail; the others go on
-            alone = Processing([row.plan.processors], [row.plan.eos])
+            alone = Processing([row.processing])
             one = logits[place : place + 1]
             try:
                 parts.append(alone(tree_of(self.tree, [place]), one, [row.ids], [row.room]).float())

@@ -45,6 +45,7 @@ class RowProcessing:
         else:
             for token in prefix[self._read :]:
                 self._states = self.advanced(self._states, token)
+                self._read += 1  # one by one: where a processor raises, it may be asked again
         self._read = len(prefix)
         return self._states
 
