@@ -30,6 +30,7 @@ class Chat:
         self._vlm = vlm
         self._session = vlm.engine.open(1)
         self._moves = 0  # how often a turn began or became part of the conversation
+        self._turn: Turn | None = None  # the latest that began
 
     def send(
         self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
@@ -71,15 +72,16 @@ class Turn:
         self._moves = chat._moves
 
     def __iter__(self) -> Generator[Chunk, None, None]:
-        if not self._is_latest:
-            raise InputError(
-                "The conversation has gone on since this turn was asked; ask it again, and read a turn as far as you "
-                "want it before you ask the next."
-            )
+        self._check_latest()
         self._move()
+        earlier, self._chat._turn = self._chat._turn, self
+        if earlier is not None and earlier is not self:
+            earlier._stream.cancel()
         failed = False
         try:
-            yield from self._stream
+            for chunk in self._stream:
+                self._check_latest()
+                yield chunk
         except Exception:
             failed = True
             raise
@@ -89,6 +91,13 @@ class Turn:
                 answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
                 self._chat.messages = [*self._asked, answer]
                 self._move()
+
+    def _check_latest(self) -> None:
+        if not self._is_latest:
+            raise InputError(
+                "The conversation has gone on since this turn was asked; ask it again, and read a turn as far as you "
+                "want it before you ask the next."
+            )
 
     @property
     def _is_latest(self) -> bool:

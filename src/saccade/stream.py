@@ -62,6 +62,10 @@ class Stream:
             if self._streamer is not None:
                 self._streamer.end()  # whoever reads it in another thread must not wait for ever
 
+    def cancel(self) -> None:
+        """End the answer; what there is stays."""
+        self._run.cancel()
+
     @property
     def outputs(self) -> list[Output]:
         """One output per row, complete up to the last step taken."""

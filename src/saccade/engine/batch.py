@@ -120,19 +120,29 @@ class RunningBatch:
             InputError: it does not fit the model's context, can never fit the KV memory, or asks for sampling where
                 the rule is for greedy decoding.
         """
+        row = self.prepare(request, plan, do_sample)
+        self.queue(row)
+        return row
+
+    def prepare(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
+        """A row that may be put in the queue; refusals as of `add`."""
         self._check_owner()
         self.engine.rule(do_sample)
         self.target.family.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
         row = Row(request, plan, do_sample, self.target.device)
         self._rooms.check(row)
-        self._waiting.append(row)
         return row
+
+    def queue(self, row: Row) -> None:
+        """Put a prepared row in the queue."""
+        self._check_owner()
+        self._waiting.append(row)
 
     def cancel(self, row: Row, reason: FinishReason = "cancelled") -> None:
         """End a row before its next step; it keeps the tokens that it has."""
-        self._check_owner()
         if row.done:
             return
+        self._check_owner()
         row.end(reason)
         if row in self._waiting:
             self._waiting.remove(row)
@@ -339,7 +349,7 @@ class RunningBatch:
 
     def _proposed(self, rows: list[Row], do_sample: bool, clock: Clock) -> Ballot:
         rule, judge = self._judge(do_sample)
-        processing = Processing([r.plan.processors for r in rows], [r.plan.eos for r in rows])
+        processing = Processing([row.processing for row in rows])
         uniforms, draws = self._uniforms(rows, rule)
         if self.drafting is None:
             last = torch.tensor([row.ids[-1] for row in rows], device=self.target.device)
@@ -473,7 +483,7 @@ class RunningBatch:
                     DraftTree.root_only(last),
                     rule,
                     judge,
-                    Processing([r.plan.processors for r in mine], [r.plan.eos for r in mine]),
+                    Processing([row.processing for row in mine]),
                     self._uniforms(mine, rule)[0],
                     drafted=False,
                     reading=Reading(logits),

@@ -94,26 +94,21 @@ class Engine:
                 "same method, by the engine that is to use it."
             )
         batch = session or self.open(len(requests))
-        batch.trace = trace
-        rows: list[Row] = []
-        try:
-            for request, row in zip(requests, decoding.rows, strict=True):
-                rows.append(batch.add(request, row, decoding.do_sample))
-        except BaseException:
-            for added in rows:
-                batch.cancel(added)
-            raise
-        return Run(batch, rows, self.lossless)
+        rows = [
+            batch.prepare(request, row, decoding.do_sample)
+            for request, row in zip(requests, decoding.rows, strict=True)
+        ]
+        return Run(batch, rows, self.lossless, trace)
 
 
 class Run:
     """One generation under way: iterate `steps`, then read `outputs` (complete up to the last step).
 
-    A row that fails ends the run with its error.
+    Its rows enter the batch with the first step. A row that fails ends the run with its error.
     """
 
-    def __init__(self, batch: RunningBatch, rows: list[Row], lossless: bool) -> None:
-        self.batch, self.rows, self.lossless = batch, rows, lossless
+    def __init__(self, batch: RunningBatch, rows: list[Row], lossless: bool, trace: bool = False) -> None:
+        self.batch, self.rows, self.lossless, self.trace = batch, rows, lossless, trace
         self.steps = self._iterate()
 
     @property
@@ -121,7 +116,16 @@ class Run:
         """What has been generated so far, with statistics up to now."""
         return [row.finish(self.lossless) for row in self.rows]
 
+    def cancel(self) -> None:
+        """End it before the batch's next step; the outputs keep what they have."""
+        for row in self.rows:
+            self.batch.cancel(row, "interrupted")
+
     def _iterate(self) -> Generator[Step, None, None]:
+        self.batch.trace = self.trace
+        for row in self.rows:
+            if not row.done:
+                self.batch.queue(row)
         try:
             while True:
                 found = self._taken()
@@ -132,8 +136,7 @@ class Run:
                 else:
                     self.batch.step()
         finally:
-            for row in self.rows:
-                self.batch.cancel(row, "interrupted")
+            self.cancel()
 
     def _taken(self) -> Step | None:
         """What the batch's last step gave these rows; None for nothing."""
@@ -147,5 +150,5 @@ class Run:
             tuple(step.tokens if step else () for step in steps),
             tuple(step.marks if step else () for step in steps),
             tuple(row.done and not row.steps for row in self.rows),
-            tuple(step.tree if step else None for step in steps) if self.batch.trace else (),
+            tuple(step.tree if step else None for step in steps) if self.trace else (),
         )
