@@ -9,7 +9,6 @@ import torch
 
 from checkpoints import picture, vlm
 from saccade.target.adapter import Target
-from saccade.target.cache import SlotCache
 
 
 @pytest.mark.parametrize(
@@ -39,16 +38,6 @@ def test_what_was_broken_off_leaves_nothing_behind(
             with pytest.raises(KeyboardInterrupt):
                 model.generate("What?", [picture(1)], session=session)
         assert model.generate("What?", [picture(1)], session=session).tokens == expected
-
-
-def test_a_prompt_drops_what_is_pending_in_parts_too() -> None:
-    cache = SlotCache([torch.device("cpu")], batch=2, capacity=9)
-    cache.writing_prompt(0, 1)
-    cache.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
-    cache.keep_first(0, 1)
-    assert cache.part(slice(0, 1)).writing_nodes(2) == 3
-    cache.writing_prompt(1, 1)
-    assert cache.part(slice(0, 1)).writing_nodes(2) == 3
 
 
 def test_a_stream_that_was_asked_for_before_serves_on_too() -> None:

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saccade.engine import Request, Row
 from saccade.generation import RowPlan
+from saccade.inputs.prompt import Prompt
 from saccade.output import Mark
-from saccade.engine import Row
 
 PROMPT = [3, 1]
 
@@ -31,7 +32,11 @@ class EndsWith:
 
 
 def row(limit: int = 100, eos: Sequence[int] = (), criteria: Sequence[Callable[..., object]] = ()) -> Row:
-    return Row(list(PROMPT), RowPlan(limit, frozenset(eos), (), tuple(criteria)), torch.device("cpu"))
+    return on("cpu", RowPlan(limit, frozenset(eos), (), tuple(criteria)))
+
+
+def on(device: str, plan: RowPlan) -> Row:
+    return Row(Request(Prompt(tuple(PROMPT))), plan, False, torch.device(device))
 
 
 def naive(text: list[int], limit: int, eos: set[int], stop: list[int]) -> tuple[list[int], str]:
@@ -71,7 +76,7 @@ def test_the_output_is_cut_exactly_where_plain_decoding_ends(
             break
         emitted += under_test.emit(block, block_marks(len(block) - 1, 1))
         marks += ["draft"] * (len(block) - 1) + ["target"]
-    output = under_test.finish({}, 0.0)
+    output = under_test.finish()
     expected, reason = naive(text, limit, eos, stop)
     assert (output.tokens, output.finish_reason) == (expected, reason)
     assert emitted == expected
@@ -88,14 +93,22 @@ def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
         under_test.emit(block, block_marks(0, len(block)))
         taken += under_test.take_new()
     assert taken == under_test.output
-    assert under_test.take_new() == []
 
 
-def test_a_finished_row_has_nothing_new_for_the_drafter() -> None:
-    under_test = row(eos=[4])
-    under_test.emit([1, 4, 2], block_marks(2, 1))
-    assert under_test.done
-    assert under_test.take_new() == []
+def test_a_drafter_that_guesses_before_any_token_gets_the_prompts_last_one() -> None:
+    under_test = row()
+    assert under_test.take_new() == PROMPT[-1:]
+    under_test.emit([2, 4], block_marks(1, 1))
+    assert under_test.take_new() == [2, 4]
+
+
+def test_a_row_that_has_ended_has_no_room() -> None:
+    under_test = row(9, eos=[4])
+    assert under_test.room == 9
+    under_test.emit([1], block_marks(0, 1))
+    assert under_test.room == 8
+    under_test.emit([4, 2], block_marks(1, 1))
+    assert under_test.room == 0
 
 
 def test_an_end_of_sequence_in_the_prompt_ends_nothing() -> None:
@@ -107,7 +120,7 @@ def test_an_end_of_sequence_in_the_prompt_ends_nothing() -> None:
 def test_a_stop_sequence_may_begin_in_the_prompt() -> None:
     under_test = row(criteria=[EndsWith([PROMPT[-1], 2])])
     assert under_test.emit([2, 4], block_marks(1, 1)) == [2]
-    assert under_test.finish({}, 0.0).finish_reason == "stop"
+    assert under_test.finish().finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -118,19 +131,19 @@ def test_the_strongest_reason_is_named_when_several_hold(
 ) -> None:
     under_test = row(1, eos, [EndsWith(stop)] if stop else [])
     under_test.emit([2], block_marks(0, 1))
-    assert under_test.finish({}, 0.0).finish_reason == reason
+    assert under_test.finish().finish_reason == reason
 
 
 def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     under_test = row()
     under_test.emit([1], block_marks(0, 1))  # prefill
+    under_test.stats.prefill_tokens = 1
     for accepted in (0, 3, 1, 3):
-        under_test.count_pass(accepted, 5)
+        under_test.count_pass(accepted)
         under_test.emit([1] * (accepted + 1), block_marks(accepted, 1))
     stats = under_test.stats
     assert stats.accepted_histogram == [1, 1, 0, 2]
     assert stats.target_passes == 4
-    assert stats.drafted_tokens == 20
     assert stats.accepted_length == pytest.approx(7 / 4)
     assert stats.block_efficiency == pytest.approx(7 / 4 + 1)
     assert stats.acceptance_by_depth == pytest.approx([3 / 4, 2 / 3, 1.0])
@@ -140,9 +153,9 @@ def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
     under_test = row(eos=[9])
     under_test.emit([1], block_marks(0, 1))
     for block in ([1, 1, 1, 1], [1, 9, 1, 1]):
-        under_test.count_pass(3, 3)
+        under_test.count_pass(3)
         under_test.emit(block, block_marks(3, 1))
-    stats = under_test.finish({}, 0.0).stats
+    stats = under_test.finish().stats
     assert stats.accepted_histogram == [0, 0, 0, 2]
     assert (stats.block_efficiency, stats.accepted_length) == (3.0, 2.0)
 
@@ -159,6 +172,6 @@ def test_stopping_criteria_are_given_ids_on_the_device_of_the_model() -> None:
         devices.append(ids.device.type)
         return False
 
-    under_test = Row(list(PROMPT), RowPlan(9, frozenset(), (), (criterion,)), torch.device("meta"))
+    under_test = on("meta", RowPlan(9, frozenset(), (), (criterion,)))
     under_test.emit([2, 4], block_marks(1, 1))
     assert devices == ["meta", "meta"]

@@ -1,8 +1,7 @@
-"""The slot cache holds what a list per row would hold, whatever is written, kept, cropped and grown."""
+"""The arena holds what a list per row would hold, whatever is written, kept, cropped, grown, moved and released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -12,219 +11,207 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.target.cache import SlotCache
+from saccade.target.cache import QUANTUM, RowCache
 
-BATCH = 3
+ROWS = 3
 SHAPES = [(2, 4, 4), (2, 4, 4), (1, 3, 5)]  # heads, width of keys, width of values; the last layer is unlike
+NO_MASKS: dict[str, Tensor | None] = {"all": None}
 
 
 class Reference:
     """The same with lists: every entry is one number, unique over the test."""
 
     def __init__(self) -> None:
-        self.rows: list[list[int]] = [[] for _ in range(BATCH)]
-        self.pending: list[list[int]] = [[] for _ in range(BATCH)]
+        self.rows: list[list[int]] = [[] for _ in range(ROWS)]
+        self.pending: list[list[int]] = [[] for _ in range(ROWS)]
         self.next = count(1)
 
     def numbers(self, n: int) -> list[int]:
         return [next(self.next) for _ in range(n)]
 
 
-def entries(numbers: list[list[int]], layer: int, kind: str) -> Tensor:
-    """``[B, H, Q, D]`` whose every value tells entry, layer, kind, head and place."""
+def entries(numbers: list[int], layer: int, kind: str) -> Tensor:
+    """``[H, n, D]`` whose every value tells entry, layer, kind, head and place."""
     heads, key_width, value_width = SHAPES[layer]
     width = key_width if kind == "key" else value_width
     own = torch.arange(heads)[:, None, None] * 10.0 + torch.arange(width)
-    return torch.tensor(numbers)[:, None, :, None] * 1000.0 + layer * 100 + 50 * (kind == "value") + own
+    return torch.tensor(numbers)[None, :, None] * 1000.0 + layer * 100 + 50 * (kind == "value") + own
 
 
-def write(cache: SlotCache, numbers: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    return [
-        cache.update(entries(numbers, layer, "key"), entries(numbers, layer, "value"), layer)
-        for layer in range(len(SHAPES))
-    ]
+def new_cache() -> RowCache:
+    return RowCache([torch.device("cpu")] * len(SHAPES), ROWS)
 
 
-def assert_holds(
-    seen: list[tuple[Tensor, Tensor]], rows: list[list[int]], pending: list[list[int]] | None = None
-) -> None:
-    """Every row's first slots are its entries, in every layer; pending ones stand behind the longest row."""
-    first = max(map(len, rows))
-    for layer, tensors in enumerate(seen):
-        for kind, tensor in zip(("key", "value"), tensors, strict=True):
-            assert tensor.shape[0] == len(rows)
-            for row, numbers in enumerate(rows):
-                expected = entries([numbers], layer, kind)[0]
-                assert torch.equal(tensor[row, :, : len(numbers)], expected)
-                if pending is not None:
-                    expected = entries([pending[row]], layer, kind)[0]
-                    assert torch.equal(tensor[row, :, first:], expected)
+def write(cache: RowCache, parts: list[tuple[list[int], list[list[int]]]]) -> None:
+    """A forward: per part its rows and the new entries of each, equally many within a part."""
+    cache.lay([(rows, len(numbers[0]), NO_MASKS) for rows, numbers in parts])
+    packed = [n for _, numbers in parts for new in numbers for n in new]
+    for layer in range(len(SHAPES)):
+        cache.layers[layer].write(entries(packed, layer, "key"), entries(packed, layer, "value"))
 
 
-def new_cache(capacity: int = 8) -> SlotCache:
-    return SlotCache([torch.device("cpu")] * len(SHAPES), BATCH, capacity)
+def add(cache: RowCache, reference: Reference, row: int, n: int, keep: bool = True) -> None:
+    new = reference.numbers(n)
+    cache.reserve(row, cache.lengths[row] + cache.pending[row] + n)
+    write(cache, [([row], [new])])
+    reference.pending[row] += new
+    if keep:
+        commit(cache, reference, row, range(len(reference.pending[row])))
 
 
-def assert_part_holds(
-    data: st.DataObject, cache: SlotCache, reference: Reference, make_room: Callable[[int], None]
-) -> None:
-    """Some rows alone hold their entries, and behind their longest what was written through them."""
-    first = data.draw(st.integers(0, BATCH - 1))
-    rows = slice(first, data.draw(st.integers(first + 1, BATCH)))
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    make_room(sum(counts))
-    pending: list[list[int]] = [[] for _ in reference.rows[rows]]
-    for n in counts:
-        new = [reference.numbers(n) for _ in pending]
-        pending = [a + b for a, b in zip(pending, new, strict=True)]
-        part = cache.part(rows)
-        part.writing_nodes(n)
-        assert_holds(write(part, new), reference.rows[rows], pending)
-    if data.draw(st.booleans()):
-        cache.drop_pending()
-    else:
-        cache.keep([[]] * BATCH)
+def commit(cache: RowCache, reference: Reference, row: int, chosen: range | list[int]) -> None:
+    cache.commit([row], [list(chosen)])
+    reference.rows[row] += [reference.pending[row][i] for i in chosen]
+    reference.pending[row] = []
 
 
-@settings(max_examples=60, deadline=None)
+def assert_holds(cache: RowCache, reference: Reference) -> None:
+    """Committed and pending entries of every row, in every layer; no two segments overlap."""
+    assert cache.lengths == list(map(len, reference.rows))
+    assert cache.pending == list(map(len, reference.pending))
+    segments = sorted((cache.start(r), cache.capacity(r)) for r in range(ROWS) if cache.capacity(r))
+    ends = [0, *(start + capacity for start, capacity in segments)]
+    assert all(end <= start for end, (start, _) in zip(ends, segments, strict=False))
+    assert ends[-1] <= cache.slots
+    for row in range(ROWS):
+        numbers = reference.rows[row] + reference.pending[row]
+        if not numbers:
+            continue
+        at = cache.start(row)
+        for layer in range(len(SHAPES)):
+            for kind, tensor in (("key", cache.layers[layer].keys), ("value", cache.layers[layer].values)):
+                assert torch.equal(tensor[:, at : at + len(numbers)], entries(numbers, layer, kind))
+
+
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataObject) -> None:
     cache, reference = new_cache(), Reference()
-    grown = 8
-
-    def make_room(n: int) -> None:
-        nonlocal grown
-        needed = max(map(len, reference.rows)) + len(reference.pending[0]) + n
-        if needed > grown:
-            grown = needed + data.draw(st.integers(0, 3))
-            cache.grow(grown)
-
-    for _ in range(data.draw(st.integers(1, 10))):
+    for _ in range(data.draw(st.integers(1, 14))):
         step = data.draw(
-            st.sampled_from(["prompt", "nodes", "nodes", "keep", "keep", "drop", "crop", "part"])
+            st.sampled_from(["forward", "forward", "commit", "commit", "drop", "crop", "reserve", "release", "expect"])
         )
-        if step == "prompt":
-            row, n = data.draw(st.integers(0, BATCH - 1)), data.draw(st.integers(1, 4))
-            reference.pending = [[] for _ in range(BATCH)]
-            make_room(n)
-            new = reference.numbers(n)
-            cache.writing_prompt(row, n)
-            reference.rows[row] += new
-            assert_holds(write(cache, [new]), [reference.rows[row]])
-            cache.keep_first(row, n)
-        elif step == "nodes":
-            n = data.draw(st.integers(1, 4))
-            make_room(n)
-            new_rows = [reference.numbers(n) for _ in range(BATCH)]
-            slots = cache.writing_nodes(n)
-            for row in range(BATCH):
-                reference.pending[row] += new_rows[row]
-            seen = write(cache, new_rows)
-            assert seen[0][0].shape[2] == slots == max(map(len, reference.rows)) + len(reference.pending[0])
-            assert_holds(seen, reference.rows, reference.pending)
-        elif step == "keep":
-            pending = range(len(reference.pending[0]))
-            chosen = [
-                sorted(data.draw(st.sets(st.sampled_from(pending)) if pending else st.just(set())))
-                for _ in range(BATCH)
-            ]
-            cache.keep(chosen)
-            for row, indices in enumerate(chosen):
-                reference.rows[row] += [reference.pending[row][i] for i in indices]
-            reference.pending = [[] for _ in range(BATCH)]
-        elif step == "part":
-            if cache.nbytes == 0:
-                continue
-            cache.drop_pending()
-            reference.pending = [[] for _ in range(BATCH)]
-            assert_part_holds(data, cache, reference, make_room)
+        row = data.draw(st.integers(0, ROWS - 1))
+        if step == "forward":  # several rows, in parts of their own lengths, in any order
+            order = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(1, ROWS))]
+            parts = []
+            for one in order:
+                n = data.draw(st.sampled_from([1, 2, 3, 70]))
+                cache.reserve(one, cache.lengths[one] + cache.pending[one] + n)
+                new = reference.numbers(n)
+                parts.append(([one], [new]))
+                reference.pending[one] += new
+            write(cache, parts)
+        elif step == "commit":
+            places = range(len(reference.pending[row]))
+            chosen = sorted(data.draw(st.sets(st.sampled_from(places)))) if places else []
+            commit(cache, reference, row, chosen)
         elif step == "drop":
-            cache.drop_pending()
-            reference.pending = [[] for _ in range(BATCH)]
-        else:
-            cache.drop_pending()
-            reference.pending = [[] for _ in range(BATCH)]
-            row, length = data.draw(st.integers(0, BATCH - 1)), data.draw(st.integers(0, 6))
+            cache.drop([row])
+            reference.pending[row] = []
+        elif step == "crop":
+            length = data.draw(st.integers(0, 90))
             cache.crop(row, length)
-            reference.rows[row] = reference.rows[row][:length]
-        assert cache.lengths == list(map(len, reference.rows))
-    make_room(1)
-    last = [reference.numbers(1) for _ in range(BATCH)]
-    cache.writing_nodes(1)
-    pending = [a + b for a, b in zip(reference.pending, last, strict=True)]
-    assert_holds(write(cache, last), reference.rows, pending)
+            reference.rows[row], reference.pending[row] = reference.rows[row][:length], []
+        elif step == "reserve":
+            cache.reserve(row, data.draw(st.integers(1, 300)))
+        elif step == "release":
+            cache.release(row)
+            reference.rows[row], reference.pending[row] = [], []
+        else:
+            cache.expect(data.draw(st.integers(1, 600)))
+        assert_holds(cache, reference)
 
 
-def test_no_part_runs_beside_entries_of_all_rows() -> None:
-    cache = new_cache()
-    cache.writing_nodes(1)
-    write(cache, [[1]] * BATCH)
-    with pytest.raises(ModelError, match="keep or drop them"):
-        cache.part(slice(0, 1))
-    cache.drop_pending()
-    assert cache.part(slice(0, 1)).batch == 1
+def test_a_forward_of_several_rows_writes_each_ones_entries_behind_its_own() -> None:
+    cache, reference = new_cache(), Reference()
+    for row, n in enumerate((5, 70, 2)):
+        add(cache, reference, row, n)
+    new = [reference.numbers(3) for _ in range(2)]
+    for row in range(ROWS):
+        cache.reserve(row, cache.lengths[row] + 4)
+    alone = reference.numbers(1)
+    write(cache, [([2, 0], new), ([1], [alone])])
+    for row, numbers in ((2, new[0]), (0, new[1]), (1, alone)):
+        reference.pending[row] += numbers
+    assert_holds(cache, reference)
+    assert cache.layout.count == 7
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(0, 7), st.integers(1, 5))
-def test_a_run_moves_over_places_of_its_own(held: int, gap: int, n: int) -> None:
-    """A shorter row's entries move to its end, also where that is less far than they are many."""
-    cache = new_cache(capacity=held + gap + n)
-    for row, length in enumerate((held + gap, held)):
-        cache.writing_prompt(row, length)
-        write(cache, [list(range(length))])
-        cache.keep_first(row, length)
-    cache.writing_nodes(n)
-    write(cache, [[100 * row + i for i in range(n)] for row in range(1, BATCH + 1)])
-    cache.keep([[], range(n), []])
-    cache.writing_prompt(1, 0)
-    assert_holds(write(cache, [[]]), [[*range(held), *range(200, 200 + n)]])
+def test_a_row_that_grows_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reference = new_cache(), Reference()
+    cache.expect(4 * QUANTUM)
+    add(cache, reference, 0, 5)
+    copied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(cache, "_copy", lambda *given: copied.append(given))
+    cache.reserve(0, 2 * QUANTUM)
+    assert copied == []
+    assert (cache.start(0), cache.capacity(0)) == (0, 2 * QUANTUM)
+
+
+def test_gaps_are_closed_before_the_arena_grows() -> None:
+    cache, reference = new_cache(), Reference()
+    for row in range(ROWS):
+        add(cache, reference, row, QUANTUM)
+    cache.release(1)
+    reference.rows[1] = []
+    slots = cache.slots
+    cache.release(0)
+    reference.rows[0] = []
+    cache.reserve(0, 2 * QUANTUM)  # the first two segments' places
+    assert cache.slots == slots
+    assert_holds(cache, reference)
+    cache.release(0)
+    cache.reserve(1, QUANTUM)
+    cache.release(2)
+    reference.rows[2] = []
+    cache.reserve(2, 2 * QUANTUM)
+    assert cache.slots == slots
 
 
 def test_memory_is_what_was_asked_for() -> None:
-    cache = SlotCache([torch.device("cpu")] * 2, BATCH, 10)
+    cache = RowCache([torch.device("cpu")] * 2, ROWS)
     assert cache.nbytes == 0
-    cache.writing_prompt(0, 2)
-    cache.update(torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4), 0)
+    cache.reserve(0, 2)
+    cache.lay([([0], 2, NO_MASKS)])
+    cache.layers[0].write(torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))
     per_slot = 2 * 2 * (4 + 4) * 4  # layers, heads, keys and values, bytes of a float
-    assert cache.nbytes == BATCH * 10 * per_slot
-    cache.grow(7)
-    assert cache.capacity == 10
-    cache.grow(12)
-    assert cache.nbytes == BATCH * 12 * per_slot
+    assert cache.nbytes == QUANTUM * per_slot
+    cache.reserve(0, 7)
+    assert cache.capacity(0) == QUANTUM
+    cache.reserve(1, QUANTUM + 1)
+    assert cache.nbytes == 3 * QUANTUM * per_slot
 
 
 def test_only_entries_that_change_place_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = new_cache()
+    cache, reference = new_cache(), Reference()
+    for row in range(ROWS):
+        add(cache, reference, row, 4, keep=False)
     moved: list[tuple[list[int], list[int]]] = []
     monkeypatch.setattr(cache, "_move", lambda source, target: moved.append((source, target)))
-    cache.writing_nodes(4)
-    write(cache, [[1, 2, 3, 4]] * BATCH)
-    cache.keep([[0, 1], [0, 2], []])
-    assert moved == [([8 + 2], [8 + 1])]
-    cache.writing_nodes(2)
-    cache.keep([[0, 1], [0], []])
-    assert len(moved) == 1
+    cache.commit(range(ROWS), [[0, 1], [0, 2], []])
+    assert moved == [([QUANTUM + 2], [QUANTUM + 1])]
+    assert cache.lengths == [2, 2, 0]
 
 
-def test_only_what_is_kept_of_a_shorter_row_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = new_cache()
-    cache.writing_prompt(1, 3)
-    write(cache, [[1, 2, 3]])
-    cache.keep_first(1, 3)
-    moved: list[tuple[list[int], list[int]]] = []
-    monkeypatch.setattr(cache, "_move", lambda source, target: moved.append((source, target)))
-    cache.writing_nodes(2)
-    write(cache, [[4, 5]] * BATCH)
-    cache.keep([[0, 1], [0, 1], []])
-    assert moved == [([3, 4], [0, 1])]
-    assert cache.lengths == [2, 5, 0]
+def test_a_row_is_exported_as_it_was_committed() -> None:
+    cache, reference = new_cache(), Reference()
+    add(cache, reference, 0, 3)
+    add(cache, reference, 1, 2)
+    add(cache, reference, 1, 2, keep=False)
+    exported = cache.export(1)
+    cache.release(1)
+    add(cache, reference, 0, 200)
+    for layer, (keys, values) in enumerate(exported):
+        assert torch.equal(keys[0], entries(reference.rows[1], layer, "key"))
+        assert torch.equal(values[0], entries(reference.rows[1], layer, "value"))
 
 
 def test_entries_beyond_the_capacity_are_an_error_not_an_overwrite() -> None:
-    cache = new_cache(capacity=4)
-    with pytest.raises(ModelError, match="has 4 slots per row but 5 are needed"):
-        cache.writing_prompt(0, 5)
-    cache.writing_nodes(3)
-    with pytest.raises(ModelError, match="has 4 slots per row but 5 are needed"):
-        cache.writing_nodes(2)
+    cache = new_cache()
+    with pytest.raises(ModelError, match="has no room yet"):
+        cache.lay([([0], 1, NO_MASKS)])
+    cache.reserve(0, 4)
+    cache.lay([([0], QUANTUM, NO_MASKS)])
+    with pytest.raises(ModelError, match=f"has {QUANTUM} slots but {QUANTUM + 1} are needed"):
+        cache.lay([([0], 1, NO_MASKS)])
