@@ -151,10 +151,11 @@ def test_an_interrupted_run_gives_what_there_is() -> None:
 
 
 def counted(output: Output) -> dict[str, Any]:
-    """All but times, and what was guessed beyond the end: a tree is as deep as the neighbour with most room wants."""
-    stats, beyond = output.stats.as_dict(), ("drafted_tokens", "accepted_histogram", "acceptance_by_depth")
-    kept = {k: v for k, v in stats.items() if "seconds" not in k and k not in beyond}
-    return {**output.as_dict(), "stats": kept}
+    """All but times and what is guessed for the last place or beyond it: a tree is as deep as the neighbour with most
+    room wants."""
+    beyond = ("drafted_tokens", "accepted_tokens", "accepted_histogram", "acceptance_by_depth")
+    stats = {k: v for k, v in output.stats.as_dict().items() if "seconds" not in k and k not in beyond}
+    return {**output.as_dict(), "marks": output.marks[:-1], "stats": stats}
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

@@ -152,6 +152,7 @@ def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
 def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
     under_test = row(eos=[9])
     under_test.emit([1], block_marks(0, 1))
+    under_test.stats.prefill_tokens = 1
     for block in ([1, 1, 1, 1], [1, 9, 1, 1]):
         under_test.count_pass(3)
         under_test.emit(block, block_marks(3, 1))

@@ -1,0 +1,81 @@
+"""Engines, prompts and forwards for tests of the running batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from families import FAMILIES
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.model import ModelDrafter
+from saccade.draft.static import Chain, StaticTree
+from saccade.engine import Engine, Request, Row, RunningBatch
+from saccade.generation import plan
+from saccade.inputs.batch import split
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+METHODS = ("plain", "lookup", "chain", "static")
+TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+
+
+@cache
+def engine(method: str, family: str = "llama") -> Engine:
+    case = FAMILIES[family]
+    target = Target(case.model())
+    if method == "plain":
+        return Engine(target)
+    if method == "lookup":
+        return Engine(target, PromptLookup(gamma=4))
+    draft = Target(case.draft_model())
+    return Engine(target, ModelDrafter(draft, Chain(4) if method == "chain" else StaticTree(TREE)))
+
+
+@cache
+def prompts(kind: str = "text", family: str = "llama", rows: int = 4) -> tuple[Prompt, ...]:
+    """Of different lengths."""
+    case = FAMILIES[family]
+    return tuple(split(engine("plain", family).target.config, case.inputs(kind, rows=rows)))
+
+
+def add(batch: RunningBatch, prompt: Prompt, seed: int = 0, n: int = 20, **options: Any) -> Row:
+    """A row with options of its own, as of `generate`."""
+    decoding = plan(batch.target, [prompt], max_new_tokens=n, **options)
+    return batch.add(Request(prompt, seed=seed), decoding.rows[0], decoding.do_sample)
+
+
+def drain(batch: RunningBatch) -> None:
+    while not batch.is_idle:
+        batch.step()
+
+
+def alone(method: str, prompt: Prompt, family: str = "llama", **options: Any) -> list[int]:
+    """Tokens of the same request in a batch of its own."""
+    batch = engine(method, family).open(1)
+    row = add(batch, prompt, **options)
+    drain(batch)
+    if row.error is not None:
+        raise row.error
+    return row.output
+
+
+class Forwards:
+    """The pieces of every forward of a batch's target."""
+
+    def __init__(self, batch: RunningBatch, patched: pytest.MonkeyPatch) -> None:
+        self.passes: list[list[Any]] = []
+        run = batch.context.run
+
+        def counted(pieces: Sequence[Any]) -> Any:
+            self.passes.append(list(pieces))
+            return run(pieces)
+
+        patched.setattr(batch.context, "run", counted)
+
+    @property
+    def rows(self) -> list[int]:
+        """Of every forward, how many rows took part."""
+        return [sum(len(piece.rows) for piece in pieces) for pieces in self.passes]

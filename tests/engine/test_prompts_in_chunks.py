@@ -1,0 +1,118 @@
+"""A prompt read in parts, beside other rows' steps, gives the tokens of a prompt read at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kit import Forwards, add, alone, drain, engine, prompts
+
+from families import FAMILIES
+from saccade.inputs.batch import media_spans
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+NEW = 8
+
+
+def sizes(length: int) -> list[int]:
+    """Every size up to 6, and some that end a chunk near the prompt's end."""
+    return [*range(1, 7), 16, length // 2, length - 1, length]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_of_any_size_give_the_tokens_of_whole_prompts(family: str) -> None:
+    case = FAMILIES[family]
+    target = engine("plain", family).target
+    for kind in case.kinds:
+        prompt = prompts(kind, family, 1)[0]
+        expected = case.reference(kind, n=NEW)[0]
+        for size in sizes(len(prompt)):
+            batch = engine("plain", family).open(1, prefill_chunk=size)
+            row = add(batch, prompt, n=NEW)
+            drain(batch)
+            assert row.output == expected, (kind, size)
+        assert target is batch.target
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "image" in FAMILIES[f].kinds])
+def test_no_chunk_ends_inside_an_image(family: str) -> None:
+    target = engine("plain", family).target
+    prompt = prompts("image", family, 1)[0]
+    spans = media_spans(target.config, prompt)
+    for size in range(1, len(prompt) + 1):
+        reader = Context(target, 1).read(0, prompt)
+        ends = []
+        while not reader.done:
+            stop = reader.stop(size)
+            assert stop > reader.at
+            reader.at = stop
+            ends.append(stop)
+        assert not any(first < end < last for end in ends for first, last in spans), size
+        if not reader.is_whole and size < spans[0][0]:
+            assert len(ends) > 1
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup", "chain", "static"])
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_a_long_prompt_is_read_beside_rows_that_go_on(
+    method: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = engine(method).open(2, prefill_chunk=chunk)
+    first = add(batch, prompts()[0], n=60)
+    while not first.output:
+        batch.step()
+    second = add(batch, prompts()[1], n=20)
+    forwards, before = Forwards(batch, monkeypatch), len(first.output)
+    while not second.output:
+        said = len(first.output)
+        batch.step()
+        assert len(first.output) > said or first.done  # nobody waits for a prompt
+    reading = -(-len(prompts()[1]) // chunk)
+    assert len(forwards.passes) == reading
+    assert len(first.output) >= before + min(reading, 60 - before)
+    drain(batch)
+    assert first.output == alone(method, prompts()[0], n=60)
+    assert second.output == alone(method, prompts()[1], n=20)
+
+
+@pytest.mark.parametrize("method", ["lookup", "chain", "static"])
+def test_the_first_guesses_are_verified_in_the_pass_that_ends_the_prompt(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = engine(method).open(1)
+    forwards = Forwards(batch, monkeypatch)
+    row = add(batch, prompts()[0], n=30)
+    batch.step()
+    assert len(forwards.passes) == 1
+    (piece,) = forwards.passes[0]
+    assert piece.logits_from == len(prompts()[0]) - 1
+    if method != "lookup":
+        assert piece.count > len(prompts()[0])
+    assert row.stats.prefill_tokens == len(row.output) >= 1
+    drain(batch)
+    assert len(forwards.passes) == 1 + row.stats.target_passes
+    assert row.output == alone("plain", prompts()[0], n=30)
+
+
+def test_a_draft_prompt_that_is_too_long_fails_its_row_alone() -> None:
+    from saccade.draft.model import ModelDrafter
+    from saccade.draft.static import Chain
+    from saccade.engine import Engine, Request
+    from saccade.generation import plan
+    from saccade.inputs.prompt import Prompt
+
+    case = FAMILIES["llama"]
+    under_test = Engine(Target(case.model()), ModelDrafter(Target(case.draft_model()), Chain(3)))
+    batch = under_test.open(2)
+
+    def asked(prompt: Prompt, draft: Prompt | None = None) -> Any:
+        (row,) = plan(under_test.target, [prompt], max_new_tokens=20).rows
+        return batch.add(Request(prompt, draft), row)
+
+    limit = case.draft_model().config.max_position_embeddings
+    bad = asked(prompts()[0], Prompt((50,) * (limit + 5)))
+    good = asked(prompts()[1])
+    drain(batch)
+    assert f"but that model's context is {limit}" in str(bad.error)
+    assert good.output == alone("plain", prompts()[1])

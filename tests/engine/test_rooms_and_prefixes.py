@@ -1,0 +1,118 @@
+"""Memory is asked for before a row begins, and what a slot holds is reused where the prompt is the same."""
+
+from __future__ import annotations
+
+import pytest
+from kit import add, alone, drain, engine, prompts
+
+from families import FAMILIES
+from saccade.engine import RunningBatch
+from saccade.errors import InputError
+from saccade.inputs.batch import media_spans
+from saccade.inputs.prompt import Prompt
+
+
+def needed(batch: RunningBatch, prompt: Prompt, n: int) -> int:
+    """Bytes of a row, in target and draft model."""
+    entry = batch.target.entry_bytes + batch.drafter.model.entry_bytes  # type: ignore[union-attr]
+    return (len(prompt) + n + batch.drafter.max_nodes) * entry  # type: ignore[union-attr]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
+    limit = needed(engine("chain").open(1), prompts()[0], 20)
+    batch = engine("chain").open(2, kv_memory=limit)
+    add(batch, prompts()[0], n=20)
+    with pytest.raises(InputError, match=rf"{limit / 2**20:.1f} MiB; raise kv_memory"):
+        add(batch, prompts()[0], n=21)
+    drain(batch)
+
+
+def test_a_row_waits_until_there_is_memory() -> None:
+    one = engine("chain").open(1)
+    limit = int(1.5 * max(needed(one, prompt, 64) for prompt in prompts()[:3]))
+    batch = engine("chain").open(3, kv_memory=limit)
+    rows = [add(batch, prompt, n=20) for prompt in prompts()[:3]]
+    while not batch.is_idle:
+        batch.step()
+        assert sum(row.slot is not None for row in rows) <= 1
+    for row, prompt in zip(rows, prompts(), strict=False):
+        assert row.output == alone("chain", prompt, n=20)
+
+
+def test_old_contents_are_dropped_the_oldest_first() -> None:
+    one = engine("chain").open(1)
+    limit = int(2.9 * max(needed(one, prompt, 64) for prompt in prompts()))
+    batch = engine("chain").open(4, kv_memory=limit)
+    for prompt in prompts()[:2]:
+        add(batch, prompt, n=5)
+        drain(batch)
+    held = [slot for slot in range(4) if batch.context.lengths[slot]]
+    assert len(held) == 2
+    add(batch, prompts()[2], n=60)
+    drain(batch)
+    add(batch, prompts()[3], n=60)
+    drain(batch)
+    shared = [max(batch.context.shared(slot, prompt) for slot in range(4)) for prompt in prompts()]
+    assert shared[0] < shared[1] or shared[0] < len(prompts()[0]) - 1
+    assert shared[3] == len(prompts()[3]) - 1
+
+
+def test_a_request_goes_where_the_longest_prefix_is() -> None:
+    batch = engine("chain").open(3)
+    first = [add(batch, prompt, n=8) for prompt in prompts()[:3]]
+    drain(batch)
+    for row, prompt in reversed(list(zip(first, prompts(), strict=False))):
+        longer = Prompt((*prompt.ids, *row.output, 33, 44))
+        again = add(batch, longer, n=8)
+        drain(batch)
+        assert again.stats.reused_tokens == len(longer) - 3  # all but the last answer's last token and the new ones
+        assert again.output == alone("chain", longer, n=8)
+
+
+def test_the_same_ids_with_another_picture_share_what_stands_before_it() -> None:
+    first, other = prompts("image", "llava")[0], prompts("image", "llava")[1]
+    swapped = Prompt(first.ids, other.media)
+    batch = engine("chain", "llava").open(1)
+    add(batch, first, n=5)
+    drain(batch)
+    (span,) = media_spans(batch.target.config, first)
+    again = add(batch, swapped, n=20)
+    drain(batch)
+    assert again.stats.reused_tokens == span[0]
+    assert again.output == alone("plain", swapped, "llava", n=20)
+    assert again.output != alone("plain", first, "llava", n=20)
+
+
+@pytest.mark.parametrize("method", ["plain", "chain"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_prompt_that_is_cancelled_inside_a_video_never_leaks_into_another_ones(method: str, steps: int) -> None:
+    first, other = prompts("video", "qwen2_5_vl")[0], prompts("video", "qwen2_5_vl")[2]
+    swapped = Prompt(first.ids, other.media)
+    if [m.digest for m in first.media] == [m.digest for m in other.media]:
+        pytest.fail("the two videos are the same, so nothing could leak")
+    try:
+        expected = alone("plain", swapped, "qwen2_5_vl")
+    except Exception:
+        pytest.skip("the other video has another form")
+    (span,) = media_spans(engine("plain", "qwen2_5_vl").target.config, first)
+    batch = engine(method, "qwen2_5_vl").open(1, prefill_chunk=span[0] + 2)
+    row = add(batch, first)
+    for _ in range(steps):
+        batch.step()
+    assert not row.output or steps > 1
+    batch.cancel(row)
+    again = add(batch, swapped)
+    drain(batch)
+    assert again.stats.reused_tokens <= span[0]
+    assert again.output == expected
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_nothing_is_shared_inside_a_medium(family: str) -> None:
+    prompt = prompts("image", family)[0]
+    batch = engine("plain", family).open(1)
+    row = add(batch, prompt, n=5)
+    drain(batch)
+    assert row.output == FAMILIES[family].reference("image", n=5)[0]
+    (span,) = media_spans(batch.target.config, prompt)
+    assert batch.context.shared(0, Prompt(prompt.ids[: span[0] + 3], prompt.media)) <= span[0]
