@@ -90,9 +90,9 @@ class Watched:
         self._clock = clock
         self._forwards = forwards
         load = Timed(self._drafting, "load", clock)
-        self._calls = [Timed(self._drafting, name, clock) for name in ("propose", "learn")]
+        self._calls = [Timed(self._drafting, name, clock) for name in ("propose", "observe")]
         is_one = not isinstance(self._drafting, EnsembleSession)
-        self._search = None if is_one else Timed(self._drafting, "_weigh", clock)
+        self._search = [] if is_one else [Timed(self._drafting, n, clock) for n in ("_learn", "_chosen")]
         decoding = plan(engine.target, asked, max_new_tokens=new_tokens)
         self._steps: Iterator[Any] = engine.start([Request(p) for p in asked], decoding, session).steps
         next(self._steps)
@@ -100,7 +100,7 @@ class Watched:
 
     def step(self, result: Result) -> bool:
         """Take one step and write it down; False where there is none left."""
-        timers = [*self._calls, self._forwards, *([self._search] if self._search else [])]
+        timers = [*self._calls, self._forwards, *self._search]
         for timer in timers:
             timer.seconds = 0.0
         started = self._clock()
@@ -110,8 +110,8 @@ class Watched:
         result.step.append(self._clock() - started)
         result.drafting.append(sum(call.seconds for call in self._calls))
         result.forwards.append(self._forwards.seconds)
-        result.search.append(self._search.seconds if self._search else 0.0)
-        result.alone.append(self._search is None or float(self._drafting.weights.max()) == 1)
+        result.search.append(sum(part.seconds for part in self._search))
+        result.alone.append(not self._search or float(self._drafting.weights.max()) == 1)
         result.tokens.append(len(step.tokens[0]))
         return True
 

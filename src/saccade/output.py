@@ -60,8 +60,8 @@ class Stats:
         drafted_tokens: nodes that were verified.
         accepted_tokens: drafted tokens that were emitted.
         loosened_tokens: of them, those that a lossy rule let pass where the target would have said another.
-        accepted_histogram: entry a counts the passes in which a drafted tokens were accepted, those behind the
-            end of the output included, which `block_efficiency` leaves out.
+        accepted_histogram: entry a counts the passes in which a drafted tokens were accepted, those behind a token
+            or text that ends the output included, which `block_efficiency` leaves out.
         queue_seconds: from the request to its admission.
         first_token_seconds: from the request to its first token; 0 before it.
         times: of the run.

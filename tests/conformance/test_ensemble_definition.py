@@ -20,11 +20,11 @@ from saccade.draft.history import TINY, simplex
 from saccade.draft.static import Chain
 from saccade.draft.views import Multimodal, TextOnly
 from saccade.draft.weights import ERROR_FLOOR, Grid, InverseError, Weighting
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.generation import plan
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
+from saccade.target.context import Context
 
 NAME, GAMMA, NEW = "llava", 3, 17
 VIEWS = [Multimodal(), TextOnly(draft(NAME).config, Numerals())]
@@ -38,13 +38,20 @@ class InTurn:
     learns = False
 
     def open(self, batch: int, views: int, device: torch.device) -> Any:
-        return _Turning(torch.eye(views)[:, None].expand(-1, batch, -1))
+        return _Turning(torch.eye(views), batch)
 
 
 class _Turning(Constant):
-    def choose(self) -> Tensor:
-        self._weights = self._weights.roll(1, 0)
-        return self._weights[0]
+    """One view after the other, row by row."""
+
+    def __init__(self, weights: Tensor, rows: int) -> None:
+        super().__init__(weights)
+        self._turns = [0] * rows
+
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        for row in rows:
+            self._turns[row] += 1
+        return self._weights[[self._turns[row] % len(self._weights) for row in rows]]
 
 
 WEIGHTINGS: dict[str, Weighting] = {
@@ -59,7 +66,9 @@ WEIGHTINGS: dict[str, Weighting] = {
 def after(model: Target, prompt: Prompt, tokens: tuple[int, ...]) -> Tensor:
     """``[V]`` the model's distribution after a prompt and these tokens."""
     whole = Prompt((*prompt.ids, *tokens), prompt.media)
-    return model.prefill(model.new_cache(1, len(whole)), 0, whole).logits.softmax(-1).double()
+    logits = Context(model, 1).load(0, whole).logits
+    assert logits is not None
+    return logits.softmax(-1).double()
 
 
 def said(prompt: Prompt, tokens: Sequence[int]) -> Tensor:
@@ -68,10 +77,10 @@ def said(prompt: Prompt, tokens: Sequence[int]) -> Tensor:
 
 
 def errors(history: Sequence[tuple[Prompt, Sequence[int]]], points: Tensor) -> Tensor:
-    """``[G]`` KL(p||q) of every point's mixture, summed over all tokens of the answers but each one's first."""
+    """``[G]`` KL(p||q) of every point's mixture, summed over all tokens of the answers."""
     total = torch.zeros(len(points), dtype=torch.float64)
     for prompt, answer in history:
-        for t in range(1, len(answer)):
+        for t in range(len(answer)):
             p = after(target(NAME), prompt, tuple(answer[:t]))
             mixed = (points.double() @ said(prompt, answer[:t])).clamp(min=TINY)
             total += (p * (p.clamp(min=TINY).log() - mixed.log())).sum(-1)
@@ -81,7 +90,7 @@ def errors(history: Sequence[tuple[Prompt, Sequence[int]]], points: Tensor) -> T
 def assert_chosen(
     weights: Tensor, weighting: Weighting, history: Sequence[tuple[Prompt, Sequence[int]]]
 ) -> None:
-    if not any(len(answer) > 1 for _, answer in history):
+    if not any(answer for _, answer in history):
         assert weights.tolist() == [0.5, 0.5]
     elif isinstance(weighting, Grid):
         points = simplex(2, weighting.steps)
@@ -113,14 +122,12 @@ def follow(engine: Engine, session: Any, asked: list[Prompt], before: list[list[
     run = engine.start(
         [Request(p) for p in asked], plan(engine.target, asked, max_new_tokens=NEW), session, trace=True
     )
-    steps = iter(run.steps)
-    answers = [list(tokens) for tokens in next(steps).tokens]
-    shown = [list(tokens) for tokens in answers]
-    for step in steps:
-        for row, tree in enumerate(step.trees):
-            if tree is None:
-                continue
-            weights = session.drafting.weights[row]
+    answers: list[list[int]] = [[] for _ in asked]
+    shown: list[list[int]] = [[] for _ in asked]
+    for step in run.steps:
+        guessed = [(row, tree) for row, tree in enumerate(step.trees) if tree is not None]
+        room = max(NEW - len(answers[row]) for row, _ in guessed)
+        for (row, tree), weights in zip(guessed, session.drafting.weights, strict=True):
             if weighting.learns:
                 assert_chosen(weights, weighting, [*before[row], (asked[row], answers[row])])
             guesses: list[int] = []
@@ -128,7 +135,7 @@ def follow(engine: Engine, session: Any, asked: list[Prompt], before: list[list[
                 q = said(asked[row], [*answers[row], *guesses])
                 assert guess == int((weights.double() @ q).argmax())
                 guesses.append(guess)
-            assert len(guesses) == GAMMA
+            assert len(guesses) == min(GAMMA, room)
             shown[row] = [*answers[row], *judged(asked[row], answers[row], guesses)]
         for row, tokens in enumerate(step.tokens):
             answers[row] += tokens
@@ -153,18 +160,36 @@ def test_every_block_of_two_turns_is_weighed_and_guessed_by_the_definition(weigh
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_views_without_weight_read_and_draft_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[int] = []
+    ran: list[list[int]] = []
     model = Target(FAMILIES[NAME].draft_model())
     forward = model.forward
 
-    def counted(cache: Any, tokens: Tensor, *more: Any) -> Tensor:
-        widths.append(tokens.shape[0])
-        return forward(cache, tokens, *more)
+    def counted(cache: Any, pieces: Any, *more: Any) -> Any:
+        if all(piece.count <= GAMMA + 1 for piece in pieces):  # else a prompt is read
+            ran.append([row for piece in pieces for row in piece.rows])
+        return forward(cache, pieces, *more)
 
     monkeypatch.setattr(model, "forward", counted)
     case = FAMILIES[NAME]
     drafter = EnsembleDrafter(model, Chain(GAMMA), VIEWS, InTurn())
     asked = [Request(prompt) for prompt in prompts(case, case.inputs("image", rows))]
     Engine(target(NAME), drafter).generate(asked, max_new_tokens=NEW)
-    blocks = len(widths) // GAMMA
-    assert widths == [2 * rows, *[rows] * (GAMMA - 1)] * blocks
+    going: list[int] = []
+    turns: list[list[list[int]]] = [[] for _ in range(rows)]  # per row and block: views that ran its guesses
+    for slots in ran:
+        views: dict[int, list[int]] = {}
+        for slot in slots:
+            views.setdefault(slot % rows, []).append(slot // rows)
+        if all(sorted(seen) == [0, 1] for seen in views.values()):  # what was emitted is read by both
+            going = sorted(views)
+            for row in going:
+                turns[row].append([])
+            continue
+        assert sorted(views) == going
+        for row, (view,) in views.items():
+            turns[row][-1].append(view)
+    for blocks in turns:
+        assert len(blocks) > 2
+        for number, seen in enumerate(blocks):
+            assert set(seen) <= {(number + 1) % 2}
+            assert number or len(seen) == GAMMA - 1, "towards the end there is less to guess"

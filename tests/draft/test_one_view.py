@@ -97,9 +97,7 @@ def test_a_picture_in_one_row_leaves_the_others_their_one_view(
     for row, kind in enumerate(kinds):
         if kind == "text":
             (single,) = ask(ensemble(), [prompts[row]])
-            assert outputs[row].tokens == single.tokens
-            # Near its end a row is cut alone, but guesses for as long as its neighbours do.
-            assert outputs[row].marks[:-5] == single.marks[:-5]
+            assert course(outputs[row]) == course(single)
 
 
 @pytest.mark.parametrize("select", ["uniform", "attention"])

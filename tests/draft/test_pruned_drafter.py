@@ -53,6 +53,20 @@ def loaded(drafter: ModelDrafter, name: str, given: Prompt, room: int = 40) -> t
     return session, context
 
 
+def noted_starts(session: Any) -> list[int]:
+    """How many ids its row held already, of every prompt that a draft session loads from now on."""
+    starts: list[int] = []
+    load = session.context.load
+
+    def noted(*given: Any) -> Any:
+        read = load(*given)
+        starts.append(read.start)
+        return read
+
+    session.context.load = noted
+    return starts
+
+
 def proposals(session: DraftSession) -> list[DraftTree]:
     return [session.propose([0], [new], TopProposer(), 12) for new in NEW]
 
@@ -184,13 +198,14 @@ def test_self_speculation_looks_once_at_an_image_of_a_later_turn(name: str) -> N
         engine, course = Engine(own, PrunedDrafter(model, Chain(3), pruning=pruning)), []
         for count in (6, 7, 8, 9):
             session: Any = engine.open(1)
+            starts = noted_starts(session.drafting)
             inputs = case.row_inputs("image", 0)
             for turn in range(2):
                 looks.clear()
                 (asked,) = split(own.config, inputs)
                 (output,) = engine.generate([Request(asked)], max_new_tokens=count, session=session)
                 assert len(looks) == 1
-                reused = session.context.reused[0], session.drafting.context.reused[0]
+                reused = output.stats.reused_tokens, starts[-1]
                 course.append((output.tokens, output.stats.accepted_histogram, turn, reused))
                 inputs = case.continued("image", 0, output.tokens)
         courses.append(course)

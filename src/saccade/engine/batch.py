@@ -560,7 +560,7 @@ class RunningBatch:
         first = row.slot in self._readers
         row.stats.drafted_tokens += drafted
         if not first:
-            row.count_pass(count)
+            row.count_pass(min(count, row.room))  # deeper ones are there for longer rows' sake
         emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
         if barred and len(emitted) > count:
             raise InputError(

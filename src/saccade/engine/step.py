@@ -129,8 +129,8 @@ def with_tree(context: Context, chunk: Piece, length: int, tree: DraftTree, plac
     """The last chunk of a prompt of ``length`` tokens with the guesses behind it: its last token is their root."""
     target, count, nodes = context.target, chunk.count, tree.size - 1
     device = target.device
-    row = place if tree.parents.shape[0] > 1 else 0
-    tokens, depth, above = tree.tokens[place, 1:], tree.depth[row, 1:], tree.ancestors[row, 1:, 1:]
+    one = tree_of(tree, [place])
+    tokens, depth, above = one.tokens[0, 1:], one.depth[0, 1:], one.ancestors[0, 1:, 1:]
     allow = torch.ones(count + nodes, count + nodes, dtype=torch.bool, device=device).tril()
     if chunk.allow is not None:
         allow[:count, :count] = chunk.allow[0]

@@ -18,7 +18,8 @@ HEAD = 5
 
 def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None, room: Tensor) -> Tensor:
     """``[A, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding and those deeper than what may
-    still be emitted, which are there for longer rows' sake), whether logits are unsound, whether the token was sampled from scores without a finite maximum, path nodes, path tokens, path marks.
+    still be emitted, which are there for longer rows' sake), whether logits are unsound, whether the token was sampled
+    from scores without a finite maximum, path nodes, path tokens, path marks.
 
     Args:
         sampled: scores ``[A, N, V]`` that tokens were sampled from; None when decoding greedily.
