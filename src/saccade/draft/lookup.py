@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
+from saccade.target.cache import on_device
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
 from saccade.verify.rule import Verdict
@@ -124,14 +125,18 @@ def chains(roots: Sequence[int], guesses: Sequence[Sequence[int]], device: torch
     """One chain per row from host lists of different lengths; shorter ones are padded with invalid nodes."""
     longest = max(map(len, guesses))
     count = longest + 1
-    rows = [[root, *guess, *[0] * (longest - len(guess))] for root, guess in zip(roots, guesses, strict=True)]
-    lengths = torch.tensor([len(g) + 1 for g in guesses], device=device)
+    rows = [
+        [len(guess) + 1, root, *guess, *[0] * (longest - len(guess))]
+        for root, guess in zip(roots, guesses, strict=True)
+    ]
+    numbers = on_device(rows, device)
+    lengths, tokens = numbers[:, 0], numbers[:, 1:]
     place = torch.arange(count, device=device)
     valid = place < lengths[:, None]  # [B, N]
     causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     itself = torch.eye(count, dtype=torch.bool, device=device)
     return DraftTree(
-        tokens=torch.tensor(rows, device=device),
+        tokens=tokens,
         parents=(place - 1).clamp(min=0)[None],
         depth=torch.where(valid, place, 0),
         ancestors=torch.where(valid[..., None], causal, itself),

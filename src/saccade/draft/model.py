@@ -162,7 +162,7 @@ class ModelDraftSession:
         """``[1, F]`` depths of the entries of these levels, each given as (depth, width)."""
         if levels not in self._depths:
             depths = [[depth for depth, width in levels for _ in range(width)]]
-            self._depths[levels] = torch.tensor(depths, device=self._drafter.model.device)
+            self._depths[levels] = on_device(depths, self._drafter.model.device)
         return self._depths[levels]
 
 

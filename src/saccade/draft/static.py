@@ -13,6 +13,7 @@ from torch import Tensor
 from saccade.draft.policy import Frontier, Growth
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree, TreeShape, ancestors_of
+from saccade.target.cache import on_device, sent
 from saccade.verify.rule import Verdict
 
 _SPECVLM_PATHS = """
@@ -193,18 +194,18 @@ class _Plan:
             levels.append(
                 _Level(
                     width=width,
-                    pick=torch.tensor(pick, device=device),
+                    pick=on_device(pick, device),
                     run=run,
-                    run_index=torch.tensor(run, device=device, dtype=torch.long),
-                    run_nodes=torch.tensor(nodes_run, device=device, dtype=torch.long),
-                    allow=None if bool(allow.all()) else allow.to(device),
+                    run_index=sent(torch.tensor(run, dtype=torch.long), device),
+                    run_nodes=sent(torch.tensor(nodes_run, dtype=torch.long), device),
+                    allow=None if bool(allow.all()) else sent(allow, device),
                 )
             )
         return cls(
             levels=tuple(levels),
-            parents=parents.to(device),
-            depth=torch.tensor([[len(p) for p in nodes]], device=device),
-            ancestors=matrix.to(device),
+            parents=sent(parents, device),
+            depth=on_device([[len(p) for p in nodes]], device),
+            ancestors=sent(matrix, device),
             valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
             max_depth=shape.max_depth,
             max_children=shape.max_children,

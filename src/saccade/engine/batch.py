@@ -352,7 +352,7 @@ class RunningBatch:
         processing = Processing([row.processing for row in rows])
         uniforms, draws = self._uniforms(rows, rule)
         if self.drafting is None:
-            last = torch.tensor([row.ids[-1] for row in rows], device=self.target.device)
+            last = on_device([row.ids[-1] for row in rows], self.target.device)
             tree = DraftTree.root_only(last)
         else:
             assert self.drafter is not None
@@ -475,7 +475,7 @@ class RunningBatch:
                 continue
             rule, judge = self._judge(do_sample)
             mine = [row for row, _ in rows]
-            last = torch.tensor([row.ids[-1] for row in mine], device=self.target.device)
+            last = on_device([row.ids[-1] for row in mine], self.target.device)
             logits = torch.stack([said for _, said in rows if said is not None])[:, None]
             ballots.append(
                 Ballot(

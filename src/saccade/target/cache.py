@@ -330,9 +330,9 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without making the host wait for it."""
+    """A host tensor on a device, from pinned memory, without making the host wait for it."""
     if device.type == "cpu":
         return tensor
-    if device.type == "cuda":
+    if device.type != "mps":  # which shares the host's memory
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

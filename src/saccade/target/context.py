@@ -14,7 +14,7 @@ from saccade.inputs.families import FAMILIES, kind_of
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.attention import reading_attention
-from saccade.target.cache import RowCache
+from saccade.target.cache import RowCache, on_device
 from saccade.target.media import MediaCache
 from saccade.target.pieces import Needs, Piece, Reading
 from saccade.target.placing import check_types
@@ -200,7 +200,7 @@ class Context:
         for row in rows:
             own, length = self._held[row].shift or [], self.cache.lengths[row]
             table.append([*[0] * (longest - length), *own[:length], *[0] * (length - len(own))])
-        return torch.tensor(table, device=self.target.device)
+        return on_device(table, self.target.device)
 
 
 class PromptReader:

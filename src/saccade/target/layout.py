@@ -117,7 +117,7 @@ class Layout:
             ``[T, H * D_v]``.
         """
         if self._blocks is None:
-            self._blocks = list(_blocks(self.spans, self._total))
+            self._blocks = _blocks(self.spans, self._total, query)
         grouped = query.shape[0] != keys.shape[0]
         out = []
         for block in self._blocks:
@@ -155,8 +155,12 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
     return tensor[:, :, None].expand(rows, heads, times, count, dim).reshape(rows, heads * times, count, dim)
 
 
-def _blocks(spans: Sequence[Span], total: int) -> list[_Block]:
-    """Runs of spans that lie at equal distances and run equally many tokens; every other span alone."""
+def _blocks(spans: Sequence[Span], total: int, like: Tensor) -> list[_Block]:
+    """Runs of spans that lie at equal distances and run equally many tokens; every other span alone.
+
+    Args:
+        like: of the device and the dtype of masks.
+    """
     blocks = []
     at = 0
     while at < len(spans):
@@ -165,7 +169,7 @@ def _blocks(spans: Sequence[Span], total: int) -> list[_Block]:
             stop += 1
         while stop > at + 1 and not _worthwhile(spans[at:stop], total):
             stop -= 1
-        blocks.append(_block(spans[at:stop]))
+        blocks.append(_block(spans[at:stop], like))
         at = stop
     return blocks
 
@@ -182,15 +186,15 @@ def _worthwhile(spans: Sequence[Span], total: int) -> bool:
     return spare <= SPARE * len(spans) and spans[-1].start + longest <= total
 
 
-def _block(spans: Sequence[Span]) -> _Block:
+def _block(spans: Sequence[Span], like: Tensor) -> _Block:
     first, rows = spans[0], len(spans)
     visible = max(span.visible for span in spans)
     step = spans[1].start - first.start if rows > 1 else 0
-    masks = {kind: _joint(spans, kind, visible) for kind in first.masks}
+    masks = {kind: _joint(spans, kind, visible, like) for kind in first.masks}
     return _Block(first.first, rows, first.count, first.start, step, visible, masks)
 
 
-def _joint(spans: Sequence[Span], kind: str, visible: int) -> Tensor | None:
+def _joint(spans: Sequence[Span], kind: str, visible: int, like: Tensor) -> Tensor | None:
     """The spans' masks over the longest one's slots."""
     masks = [span.mask(kind) for span in spans]
     even = all(span.visible == visible for span in spans)
@@ -199,25 +203,16 @@ def _joint(spans: Sequence[Span], kind: str, visible: int) -> Tensor | None:
         return None
     if len(spans) == 1:
         return first
-    like = next((m for m in masks if m is not None), None)
-    if even and like is not None and all(m is first for m in masks):
+    if even and first is not None and all(m is first for m in masks):
         return first
-    count = spans[0].count
-    dtype = torch.float32 if like is None else like.dtype
-    device = None if like is None else like.device
-    return _padded(spans, masks, count, visible, dtype, device)
+    return _padded(spans, masks, spans[0].count, visible, like)
 
 
 def _padded(
-    spans: Sequence[Span],
-    masks: Sequence[Tensor | None],
-    count: int,
-    visible: int,
-    dtype: torch.dtype,
-    device: torch.device | None,
+    spans: Sequence[Span], masks: Sequence[Tensor | None], count: int, visible: int, like: Tensor
 ) -> Tensor:
     """``[A, 1, n, K]``: every row's own mask over its slots, nothing seen behind them."""
-    joint = torch.full((len(spans), 1, count, visible), torch.finfo(dtype).min, dtype=dtype, device=device)
+    joint = like.new_full((len(spans), 1, count, visible), torch.finfo(like.dtype).min)
     for place, (span, mask) in enumerate(zip(spans, masks, strict=True)):
         joint[place, :, :, : span.visible] = 0 if mask is None else mask[0]
     return joint

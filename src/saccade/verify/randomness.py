@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saccade.target.cache import sent
+
 
 class Uniforms:
     """One step's uniform numbers in [0, 1), drawn for each row by its own generator.
@@ -35,7 +37,7 @@ class Uniforms:
         drawn = torch.stack(
             [torch.rand(own + drafting, generator=g, dtype=torch.float64) for g in generators]
         )
-        values = drawn.to(torch.float32).clamp_(max=1 - 2**-24).to(device)
+        values = sent(drawn.to(torch.float32).clamp_(max=1 - 2**-24), device)
         self.judging = values[:, :own].view(-1, levels, width)
         self._drafting = values[:, own:]
         self._used = 0

@@ -1,0 +1,358 @@
+"""A pretend accelerator on the CPU, for what a machine without a GPU would never notice.
+
+The torch device ``pretend`` holds CPU tensors out of the reach of Python. Every operation on them runs on the CPU and
+gives what the CPU gives, but under the rules of an accelerator:
+
+- A CPU tensor beside one of the device is refused (`MixedDevices`); 0-dim ones may join, as with CUDA. So may CPU
+  tensors of integers that index, which CUDA takes, too, by an upload that the host waits for: it counts as a wait.
+- What the host would have to wait for is counted as a wait: a copy to the host, ``tolist``, ``item``, ``bool``,
+  ``nonzero`` and all that is built on it. A copy to the host with ``non_blocking=True`` is none, and an event that is
+  waited for behind another wait is none either.
+- What goes to the device is counted as *sent* where the host need not wait for it, that is with ``non_blocking=True``
+  from pinned memory (only ``pin_memory`` makes such), and else as a *blocking* upload.
+- Whatever writes a tensor there is a launch; views and bare allocations are free. One launch here may be several
+  kernels there: launches are for comparing steps with one another, not with a profile.
+
+    with PretendDevice() as device:
+        model = model.to("pretend")
+        with device.counting() as counts:
+            step()
+        print(counts)
+
+Tensors of the device stay usable after the block, uncounted. Inference mode, which knows nothing of tensors like
+these, is `torch.no_grad` inside the block.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+
+_CONVERSIONS = {"aten::_to_copy", "aten::to"}
+_FREE = {
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::lift_fresh",
+    "aten::_unsafe_view",
+    "aten::_fused_sdp_choice",
+}
+_WAITING = {
+    "aten::_local_scalar_dense": "item",
+    "aten::equal": "equal",
+    "aten::is_nonzero": "bool",
+    "aten::nonzero": "nonzero",
+    "aten::masked_select": "masked_select",
+    "aten::_unique2": "unique",
+    "aten::unique_dim": "unique",
+    "aten::unique_consecutive": "unique",
+    "aten::repeat_interleave.Tensor": "repeat_interleave",
+    "aten::bincount": "bincount",
+}
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+class MixedDevices(RuntimeError):
+    """A tensor on the CPU met one on the device."""
+
+
+@dataclass
+class Counts:
+    """Work of the device while it was counted.
+
+    Attributes:
+        launches: operations that write a tensor, by name.
+        sent: uploads that the host need not wait for, by place in the library.
+        blocking: uploads that it waits for, likewise.
+        waits: what else it waits for, by kind and place.
+    """
+
+    launches: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    blocking: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        parts = (self.launches, self.sent, self.blocking, self.waits)
+        launches, sent, blocking, waits = (part.total() for part in parts)
+        return f"{launches} launches, {sent} sent, {blocking} blocking uploads, {waits} waits"
+
+
+class OnPretend(Tensor):
+    """A tensor of the device; ``raw`` is where its numbers really are."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> OnPretend:
+        made: OnPretend = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            layout=raw.layout,
+            device=torch.device(NAME, 0),
+            requires_grad=raw.requires_grad,
+        )
+        made.raw = raw
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"pretend({self.raw!r})"
+
+    def tolist(self) -> Any:
+        _count_wait("tolist")
+        return self.raw.tolist()
+
+    def numpy(self, *_: object, **__: object) -> Any:
+        raise TypeError("A tensor of the pretend device cannot be turned to numpy; copy it to the CPU first.")
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.raw.untyped_storage()
+
+    @property
+    def is_cuda(self) -> bool:
+        """True, so that what the library does for CUDA alone is done here, too."""
+        return True
+
+    @property
+    def data(self) -> Tensor:
+        return OnPretend(self.raw.detach())
+
+    @data.setter
+    def data(self, value: OnPretend) -> None:
+        self.raw = value.raw
+
+
+class _Pinned(Tensor):
+    """A CPU tensor in memory from which the device can read by itself; what is computed of it is an ordinary one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class PretendDevice(TorchDispatchMode):
+    """The device is there, and counted, while this is open."""
+
+    _open: ClassVar[list[PretendDevice]] = []
+    _is_known: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        if not PretendDevice._is_known:
+            _setup_privateuseone_for_python_backend(NAME)
+            PretendDevice._is_known = True
+        super().__init__()
+        self.counts: Counts | None = None
+        self._restore: list[Any] = []
+
+    def __enter__(self) -> PretendDevice:
+        lifts = torch._C._only_lift_cpu_tensors()
+        mode, pin, synchronize = torch.inference_mode, Tensor.pin_memory, torch.cuda.synchronize
+        enter, leave = mode.__enter__, mode.__exit__
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) goes through the CPU
+        mode.__enter__, mode.__exit__ = _enter_no_grad, _leave_no_grad  # type: ignore[method-assign]
+        Tensor.pin_memory = _pinned  # type: ignore[method-assign, assignment]
+        torch.cuda.synchronize = lambda *_: _count_wait("synchronize")
+        stream, torch.cuda.current_stream = torch.cuda.current_stream, _Stream  # type: ignore[assignment]
+
+        def restore() -> None:
+            torch._C._set_only_lift_cpu_tensors(lifts)
+            mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+            Tensor.pin_memory = pin  # type: ignore[method-assign]
+            torch.cuda.synchronize = synchronize
+            torch.cuda.current_stream = stream
+
+        self._restore.append(restore)
+        PretendDevice._open.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        PretendDevice._open.pop()
+        self._restore.pop()()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, _ = tree_flatten((args, kwargs))
+        if any(isinstance(x, OnPretend) or _is_pretend(x) for x in flat):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def counting(self) -> Iterator[Counts]:
+        """Count what happens until the context closes."""
+        before, self.counts = self.counts, Counts()
+        try:
+            yield self.counts
+        finally:
+            self.counts = before
+
+
+class _Stream:
+    """What stands for a CUDA stream."""
+
+    def __init__(self, device: object = None) -> None:
+        """There is one of them."""
+
+    def record_event(self) -> _Event:
+        return _Event()
+
+
+class _Event:
+    """A point in the stream, which has been passed once the host has waited for anything behind it."""
+
+    def __init__(self) -> None:
+        self._counts = _counts()
+        self._waited = 0 if self._counts is None else self._counts.waits.total()
+
+    def synchronize(self) -> None:
+        if self._counts is not None and self._counts.waits.total() == self._waited:
+            _count_wait("synchronize")
+
+
+def _enter_no_grad(self: Any) -> None:
+    self._inference_mode_context = torch.no_grad()
+    self._inference_mode_context.__enter__()
+
+
+def _leave_no_grad(self: Any, *error: Any) -> None:
+    self._inference_mode_context.__exit__(*error)
+
+
+def _pinned(self: Tensor, *_: object, **__: object) -> Tensor:
+    return self.detach().clone().as_subclass(_Pinned)
+
+
+def _is_pretend(value: object) -> bool:
+    return isinstance(value, torch.device) and value.type == NAME
+
+
+def _counts() -> Counts | None:
+    return PretendDevice._open[-1].counts if PretendDevice._open else None
+
+
+def _count_wait(what: str) -> None:
+    counts = _counts()
+    if counts is not None:
+        counts.waits[f"{what} at {_place()}"] += 1
+
+
+def _place() -> str:
+    """Line of the library that asked, in whose name `saccade.target.cache` sends."""
+    frame = sys._getframe(1)
+    place = "outside"
+    while frame is not None and (place == "outside" or place.startswith("target/cache.py")):
+        _, inside, name = frame.f_code.co_filename.rpartition("/saccade/")
+        if inside:
+            place = f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return place
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation with a tensor of the device, or one that makes one."""
+    name, overload = func._schema.name, func._schema.overload_name
+    full = f"{name}.{overload}" if overload else name
+    flat, spec = tree_flatten((args, kwargs))
+    ours = [x for x in flat if isinstance(x, OnPretend)]
+    host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, OnPretend)]
+    devices = [x for x in flat if isinstance(x, torch.device)]
+    to_device = _is_pretend(devices[0]) if devices else bool(ours)
+    is_copy = name in _CONVERSIONS or name == "aten::copy_"
+    if not is_copy and ours:
+        _refuse_mixed(name, full, host)
+    _count(func, name, full, flat, args, kwargs, ours, host, to_device)
+
+    def raw(value: Any) -> Any:
+        if isinstance(value, OnPretend):
+            return value.raw
+        return torch.device("cpu") if _is_pretend(value) else value
+
+    raw_args, raw_kwargs = tree_unflatten([raw(x) for x in flat], spec)
+    if raw_kwargs.get("pin_memory"):
+        raw_kwargs["pin_memory"] = False
+    out = func(*raw_args, **raw_kwargs)
+    if is_copy and out is raw_args[0] and (ours and to_device):
+        return flat[0]
+    if "out" in kwargs:
+        return kwargs["out"]
+    if name.endswith("_") and not name.endswith("__"):
+        return flat[0]
+    if name in _CONVERSIONS and out is raw_args[0] and to_device:
+        out = out.clone()  # what the host writes from now on does not reach the device
+    return tree_map(lambda x: OnPretend(x) if isinstance(x, Tensor) and to_device else x, out)
+
+
+def _refuse_mixed(name: str, full: str, host: list[Tensor]) -> None:
+    wrong = [h for h in host if h.dim() > 0]
+    if not wrong:
+        return
+    if name in _INDEXING and all(h.dtype in (torch.int64, torch.bool, torch.uint8) for h in wrong):
+        _count_wait("index from the host")
+        return
+    shapes = ", ".join(str(list(h.shape)) for h in wrong)
+    raise MixedDevices(
+        f"{full} at {_place()} was given CPU tensors of shape {shapes} beside tensors of {NAME}."
+    )
+
+
+def _count(
+    func: Any,
+    name: str,
+    full: str,
+    flat: list[Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    ours: list[OnPretend],
+    host: list[Tensor],
+    to_device: bool,
+) -> None:
+    counts = _counts()
+    if counts is None:
+        return
+    if name in _CONVERSIONS and ours and not to_device:
+        if not kwargs.get("non_blocking"):
+            _count_wait("copy to the host")
+    elif name in _CONVERSIONS and host and to_device:
+        is_sent = isinstance(host[0], _Pinned) and bool(kwargs.get("non_blocking"))
+        (counts.sent if is_sent else counts.blocking)[_place()] += 1
+    elif name == "aten::copy_" and ours and host and host[0].dim() > 0:
+        if not isinstance(flat[0], OnPretend):
+            _count_wait("copy to the host")
+        else:
+            is_sent = isinstance(host[0], _Pinned) and bool(kwargs.get("non_blocking") or (*args, False)[2])
+            (counts.sent if is_sent else counts.blocking)[_place()] += 1
+    elif full in _WAITING or name in _WAITING:
+        _count_wait(_WAITING.get(full) or _WAITING[name])
+    else:
+        if name in _INDEXING and any(
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_flatten(args[1])[0]
+        ):
+            _count_wait("index by a mask")
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and name not in _FREE:
+            counts.launches[full] += 1
