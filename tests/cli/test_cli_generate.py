@@ -17,9 +17,9 @@ from commands import Shell
 from rich.console import Console
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
-from saccade import loop
 from saccade.cli import screen
 from saccade.draft import pruning
+from saccade.engine import RunningBatch
 from saccade.inputs.prompt import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of
@@ -178,23 +178,22 @@ def test_models_go_to_the_gpu_where_there_is_one_unless_told_otherwise(
     assert screen.load_models("some/model", None, None, device_map=asked) == place
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 7), (3, 19)])
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 12), (2, 18)])
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_ctrl_c_keeps_what_was_generated(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, step: int, kept: int, form: str
 ) -> None:
-    """Prefill gives one token and every step six, the one included in which the key was pressed."""
+    """Every step gives six tokens, the one included in which the key was pressed, unless it reads the prompt."""
     whole = vlm("llama", "llama").generate("Tell")
     steps = iter(range(100))
-    for name in ("_prefill", "_advance"):
-        stock = getattr(loop.Loop, name)
+    stock = RunningBatch._run
 
-        def interrupted(self: Any, stock: Any = stock) -> Any:
-            if next(steps) == step:
-                signal.raise_signal(signal.SIGINT)
-            return stock(self)
+    def interrupted(self: RunningBatch, *args: Any) -> Any:
+        if next(steps) == step:
+            signal.raise_signal(signal.SIGINT)
+        return stock(self, *args)
 
-        monkeypatch.setattr(loop.Loop, name, interrupted)
+    monkeypatch.setattr(RunningBatch, "_run", interrupted)
     arguments = ("-t", ready("llama"), "-d", ready("llama"), "Tell")
     result = shell("generate", *arguments, *(["--json"] if form == "json" else []))
     assert result.code == 130

@@ -15,15 +15,15 @@ from harness import POLICIES, draft, prompts, tokens
 
 from families import FAMILIES, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.engine import Engine
-from saccade.engine import Request
+from saccade.engine import Engine, Request
 from saccade.target.adapter import Target
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 from saccade.target.masks import MaskPlan
+from saccade.target.pieces import Piece, Reading
 
 NEW = 32
 TREES = ("static", "dynamic")
-Forward = Callable[..., torch.Tensor]
+Change = Callable[[Piece], Piece]
 
 
 def answers(name: str, target: Target, policy: str, kind: str | None = None) -> list[list[int]]:
@@ -39,56 +39,52 @@ def expected(name: str, kind: str | None = None) -> list[list[int]]:
     return case.reference(kind or case.kinds[0], rows=3, n=NEW)
 
 
-def with_forward(name: str, change: Callable[[Forward], Forward]) -> Target:
-    """A target of its own whose forward over trees is wrapped."""
+def with_pieces(name: str, change: Change) -> Target:
+    """A target of its own that is given other pieces wherever a tree runs."""
     target = Target(FAMILIES[name].model())
-    target.forward = change(target.forward)  # type: ignore[method-assign]
+    honest = target.forward
+
+    def forward(cache: Any, pieces: Sequence[Piece], *more: Any) -> list[Reading]:
+        return honest(cache, [change(p) if p.positions is None else p for p in pieces], *more)
+
+    target.forward = forward  # type: ignore[method-assign]
     return target
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_a_planted_mistake_the_same_code_is_right(policy: str) -> None:
     for name in ("llama", "qwen2_5_vl", "gemma3"):
-        assert answers(name, with_forward(name, lambda forward: forward), policy) == expected(name)
+        assert answers(name, with_pieces(name, lambda piece: piece), policy) == expected(name)
 
 
 @pytest.mark.parametrize("policy", TREES)
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> None:
-    def leak(forward: Forward) -> Forward:
-        def wrong(
-            cache: Any, ids: Any, allow: torch.Tensor, depth: Any, deltas: Any, *more: Any
-        ) -> torch.Tensor:
-            return forward(cache, ids, torch.ones_like(allow).tril(), depth, deltas, *more)
+    def leak(piece: Piece) -> Piece:
+        return piece if piece.allow is None else replace(piece, allow=torch.ones_like(piece.allow).tril())
 
-        return wrong
-
-    assert answers(name, with_forward(name, leak), policy) != expected(name)
+    assert answers(name, with_pieces(name, leak), policy) != expected(name)
 
 
 @pytest.mark.parametrize("policy", TREES)
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_positions_by_node_index_are_noticed(name: str, policy: str) -> None:
-    def number(forward: Forward) -> Forward:
-        def wrong(
-            cache: Any, ids: Any, allow: Any, depth: torch.Tensor, deltas: Any, *more: Any
-        ) -> torch.Tensor:
-            return forward(cache, ids, allow, torch.arange(depth.shape[1])[None], deltas, *more)
+    def number(piece: Piece) -> Piece:
+        assert piece.depth is not None
+        return replace(piece, depth=torch.arange(piece.depth.shape[1])[None])
 
-        return wrong
-
-    assert answers(name, with_forward(name, number), policy) != expected(name)
+    assert answers(name, with_pieces(name, number), policy) != expected(name)
 
 
 @pytest.mark.parametrize("policy", TREES)
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> None:
-    class Lazy(SlotCache):
+    class Lazy(RowCache):
         def _move(self, source: Sequence[int], target: Sequence[int]) -> None:
             """Accepted nodes stay where they were written instead of behind the row's prefix."""
 
     target = Target(FAMILIES[name].model())
-    target.new_cache = lambda batch, capacity: Lazy(target._layer_devices, batch, capacity)  # type: ignore[method-assign]
+    target.new_cache = lambda rows: Lazy(target._layer_devices, rows)  # type: ignore[method-assign]
     assert answers(name, target, policy) != expected(name)
 
 
@@ -96,16 +92,11 @@ def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> N
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_missing_rope_delta_is_noticed(name: str, kind: str, policy: str) -> None:
-    def forget(forward: Forward) -> Forward:
-        def wrong(
-            cache: Any, ids: Any, allow: Any, depth: Any, deltas: torch.Tensor, *more: Any
-        ) -> torch.Tensor:
-            assert deltas.abs().min() > 0
-            return forward(cache, ids, allow, depth, torch.zeros_like(deltas), *more)
+    def forget(piece: Piece) -> Piece:
+        assert all(piece.deltas)
+        return replace(piece, deltas=[0] * len(piece.rows))
 
-        return wrong
-
-    assert answers(name, with_forward(name, forget), policy, kind) != expected(name, kind)
+    assert answers(name, with_pieces(name, forget), policy, kind) != expected(name, kind)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -142,8 +133,9 @@ def test_a_window_in_slots_instead_of_positions_is_noticed(policy: str) -> None:
     class Slots(MaskPlan):
         __slots__ = ()
 
-        def build(self, allow: Any, lengths: Any, depth: torch.Tensor, *more: Any) -> Any:
-            return super().build(allow, lengths, torch.arange(depth.shape[1])[None], *more)
+        def build(self, *args: Any) -> Any:
+            allow, lengths, count, pending, _, *more = args
+            return super().build(allow, lengths, count, pending, torch.arange(pending + count)[None], *more)
 
     target = Target(FAMILIES["mistral"].model())
     plan = target.family.masks

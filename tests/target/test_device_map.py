@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from families import FAMILIES
 from saccade.draft.dynamic import DynamicTree
 from saccade.draft.model import ModelDrafter
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 accelerate = pytest.importorskip("accelerate", reason="device_map needs accelerate")

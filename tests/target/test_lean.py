@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from families import FAMILIES
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.generation import plan
 from saccade.inputs.batch import split
-from saccade.engine import Request
 from saccade.target import lean as lean_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.features import Hidden
 from saccade.target.thresholds import Thresholds
 
 LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3"})
@@ -28,11 +26,12 @@ DEPTH = torch.tensor([[0, 1, 1, 2]])
 
 def tree_logits(target: Target, kind: str, case: Any) -> torch.Tensor:
     prompts = split(target.config, case.inputs(kind, rows=3))
-    context = Context(target, 3, max(map(len, prompts)) + 8)
+    context = Context(target, 3)
     for row, prompt in enumerate(prompts):
+        context.cache.reserve(row, len(prompt) + 8)
         context.load(row, prompt)
     tokens = torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(1))
-    return context.forward(tokens, TREE, DEPTH)
+    return context.forward([0, 1, 2], tokens, TREE, DEPTH).logits
 
 
 @pytest.mark.parametrize("name", LEAN)
@@ -315,13 +314,14 @@ def test_hidden_states_are_the_same_from_lean_and_stock_decoders(
     for lean in (True, False):
         target = Target(case.model(), lean=lean)
         prompts = split(target.config, case.inputs(kind, rows=2))
-        context = Context(target, 2, max(map(len, prompts)) + 4)
-        context.hidden = Hidden((0, 1, len(target.layers)), final)
+        context = Context(target, 2)
+        context.needs.add_layers(0, 1, len(target.layers))
+        context.needs.final = final
         for row, prompt in enumerate(prompts):
-            context.load(row, prompt)
-            assert context.hidden.states[1].shape[:2] == (1, len(prompt))
-        context.forward(torch.arange(40, 48).view(2, 4), TREE, DEPTH)
-        read.append(context.hidden.states)
+            context.cache.reserve(row, len(prompt) + 4)
+            found = context.load(row, prompt)
+            assert found.hidden[1].shape[0] == len(prompt)
+        read.append(context.forward([0, 1], torch.arange(40, 48).view(2, 4), TREE, DEPTH).hidden)
     assert read[0].keys() == read[1].keys() == {0, 1, len(target.layers)}
     for index, states in read[0].items():
         # fp32 sums in another order, as for the logits above

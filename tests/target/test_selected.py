@@ -16,10 +16,10 @@ from saccade.errors import ModelError
 from saccade.inputs.batch import media_spans, split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.attention import PromptAttention
-from saccade.target.context import Context
-from saccade.target.features import FeatureTap, Hidden
-from saccade.target.selected import held_of, kept_of, only, shift_of
+from saccade.target.context import Context, PromptRead
+from saccade.target.features import FeatureTap
+from saccade.target.pieces import Needs
+from saccade.target.selected import given_instead, held_of, kept_of, shift_of
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
 """fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""
@@ -66,24 +66,29 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
     return tap.hidden
 
 
-def pruned(name: str, given: Prompt, dropped: Sequence[int]) -> Context:
-    context = Context(target(name), 1, 256)
-    context.hidden = Hidden(tuple(range(len(target(name).layers) + 1)))
-    context.load(0, given, dropped)
+def opened(own: Target, rows: int = 1) -> Context:
+    context = Context(own, rows)
+    for row in range(rows):
+        context.cache.reserve(row, 256)
     return context
+
+
+def pruned(name: str, given: Prompt, dropped: Sequence[int]) -> tuple[Context, PromptRead]:
+    context = opened(target(name))
+    context.needs.add_layers(*range(len(target(name).layers) + 1))
+    return context, context.load(0, given, dropped)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_kept_positions_have_the_states_of_a_masked_forward(name: str, kind: str) -> None:
     given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
     dropped = dropped_of(name, given)
-    context, full = pruned(name, given, dropped), masked(name, inputs, dropped)
+    (context, read), full = pruned(name, given, dropped), masked(name, inputs, dropped)
     kept = kept_of(0, len(given), dropped)
     assert context.lengths == [len(kept)]
-    assert context.hidden is not None
-    for layer, states in context.hidden.states.items():
-        assert states.shape[1] == len(kept) < len(given)
-        torch.testing.assert_close(states, full[layer][:, kept], **CLOSE)
+    for layer, states in read.hidden.items():
+        assert len(states) == len(kept) < len(given)
+        torch.testing.assert_close(states[None], full[layer][:, kept], **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -91,28 +96,27 @@ def test_a_tree_behind_gaps_continues_at_the_original_positions(name: str, kind:
     """Sliding windows too count what was left out."""
     given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
     dropped = dropped_of(name, given)
-    context = pruned(name, given, dropped)
+    context, _ = pruned(name, given, dropped)
     depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
-    context.forward(torch.tensor([MORE]), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth)
-    assert context.hidden is not None
+    tree = context.forward([0], torch.tensor([MORE]), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth)
     last = len(target(name).layers)
     for leaf, path in ((3, [0, 1, 3]), (2, [0, 2])):
         full = masked(name, extended(inputs, [MORE[i] for i in path]), dropped)
-        torch.testing.assert_close(context.hidden.states[last][:, leaf], full[last][:, -1], **CLOSE)
+        torch.testing.assert_close(tree.hidden[last][:, leaf], full[last][:, -1], **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_row_with_gaps_runs_alone_as_beside_one_without(name: str, kind: str) -> None:
     own, given = target(name), prompt(name, kind)
-    context = Context(own, 2, 256)
+    context = opened(own, 2)
     context.load(0, given)
     context.load(1, given, dropped_of(name, given))
     depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
     run = torch.tensor([MORE] * 2), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth
-    both = context.forward(*run)
-    context.cache.drop_pending()
+    both = context.forward([0, 1], *run).logits
+    context.cache.drop([0, 1])
     for row in range(2):
-        alone = context.forward_rows(slice(row, row + 1), run[0][:1], *run[1:])
+        alone = context.forward([row], run[0][:1], *run[1:]).logits
         torch.testing.assert_close(alone, both[row : row + 1], **CLOSE)
     assert not torch.allclose(both[0], both[1], **CLOSE)
 
@@ -126,19 +130,18 @@ def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str
     (longer,) = split(target(name).config, inputs)
     dropped = dropped_of(name, first)
     later = [d for d in dropped_of(name, longer) if d >= len(first)]
-    context = pruned(name, first, dropped)
-    context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
+    context, _ = pruned(name, first, dropped)
+    read = context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
     full = masked(name, inputs, [*dropped, *later])
     kept = kept_of(len(first), len(longer), later)
-    assert context.reused == [len(first)]
+    assert read.start == len(first)
     assert context.lengths == [len(longer) - len(dropped) - len(later)]
-    assert context.hidden is not None
-    for layer, states in context.hidden.states.items():
-        torch.testing.assert_close(states, full[layer][:, kept], **CLOSE)
-    context.forward(torch.tensor([MORE[:1]]), torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1).long())
+    for layer, states in read.hidden.items():
+        torch.testing.assert_close(states[None], full[layer][:, kept], **CLOSE)
+    token = context.forward([0], torch.tensor([MORE[:1]]))
     after = masked(name, extended(inputs, MORE[:1]), [*dropped, *later])
     last = len(target(name).layers)
-    torch.testing.assert_close(context.hidden.states[last][:, -1], after[last][:, -1], **CLOSE)
+    torch.testing.assert_close(token.hidden[last][:, -1], after[last][:, -1], **CLOSE)
 
 
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
@@ -152,11 +155,13 @@ def test_dropped_tokens_never_reach_a_decoder_layer(name: str) -> None:
         )
         for layer in own.layers
     ]
-    result = Context(own, 1, 256).load(0, given, dropped)
+    with own.stock():
+        result = opened(own).load(0, given, dropped)
     for handle in handles:
         handle.remove()
     assert widths == [len(given) - len(dropped)] * len(own.layers)
     assert len(own.decoder._forward_pre_hooks) == 0
+    assert result.logits is not None
     assert result.logits.shape == (own.vocab_size,)
 
 
@@ -166,25 +171,24 @@ def test_rows_with_and_without_gaps_share_a_batch(name: str) -> None:
     own, kind = target(name), FAMILIES[name].kinds[0]
     given = prompt(name, kind)
     dropped = dropped_of(name, given) if FAMILIES[name].is_visual else [2, 3, 5]
-    one = torch.ones(1, 1, 1, dtype=torch.bool)
     token = torch.tensor([[MORE[0]]])
 
     def after(gone: Sequence[int]) -> Tensor:
-        alone = Context(own, 1, 256)
+        alone = opened(own)
         alone.load(0, given, gone)
-        return alone.forward(token, one, torch.zeros(1, 1).long())[0]
+        return alone.forward([0], token).logits[0]
 
-    context = Context(own, 2, 256)
+    context = opened(own, 2)
     context.load(0, given, dropped)
     context.load(1, given)
-    both = context.forward(token.expand(2, -1), one, torch.zeros(1, 1).long())
+    both = context.forward([0, 1], token.expand(2, -1)).logits
     torch.testing.assert_close(both[0], after(dropped), **CLOSE)
     torch.testing.assert_close(both[1], after([]), **CLOSE)
-    context.cache.drop_pending()
+    context.cache.drop([0, 1])
     other = Prompt((MORE[2], *given.ids[1:]), given.media)
     context.load(0, other)
     context.load(0, given)
-    both = context.forward(token.expand(2, -1), one, torch.zeros(1, 1).long())
+    both = context.forward([0, 1], token.expand(2, -1)).logits
     torch.testing.assert_close(both[0], after([]), **CLOSE)
 
 
@@ -211,16 +215,16 @@ def test_words_behind_the_image_are_asked_what_they_look_at(
     name: str, kind: str, layers: tuple[int, ...] | None
 ) -> None:
     own, given, inputs = target(name), prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
-    context = Context(own, 1, 256)
-    context.attention = PromptAttention(layers)
-    context.load(0, given)
+    context = opened(own)
+    context.needs.add_attention(layers, "words")
+    read = context.load(0, given)
     first = int(visual_mask(own.config, given.ids).nonzero()[-1]) + 1
     expected = eager_columns(
         name, inputs, range(first, len(given)), range(len(own.layers)) if layers is None else [-1]
     )
-    assert context.attention.prompt == given
-    assert context.attention.columns is not None
-    torch.testing.assert_close(context.attention.columns, expected, rtol=0.0, atol=1e-5)
+    assert read.prompt == given
+    assert read.columns is not None
+    torch.testing.assert_close(read.columns, expected, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
@@ -228,22 +232,30 @@ def test_a_follow_up_in_words_looks_at_the_image_of_the_turn_before(name: str) -
     own, first = target(name), prompt(name, "image")
     inputs = FAMILIES[name].continued("image", 0, MORE, follow_up="text")
     (longer,) = split(own.config, inputs)
-    context = Context(own, 1, 256)
-    context.attention = PromptAttention()
+    context = opened(own)
+    context.needs.add_attention(None, "words")
     context.load(0, first)
-    context.load(0, longer)
+    read = context.load(0, longer)
     expected = eager_columns(name, inputs, range(len(first), len(longer)), range(len(own.layers)))
-    assert context.attention.columns is not None
-    torch.testing.assert_close(context.attention.columns, expected, rtol=0.0, atol=1e-5)
+    assert read.columns is not None
+    torch.testing.assert_close(read.columns, expected, rtol=0.0, atol=1e-5)
 
 
 def test_a_prompt_without_images_has_nothing_to_look_at() -> None:
-    context = Context(target("llava"), 1, 256)
-    context.attention = PromptAttention()
+    context = opened(target("llava"))
+    context.needs.add_attention(None, "words")
     for kind in ("image", "text"):
-        context.load(0, prompt("llava", kind))
-    assert context.attention.columns is None
-    assert context.attention.prompt == prompt("llava", "text")
+        read = context.load(0, prompt("llava", kind))
+    assert read.columns is None
+    assert read.prompt == prompt("llava", "text")
+
+
+def test_two_that_read_other_attention_are_refused() -> None:
+    needs = Needs()
+    needs.add_attention((-1,), "words")
+    needs.add_attention((-1,), "words")
+    with pytest.raises(ModelError, match="is read in layers"):
+        needs.add_attention(None, "words")
 
 
 # --------------------------------------------------------------------------- refusals
@@ -255,29 +267,28 @@ class Wrapper(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("args", "more", "message"),
-    [
-        ((torch.zeros(1),), {}, "not called with tokens and positions by name"),
-        ((), {"position_ids": None}, "not called with tokens and positions by name"),
-        ((), {"per_layer_inputs": torch.zeros(1, 5, 2)}, "takes per_layer_inputs of shape"),
-    ],
+    ("args", "more"),
+    [((torch.zeros(1),), {"position_ids": torch.arange(5)[None]}), ((), {"position_ids": None})],
 )
 def test_decoders_whose_arguments_are_not_understood_are_refused(
-    args: tuple[Any, ...], more: dict[str, Any], message: str
+    args: tuple[Any, ...], more: dict[str, Any]
 ) -> None:
-    decoder = Wrapper()
-    given = {"inputs_embeds": torch.zeros(1, 5, 3), "position_ids": torch.arange(5)[None], **more}
-    with pytest.raises(ModelError, match=message), only(decoder, [0, 2], torch.zeros(1)):
-        decoder(*args, **given)
+    decoder, embeddings = Wrapper(), torch.zeros(1, 5, 3)
+    instead = given_instead(decoder, embeddings, torch.zeros(1))
+    with pytest.raises(ModelError, match="is not called with positions by name"), instead:
+        decoder(*args, inputs_embeds=embeddings, **more)
     assert len(decoder._forward_pre_hooks) == 0
 
 
 def test_a_decoder_that_is_passed_by_is_noticed() -> None:
-    with pytest.raises(ModelError, match="was called 0 times"), only(Wrapper(), [0], torch.zeros(1)):
+    instead = given_instead(Wrapper(), torch.zeros(1, 1, 3), torch.zeros(1))
+    with pytest.raises(ModelError, match="was called 0 times"), instead:
         pass
 
 
-def test_a_cache_with_other_entries_is_refused() -> None:
-    own = Target(FAMILIES["llama"].model())
-    with pytest.raises(ModelError, match="holds 0 entries, not the 2"):
-        own.prefill(own.new_cache(1, 8), 0, Prompt((5, 6, 7, 8)), 3, None, [1])
+def test_a_row_without_room_is_refused() -> None:
+    own = target("llama")
+    context = Context(own, 1)
+    context.load(0, Prompt((5, 6, 7, 8)))
+    with pytest.raises(ModelError, match="slots but 104 are needed"):
+        context.forward([0], torch.full((1, 100), 9))

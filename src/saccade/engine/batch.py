@@ -215,7 +215,10 @@ class RunningBatch:
                 self._run(Clock(self.target.device))
         except BaseException as error:
             for row in list(self._active):
-                self._fail(row, error, empty=False)
+                if isinstance(error, Exception):
+                    self._fail(row, error, empty=False)
+                else:
+                    self.cancel(row, "interrupted")
             self.renew()
             if not isinstance(error, Exception):
                 raise
