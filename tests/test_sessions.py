@@ -13,7 +13,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("plain", {}),
     ("chain", {"gamma": 2}),
     ("dynamic-tree", {}),
-    ("fly", {"entropy": 0.0, "window": 0}),
+    ("fly", {"entropy": 0.0, "deferred": 0}),
     ("random-loosening", {"share": 1.0}),
 ]
 
