@@ -69,7 +69,8 @@ def test_a_long_prompt_is_read_beside_rows_that_go_on(
         batch.step()
         assert len(first.output) > said or first.done  # nobody waits for a prompt
     reading = -(-len(prompts()[1]) // chunk)
-    assert len(forwards.passes) == reading
+    assert sum(count == 2 for count in forwards.rows) == reading
+    assert len(forwards.passes) <= reading + 1  # a long draft prompt has a step of its own
     assert len(first.output) >= before + min(reading, 60 - before)
     drain(batch)
     assert first.output == alone(method, prompts()[0], n=60)
