@@ -11,10 +11,15 @@ from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.row import Row
 from saccade.errors import InputError
 from saccade.target.adapter import Target
+from saccade.target.cache import rounded
 from saccade.target.context import Context
 
 SHARE = 0.5
 """Of the free memory, what the caches may take by default."""
+
+
+WORTH = 16
+"""Shared tokens for which old content is given up while empty slots are left; templates alone share a few."""
 
 
 class Rooms:
@@ -97,11 +102,10 @@ class Rooms:
 
     def _best(self, free: Sequence[int], row: Row) -> int:
         shared = {slot: self._context.shared(slot, row.request.prompt) for slot in free}
-        most = max(shared.values())
-        if most > 0:
-            return next(slot for slot in free if shared[slot] == most)
         empty = [slot for slot in free if not self._context.lengths[slot]]
-        return empty[0] if empty else min(free, key=lambda slot: self._used[slot])
+        if empty and max(shared.values()) < WORTH:
+            return empty[0]
+        return min(free, key=lambda slot: (-shared[slot], self._used[slot]))  # of equal ones, freed first
 
     def _make_room(self, row: Row, slot: int, free: Sequence[int]) -> bool:
         """Drop old contents, those freed first, until the row fits."""
@@ -117,7 +121,7 @@ class Rooms:
         return self.nbytes - cache.capacity(slot) * self._entry + needed <= self._limit
 
     def _bytes(self, row: Row) -> int:
-        return (row.entries + self._extra) * self._entry
+        return rounded(row.entries + self._extra) * self._entry
 
 
 def free_memory(device: torch.device) -> int:

@@ -186,7 +186,7 @@ class RowCache(Cache):
         """Give a row room for ``capacity`` entries, keeping what it holds."""
         if capacity <= self.capacity(row):
             return
-        wanted = -(-capacity // QUANTUM) * QUANTUM
+        wanted = rounded(capacity)
         old = self._segments[row]
         if old is not None and self._free_behind(old) >= wanted - old.capacity:
             old.capacity = wanted
@@ -207,7 +207,7 @@ class RowCache(Cache):
 
     def expect(self, slots: int) -> None:
         """Make the arena ``slots`` large at once, when what is coming is known."""
-        self._enlarge(-(-slots // QUANTUM) * QUANTUM)
+        self._enlarge(rounded(slots))
 
     def release(self, row: int) -> None:
         """Take a row's room and all that it holds."""
@@ -322,6 +322,11 @@ class RowCache(Cache):
             )
             self._stores[key] = store
         return store
+
+
+def rounded(slots: int) -> int:
+    """Slots of the segment that holds so many entries."""
+    return -(-slots // QUANTUM) * QUANTUM
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
