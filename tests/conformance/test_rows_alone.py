@@ -29,9 +29,9 @@ from saccade.draft.sage import SageTree
 from saccade.draft.tree import DraftTree
 from saccade.draft.views import Multimodal, TextOnly
 from saccade.draft.width import WidthTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.output import Output
-from saccade.engine import Request
+from saccade.target.pieces import Reading
 from saccade.verify.lvspec import RandomLoosening
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict
@@ -138,7 +138,7 @@ def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_besi
         session = method.open(len(rows))
         method.generate(rows, session=session, **SAMPLED)
         drafting: Any = session.drafting
-        learned: Tensor = drafting._weights.choose()
+        learned: Tensor = drafting._weights.choose(range(len(rows)))
         return learned
 
     together = weights(asked)
@@ -176,10 +176,12 @@ def _numbers_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many numbers per level as the batch's widest tree has children."""
     right = Sampling.judge
 
-    def judge(self: Sampling, tree: DraftTree, scores: Tensor, uniforms: Tensor) -> Verdict:
+    def judge(
+        self: Sampling, rows: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor, reading: Reading
+    ) -> Verdict:
         levels, width = self.uniforms(tree.max_depth, tree.max_children)
         packed = uniforms.flatten(1)[:, : levels * width].unflatten(1, (levels, width))
-        return right(self, tree, scores, packed)
+        return right(self, rows, tree, scores, packed, reading)
 
     monkeypatch.setattr(Sampling, "judge", judge)
 
