@@ -14,9 +14,8 @@ from saccade.draft.pruned import PrunedDrafter
 from saccade.draft.pruning import Pruning
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain
-from saccade.engine import Engine
-from saccade.engine import Request
-from saccade.target.context import Context
+from saccade.engine import Engine, Request
+from saccade.target.context import Context, PromptRead
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 32
@@ -68,11 +67,15 @@ def test_a_second_turn_with_a_new_image_equals_one_shot(name: str, drafter: str)
     (answer,) = under_test.generate([Request(first)], max_new_tokens=NEW, session=session)
     inputs = case.continued("image", 0, answer.tokens)
     (longer,) = prompts(case, inputs)
+    drafting: Any = session.drafting
+    reads: list[PromptRead] = []
+    load = drafting.context.load
+    drafting.context.load = lambda *given: reads.append(load(*given)) or reads[-1]
     (output,) = under_test.generate([Request(longer)], max_new_tokens=NEW, session=session)
     assert output.tokens == reference_greedy(pristine(name), inputs, NEW)[0]
     assert output.stats.reused_tokens == len(first) + NEW - 1
-    drafting: Any = session.drafting
-    assert drafting.context.reused[0] >= len(first)  # what was emitted last it has not been shown
+    (read,) = reads
+    assert read.start >= len(first)  # what was emitted last it has not been shown
     assert drafting.context._held[0].dropped[0] < len(first) < drafting.context._held[0].dropped[-1]
 
 
@@ -104,9 +107,11 @@ def test_without_pruning_self_speculation_is_always_right() -> None:
     case, own = FAMILIES["qwen3_vl"], target("qwen3_vl")
     drafter = PrunedDrafter(own, Chain(4), pruning=Pruning(keep_images=1.0, keep_videos=1.0))
     (prompt,) = prompts(case, case.row_inputs("image", 0))
-    (output,) = Engine(own, drafter).generate([Request(prompt)], max_new_tokens=61)
-    assert output.tokens == case.reference("image", n=61)[0]
-    assert output.stats.target_passes == 12
+    (output,) = Engine(own, drafter).generate([Request(prompt)], max_new_tokens=60)
+    assert output.tokens == case.reference("image", n=60)[0]
+    assert output.stats.target_passes == 11, (
+        "behind the pass that ends the prompt, which gives five tokens too"
+    )
     assert output.stats.accepted_tokens == 48
 
 
@@ -144,10 +149,10 @@ def test_the_target_drafting_for_itself_looks_at_the_image_once(name: str) -> No
     assert output.tokens == case.reference("image", n=NEW)[0]
 
     drafting: Any = session.drafting
-    again = Context(own, 1, 256)
+    assert session.context.media is drafting.context.media
+    assert session.context.media.misses == 1
+    again = Context(own, 1)
     again.load(0, prompt, drafting.context._held[0].dropped)  # which looks for itself
     kept = again.lengths[0]
-    for one, other in zip(again.cache.layers, drafting.context.cache.layers, strict=True):
-        torch.testing.assert_close(one.keys[:, :kept], other.keys[:, :kept], rtol=0.0, atol=0.0)
-    assert session.context.merged is not None
-    assert session.context.merged.arguments == {}
+    for one, other in zip(again.cache.export(0), drafting.context.cache.export(0), strict=True):
+        torch.testing.assert_close(one[0], other[0][:, :, :kept], rtol=0.0, atol=0.0)

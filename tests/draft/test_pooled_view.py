@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from saccade.inputs.batch import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.target.pieces import Piece, Reading
 
 ANYRES = ("llava_next", "llava_onevision")
 RESIZED = [
@@ -126,14 +128,15 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
     for row, prompt in enumerate(asked):
         load(view, opened, view.read(prompt), row)
     ran: list[tuple[Tensor, Tensor]] = []
-    forward: Any = opened.context.forward
+    run = opened.context.run
 
-    def noted(tokens: Tensor, *more: Any) -> Tensor:
-        logits = forward(tokens, *more)
-        ran.append((tokens.clone(), logits.clone()))
-        return logits
+    def noted(pieces: Sequence[Piece]) -> list[Reading]:
+        (piece,), (reading,) = pieces, run(pieces)
+        assert list(piece.rows) == [0, 1, 2]
+        ran.append((piece.tokens.clone(), reading.logits.clone()))
+        return [reading]
 
-    opened.context.forward = noted  # type: ignore[method-assign]
+    opened.context.run = noted  # type: ignore[method-assign]
     opened.propose([0, 1, 2], [[20], [30], [40]], TopProposer(), 2)
     assert len(ran) == 2  # the emitted tokens, then the first guesses
     for row, prompt in enumerate(asked):
