@@ -91,6 +91,8 @@ class EnsembleSession:
         self._count = rows
         self._asked: list[Prompt | None] = [None] * rows
         self._room = [0] * rows
+        self._shown = [0] * rows  # tokens, the prompt's included
+        self._left = [0] * rows  # tokens that could still be emitted when the row guessed last
         self._alike = [False] * rows  # rows whose views have read the same
         self._roots: dict[
             int, Tensor
@@ -134,6 +136,7 @@ class EnsembleSession:
             self._learn_rest(row)
         else:
             self._drop(row)
+        self._shown[row] = len(prompt)
         self._weights.load(row, prompt.ids)
         views = self._drafter.views
         spent = sum(view.seconds for view in views)
@@ -165,6 +168,8 @@ class EnsembleSession:
         every = [new[place] for _, place in pairs]
         labelled = {}
         for place, row in enumerate(rows):
+            self._shown[row] += len(new[place])
+            self._left[row] = self._room[row] - self._shown[row]
             block = self._notes.emitted(row, new[place]) if self._notes is not None else None
             if block is not None:
                 labelled[place] = block
@@ -212,7 +217,7 @@ class EnsembleSession:
 
     def _learn_rest(self, row: int) -> None:
         """Learn from what a row emitted last in its last turn, which the draft model has not run."""
-        left = self._notes.left(row) if self._notes is not None else None
+        left = self._notes.left(row, self._left[row]) if self._notes is not None else None
         if left is None:
             return
         views = range(len(self._drafter.views))

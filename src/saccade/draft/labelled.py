@@ -92,10 +92,14 @@ class Notes:
         block = self._blocks.pop(row, None)
         return None if block is None else block.labelled(new)
 
-    def left(self, row: int) -> Labelled | None:
-        """What a row emitted in the last block of its turn, if anything is to be learned from it."""
+    def left(self, row: int, room: int) -> Labelled | None:
+        """What a row emitted in the last block of its turn, if anything is to be learned from it.
+
+        Args:
+            room: tokens that could still be emitted; what was accepted behind them was guessed for longer rows' sake.
+        """
         block = self._blocks.pop(row, None)
-        return None if block is None else block.labelled(block.emitted())
+        return None if block is None else block.labelled(block.emitted()[:room])
 
     def forget(self, row: int) -> None:
         """Drop what is known of a row."""
