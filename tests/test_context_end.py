@@ -13,11 +13,10 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
-from saccade.engine import Request
 
 CONTEXT, TURN = 48, 40
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}

@@ -25,12 +25,11 @@ from saccade import hf
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import StatefulProcessor, stateless
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 CASE = FAMILIES["llama"]

@@ -22,11 +22,10 @@ from families import (
     _text,
     _vision_language_model,
 )
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError, ModelError
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt
-from saccade.engine import Request
 
 GLM = _vision_language_model(
     "glm4v",

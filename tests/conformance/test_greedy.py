@@ -7,10 +7,9 @@ from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, targe
 
 from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 # Every family's first kind (an image, or text) for one row and for three; of the other kinds one row is slow.

@@ -11,9 +11,8 @@ from saccade.draft.confident import ConfidentChain
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 
 BATCHES = 3

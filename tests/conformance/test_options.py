@@ -13,8 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerF
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine, reference_greedy
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
-from saccade.engine import Engine
-from saccade.engine import Request
+from saccade.engine import Engine, Request
 from saccade.target.adapter import Target
 
 NEW = 32

@@ -25,9 +25,8 @@ from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.sage import SageShaping, SageTree
 from saccade.draft.sampling import TopProposer
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify.sampling import Sampling
 

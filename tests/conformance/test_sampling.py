@@ -16,9 +16,8 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.sampling import DrawProposer, TopProposer
 from saccade.draft.static import Chain, StaticTree
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.engine import Request
 from saccade.target.adapter import Target
 from saccade.verify import sampling
 from saccade.verify.sampling import Sampling
