@@ -9,13 +9,13 @@ from saccade.engine import RunningBatch
 from saccade.errors import InputError
 from saccade.inputs.batch import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import QUANTUM
+from saccade.target.cache import QUANTUM, rounded
 
 
 def needed(batch: RunningBatch, prompt: Prompt, n: int) -> int:
     """Bytes of a row, in target and draft model."""
     entry = batch.target.entry_bytes + batch.drafter.model.entry_bytes  # type: ignore[union-attr]
-    return (len(prompt) + n + batch.drafter.max_nodes) * entry  # type: ignore[union-attr]
+    return rounded(len(prompt) + n + batch.drafter.max_nodes) * entry  # type: ignore[union-attr]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
@@ -23,7 +23,7 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
     batch = engine("chain").open(2, kv_memory=limit)
     add(batch, prompts()[0], n=20)
     with pytest.raises(InputError, match=rf"{limit / 2**20:.1f} MiB; raise kv_memory"):
-        add(batch, prompts()[0], n=21)
+        add(batch, prompts()[0], n=20 + QUANTUM)
     drain(batch)
 
 
@@ -44,9 +44,8 @@ def test_the_oldest_content_is_dropped_first() -> None:
     unlike = [
         Prompt((20 + place, *prompt.ids)) for place, prompt in enumerate(prompts()[:3])
     ]  # share no prefix
-    entry = needed(one, unlike[0], 1) - needed(one, unlike[0], 0)
-    rounded = [-(-needed(one, prompt, 100) // (entry * QUANTUM)) * entry * QUANTUM for prompt in unlike]
-    batch = engine("chain").open(4, kv_memory=sum(rounded) - min(rounded) // 2)
+    sizes = [needed(one, prompt, 100) for prompt in unlike]
+    batch = engine("chain").open(4, kv_memory=sum(sizes) - min(sizes) // 2)
     for prompt in unlike:
         add(batch, prompt, n=100)
         drain(batch)

@@ -9,6 +9,8 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
+from saccade.target.cache import on_device
+
 TINY = torch.finfo(torch.float32).tiny
 """Least probability that a logarithm is taken of."""
 
@@ -103,8 +105,3 @@ class History:
         """Positions in the sums of some rows."""
         seen = [self._seen[row] for row in rows]
         return seen if self._window is None else [min(count, self._window) for count in seen]
-
-
-def on_device(values: Sequence[object], device: torch.device) -> Tensor:
-    """Host values on a device, which is not waited for: they go from pinned memory where it is a GPU."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.draft.history import TINY, on_device
+from saccade.draft.history import TINY
 from saccade.draft.policy import Frontier, Growth, TreePolicy
 from saccade.draft.sampling import Proposer
 from saccade.draft.tree import DraftTree
+from saccade.target.cache import on_device
 from saccade.verify.rule import Verdict
 
 

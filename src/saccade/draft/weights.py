@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from saccade.draft.controls import Fixed, Random
-from saccade.draft.history import TINY, History, Verified, divergence, on_device, simplex, total_variation
+from saccade.draft.history import TINY, History, Verified, divergence, simplex, total_variation
+from saccade.target.cache import on_device
 
 Distance = Literal["kl", "tv", "match"]
 ERROR_FLOOR = 1e-4
