@@ -106,7 +106,12 @@ def test_no_other_alpha_makes_the_histogram_more_likely(histogram: list[int]) ->
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
 def test_acceptance_by_depth_of_a_run_gives_back_its_accepted_length(histogram: list[int]) -> None:
     passes, accepted = sum(histogram), sum(a * n for a, n in enumerate(histogram))
-    stats = Stats(new_tokens=1 + accepted + passes, target_passes=passes, accepted_histogram=histogram)
+    stats = Stats(
+        new_tokens=1 + accepted + passes,
+        prefill_tokens=1,
+        target_passes=passes,
+        accepted_histogram=histogram,
+    )
     assert isclose(
         theory.chain_accepted_length(stats.acceptance_by_depth), stats.accepted_length, abs_tol=ROUNDING
     )
