@@ -22,20 +22,20 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     target = Target(case.model(), lean=lean)
     assert target.is_lean == lean
     prompts = split(target.config, case.inputs("image", rows=3))
-    context = Context(target, 3, max(map(len, prompts)) + 8)
+    context = Context(target, 3)
     layer = len(target.layers) - 1
-    hidden = context.want_hidden(layer)
+    context.needs.add_layers(layer)
     for row, prompt in enumerate(prompts):
+        context.cache.reserve(row, len(prompt) + 8)
         context.load(row, prompt)
+    rows = [0, 1, 2]
     tokens = torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(1))
     hooks = [len(module._forward_pre_hooks) for module in target.model.modules()]
-    logits = context.forward(tokens, TREE, DEPTH)
-    whole = hidden.states[layer]
-    context.cache.drop_pending()
-    first = context.early(tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
-    rest = context.early(tokens[:, 1:], TREE[:, 1:], DEPTH, layer)  # behind the first, which is pending
-    assert hidden.states[layer] is whole
-    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-4, atol=1e-3)
-    context.cache.drop_pending()
-    torch.testing.assert_close(context.forward(tokens, TREE, DEPTH), logits)
+    reading = context.forward(rows, tokens, TREE, DEPTH)
+    context.cache.drop(rows)
+    first = context.early(rows, tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
+    rest = context.early(rows, tokens[:, 1:], TREE[:, 1:], DEPTH, layer)  # behind the first, which is pending
+    torch.testing.assert_close(torch.cat([first, rest], 1), reading.hidden[layer], rtol=1e-4, atol=1e-3)
+    context.cache.drop(rows)
+    torch.testing.assert_close(context.forward(rows, tokens, TREE, DEPTH).logits, reading.logits)
     assert [len(module._forward_pre_hooks) for module in target.model.modules()] == hooks

@@ -37,7 +37,7 @@ def expected(name: str, more: list[int]) -> list[torch.Tensor]:
 def test_features_at_prefill_are_the_hidden_states_of_the_model(name: str) -> None:
     own, case = target(name), FAMILIES[name]
     with FeatureTap(own, range(len(own.layers) + 1)) as tap:
-        Context(own, 1, 128).load(0, prompt(name, case.kinds[0]))
+        Context(own, 1).load(0, prompt(name, case.kinds[0]))
     assert list(tap.hidden) == list(range(len(own.layers) + 1))
     for index, states in enumerate(expected(name, [])):
         torch.testing.assert_close(tap.hidden[index][0], states, **CLOSE)
@@ -46,13 +46,14 @@ def test_features_at_prefill_are_the_hidden_states_of_the_model(name: str) -> No
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_features_on_a_tree_are_those_of_each_path(name: str) -> None:
     own, case = target(name), FAMILIES[name]
-    context = Context(own, 1, 128)
+    context = Context(own, 1)
+    context.cache.reserve(0, 128)
     context.load(0, prompt(name, case.kinds[0]))
     tokens = [20, 31, 42, 53, 64, 75]
     depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
     allow = ancestors_of(torch.tensor([SHAPE.parents]), SHAPE.max_depth)
     with FeatureTap(own, range(len(own.layers) + 1)) as tap:
-        context.forward(torch.tensor([tokens]), allow, depth)
+        context.forward([0], torch.tensor([tokens]), allow, depth)
     for leaf in range(3, 6):
         path = [0, SHAPE.parents[leaf], leaf]
         states = expected(name, [tokens[node] for node in path])
@@ -64,7 +65,7 @@ def test_features_on_a_tree_are_those_of_each_path(name: str) -> None:
 def test_the_final_norm_turns_pre_into_post(name: str) -> None:
     own, case = target(name), FAMILIES[name]
     with FeatureTap(own, [-1], final="pre") as pre, FeatureTap(own, [-1], final="post") as post:
-        Context(own, 1, 128).load(0, prompt(name, case.kinds[0]))
+        Context(own, 1).load(0, prompt(name, case.kinds[0]))
     with torch.no_grad():
         torch.testing.assert_close(own.decoder.norm(pre.hidden[-1]), post.hidden[-1], rtol=0.0, atol=0.0)
     assert (pre.hidden[-1] - post.hidden[-1]).abs().max() > 0.1
@@ -82,18 +83,18 @@ def test_a_closed_tap_leaves_no_hooks_even_after_an_exception() -> None:
         assert hooks() != before
     with pytest.raises(RuntimeError, match="planted"), tap:
         raise RuntimeError("planted")
-    Context(own, 1, 128).load(0, prompt("llama", "text"))
+    Context(own, 1).load(0, prompt("llama", "text"))
     assert tap.hidden == {}
     assert hooks() == before
 
 
 def test_only_chosen_layers_are_kept_and_only_of_the_last_forward() -> None:
     own = target("llama")
-    context = Context(own, 1, 128)
-    one = torch.ones(1, 1, 1, dtype=torch.bool)
+    context = Context(own, 1)
+    context.cache.reserve(0, 128)
     with FeatureTap(own, [1]) as tap:
         context.load(0, prompt("llama", "text"))
-        context.forward(torch.tensor([[20]]), one, torch.zeros(1, 1, dtype=torch.long))
+        context.forward([0], torch.tensor([[20]]))
     assert {index: tuple(h.shape) for index, h in tap.hidden.items()} == {1: (1, 1, 64)}
 
 
@@ -107,7 +108,7 @@ def test_a_model_spread_by_device_map_gives_the_same_features() -> None:
 
     with FeatureTap(Target(model), [0, 1, 2]) as spread, FeatureTap(target("llama"), [0, 1, 2]) as whole:
         for own in (Target(model), target("llama")):
-            Context(own, 1, 128).load(0, prompt("llama", "text"))
+            Context(own, 1).load(0, prompt("llama", "text"))
     for index in range(3):
         torch.testing.assert_close(spread.hidden[index], whole.hidden[index], rtol=0.0, atol=0.0)
 
