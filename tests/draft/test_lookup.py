@@ -44,9 +44,9 @@ def test_guesses_are_those_of_a_naive_search(
     session = PromptLookup(gamma, max_ngram).open(2, NO_TARGET)
     texts = [list(p) for p in prompts]
     for row, ids in enumerate(prompts):
-        session.load(row, Prompt(tuple(ids)))
+        session.load(row, Prompt(tuple(ids)), None)
     for block in blocks:
-        tree = session.propose(block, TopProposer())
+        tree = session.propose([0, 1], block, TopProposer(), gamma)
         assert_consistent(tree)
         for row in range(2):
             texts[row] += block[row]
@@ -57,27 +57,37 @@ def test_guesses_are_those_of_a_naive_search(
 
 @pytest.mark.parametrize("pattern", [[7], [5, 6], [1, 2, 3, 4, 5]])
 def test_text_that_repeats_is_guessed_to_repeat_on(pattern: list[int]) -> None:
-    text = pattern * 20
+    text = pattern * 60
     session = PromptLookup(10, 3).open(1, NO_TARGET)
-    session.load(0, Prompt(tuple(text[:40])))
-    tree = session.propose([text[40:41]], TopProposer())
+    session.load(0, Prompt(tuple(text[:40])), None)
+    tree = session.propose([0], [text[40:41]], TopProposer(), 10)
     assert tree.tokens[0, 1:].tolist() == text[41:51]
 
 
-def test_a_finished_row_guesses_nothing() -> None:
-    session = PromptLookup(3, 2).open(2, NO_TARGET)
-    for row in range(2):
-        session.load(row, Prompt((1, 2, 1, 2)))
-    tree = session.propose([[1], []], TopProposer())
-    assert token_paths(tree, 0)[-1] == (2, 1, 2)
-    assert token_paths(tree, 1) == [()]
+def test_rows_that_take_no_part_leave_the_others_their_own_texts() -> None:
+    session = PromptLookup(3, 2).open(3, NO_TARGET)
+    for row, ids in enumerate([(5, 6, 5, 6), (1, 2, 1, 2), (3, 4, 3, 4)]):
+        session.load(row, Prompt(ids), None)
+    session.forget(0)
+    tree = session.propose([2, 1], [[3], [1]], TopProposer(), 3)
+    assert token_paths(tree, 0)[-1] == (4, 3, 4)
+    assert token_paths(tree, 1)[-1] == (2, 1, 2)
+    tree = session.propose([1], [[2]], TopProposer(), 3)
+    assert token_paths(tree, 0)[-1] == (1, 2, 1)
+
+
+def test_a_guess_ends_where_the_row_has_no_room() -> None:
+    session = PromptLookup(5, 2).open(1, NO_TARGET)
+    session.load(0, Prompt((1, 2, 1, 2)), None)
+    assert token_paths(session.propose([0], [[1]], TopProposer(), 2), 0)[-1] == (2, 1)
+    assert session.propose([0], [[2]], TopProposer(), 0).size == 1
 
 
 def test_a_row_that_is_loaded_again_forgets_its_text() -> None:
     session = PromptLookup(3, 2).open(1, NO_TARGET)
-    session.load(0, Prompt((1, 2, 3)))
-    session.load(0, Prompt((4, 5)))
-    assert session.propose([[1]], TopProposer()).size == 1
+    session.load(0, Prompt((1, 2, 3)), None)
+    session.load(0, Prompt((4, 5)), None)
+    assert session.propose([0], [[1]], TopProposer(), 3).size == 1
 
 
 @pytest.mark.parametrize("options", [{"gamma": 0}, {"max_ngram": 0}])
