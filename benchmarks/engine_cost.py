@@ -1,9 +1,8 @@
 """What the engine adds to the models it runs: step time against bare forwards, where the rest goes, and memory.
 
-Time: after every step of a chain, the same forwards run again on prepared tensors and a cache of the same content
-and size, once through the stock Hugging Face model and once through what the engine uses (the lean decoder where
-it has proved equal). Ratios are medians over steps; the replay follows its step at once, so that both meet the
-same machine.
+Time: after every step of a chain, the same forwards run again on prepared tensors and a cache of the same size, once
+through the stock Hugging Face model and once through the lean decoder that the engine uses. Ratios are medians over
+steps; the replay follows its step at once, so that both meet the same machine.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def time_steps(engine: Engine, asked: list[Inputs], new_tokens: int, clock: Cloc
             Replay([engine.target, drafter.model], clock),
             _start(engine, inputs, new_tokens).steps,
         )
-        next(steps)  # prefill
+        next(steps)  # the pass that ends the prompt, with the first guesses
         while True:
             with replay.noting():
                 started = clock()

@@ -33,9 +33,9 @@ def milliseconds(
     depth = torch.arange(count, device=device)[None]
 
     def once() -> float:
-        context.cache.pending = 0
+        context.cache.drop([0])
         start = clock()
-        context.forward(tokens, allow, depth)
+        context.forward([0], tokens, allow, depth)
         return clock() - start
 
     stock, lean = [], []
@@ -74,7 +74,8 @@ def main() -> None:
     for name, folder, dtype in models:
         target = Target(load(folder, dtype, options.device))
         with torch.inference_mode():
-            context = Context(target, 1, len(prompt.ids) + max(COUNTS))
+            context = Context(target, 1)
+            context.cache.reserve(0, len(prompt.ids) + max(COUNTS))
             context.load(0, prompt)
             rows = [milliseconds(target, context, count, options.repeats, clock) for count in COUNTS]
         measured[name] = dict(zip(map(str, COUNTS), rows, strict=True))

@@ -8,24 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clock import Clock
 from saccade.target.adapter import Target
-from saccade.target.cache import SlotCache
-from saccade.target.lean import LeanDecoder
+from saccade.target.cache import RowCache
+from saccade.target.layout import Layout, Span
+from saccade.target.pieces import Piece
 
 
 @dataclass
 class Call:
-    """One forward with the tensors that the engine prepared for it."""
+    """One forward of a single row with the tensors that the engine prepared for it.
 
-    decoder: LeanDecoder
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    lengths: list[int]
-    pending: int
-    capacity: int
+    Attributes:
+        tokens: ``[1, n]``.
+        positions: ``[3 or 1, n]``.
+        wanted: which tokens' logits the engine asked for; None for all.
+        slots: of the arena.
+    """
+
+    model: Target
+    tokens: Tensor
+    positions: Tensor
+    wanted: Tensor | None
+    layout: Layout
+    slots: int
 
 
 class Replay:
@@ -43,9 +51,8 @@ class Replay:
             )
         self.calls: list[Call] = []
         self._clock = clock
-        self._models = {id(model._lean): model for model in models}
-        self._shadows: dict[tuple[int, int], SlotCache] = {}
-        self._original = LeanDecoder.__call__
+        self._shadows: dict[tuple[int, int], RowCache] = {}
+        self._original = Target._laid
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -53,41 +60,59 @@ class Replay:
         self.calls.clear()
         original, calls = self._original, self.calls
 
-        def noted(
-            decoder: LeanDecoder, tokens: Any, mask: Any, positions: Any, cache: SlotCache, *more: Any
-        ) -> Any:
-            before = cache.pending - tokens.shape[1]
-            calls.append(Call(decoder, tokens, mask, positions, list(cache.lengths), before, cache.capacity))
-            return original(decoder, tokens, mask, positions, cache, *more)
+        def noted(model: Target, cache: RowCache, pieces: Sequence[Piece]) -> Any:
+            (piece,) = pieces
+            layout, positions, wanted = original(model, cache, pieces)
+            calls.append(Call(model, piece.tokens, positions, wanted, layout, cache.slots))
+            return layout, positions, wanted
 
-        LeanDecoder.__call__ = noted  # type: ignore[method-assign, assignment]
+        Target._laid = noted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            LeanDecoder.__call__ = original  # type: ignore[method-assign]
+            Target._laid = original  # type: ignore[method-assign]
 
     @torch.inference_mode()
     def seconds(self, stock: bool) -> float:
-        """Time of the noted forwards alone, on a cache of their own that is as full as the engine's was."""
-        return sum(self._one(call, stock) for call in self.calls)
+        """Time of the noted forwards alone, from ids to logits, on a cache of their own: as large as the engine's,
+        with each forward's entries where the engine had them."""
+        return sum(self._stock(call) if stock else self._bare(call) for call in self.calls)
 
-    def _one(self, call: Call, stock: bool) -> float:
-        model = self._models[id(call.decoder)]
-        key = id(model), call.capacity
-        if key not in self._shadows:
-            self._shadows[key] = model.new_cache(len(call.lengths), call.capacity)
-        cache = self._shadows[key]
-        cache.lengths, cache.pending = list(call.lengths), call.pending
-        cache.writing_nodes(call.tokens.shape[1])
+    def _bare(self, call: Call) -> float:
+        decoder, cache = call.model._lean, self._shadow(call)
+        assert decoder is not None
         started = self._clock()
-        if stock:
-            model.model(
-                input_ids=call.tokens,
-                attention_mask=call.mask,
-                position_ids=call.positions,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        else:
-            call.decoder(call.tokens, call.mask, call.positions, cache)
+        x = call.model.embed(call.tokens).flatten(0, 1)
+        normed = decoder(x, call.positions, cache, call.layout).normed
+        decoder.logits(normed if call.wanted is None else normed[call.wanted])
         return self._clock() - started
+
+    def _stock(self, call: Call) -> float:
+        (span,) = call.layout.spans
+        inputs = {
+            "input_ids": call.tokens,
+            "attention_mask": _mask(call.model, span),
+            "position_ids": call.model._stock_positions(call.positions[:, None]),
+            "past_key_values": self._shadow(call),
+            "use_cache": True,
+            "logits_to_keep": 0 if call.wanted is None else len(call.wanted),
+        }
+        started = self._clock()
+        call.model.model(**inputs)
+        return self._clock() - started
+
+    def _shadow(self, call: Call) -> RowCache:
+        """A cache that is not the engine's, laid out for the call."""
+        key = id(call.model), call.slots
+        if key not in self._shadows:
+            self._shadows[key] = call.model.new_cache(1)
+            self._shadows[key].expect(call.slots)
+        self._shadows[key].layout = call.layout
+        return self._shadows[key]
+
+
+def _mask(model: Target, span: Span) -> Tensor:
+    """``[1, 1, n, K]`` additive; the models here have layers of one kind."""
+    (kind,) = span.masks
+    mask = span.mask(kind)
+    return model._all_seen(span) if mask is None else mask

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import saccade.loop
-
+import saccade.engine.batch
 from clock import Clock
-from saccade import timing
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.static import _StaticGrowth
-from saccade.engine import Row
+from saccade.engine.batch import RunningBatch
 from saccade.target.adapter import Target
-from saccade.target.cache import SlotCache
+from saccade.target.cache import RowCache
 from saccade.target.context import Context
 from saccade.target.lean import LeanDecoder
 from saccade.target.masks import MaskPlan
@@ -27,18 +25,23 @@ class Spans:
 
     PARTS: tuple[tuple[Any, str, str], ...] = (
         (LeanDecoder, "__call__", "forwards"),
+        (LeanDecoder, "logits", "forwards"),
+        (Target, "embed", "forwards"),
         (MaskPlan, "build", "attention masks"),
-        (SlotCache, "writing_nodes", "cache places"),
-        (Target, "forward", "positions, dispatch"),
+        (RowCache, "lay", "cache places"),
+        (Target, "_positions", "positions"),
+        (Target, "forward", "dispatch"),
         (_StaticGrowth, "expand", "children"),
         (_StaticGrowth, "tree", "tree"),
         (ModelDraftSession, "propose", "drafter's own"),
-        (Context, "keep", "commit"),
+        (Context, "commit", "commit"),
         (Processing, "__call__", "logits processors"),
         (Greedy, "judge", "acceptance rule"),
-        (saccade.loop, "pack", "packing the verdict"),
-        (Row, "emit", "rows"),
-        (timing.Clock, "add", "stage timers"),
+        (saccade.engine.batch, "pack", "verdict to the host"),
+        (saccade.engine.batch, "to_host", "verdict to the host"),
+        (RunningBatch, "_admit", "rows come and go"),
+        (RunningBatch, "_settle", "rows emit"),
+        (RunningBatch, "_count_seconds", "stage timers"),
     )
 
     def __init__(self, clock: Clock) -> None:
