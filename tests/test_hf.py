@@ -327,7 +327,10 @@ def test_a_ready_made_drafter_is_taken_as_it_is() -> None:
     inputs = inputs_of("llama", 1)
     sequences = model("llama").generate(**inputs, max_new_tokens=NEW, custom_generate=own)
     assert sequences[0, inputs["input_ids"].shape[1] :].tolist() == common("llama")[:NEW]
-    assert own.outputs[0].stats.drafted_tokens == 2 * own.outputs[0].stats.target_passes
+    stats = own.outputs[
+        0
+    ].stats  # two guesses a pass, that included which ends the prompt; fewer where room ends
+    assert 2 * stats.target_passes - 2 <= stats.drafted_tokens <= 2 * (stats.target_passes + 1)
 
 
 def test_models_are_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def test_parse_needs_no_title() -> None:
 
 def test_figure_6_has_a_chain_as_deep_as_every_tree_and_equal_nodes() -> None:
     rows = [m for m in library.load("hivis-figure-6").methods if m.name == "hivis"]
-    trees = {(m.head, m.options["depth"]): m.options["total"] for m in rows if "depth" in m.options}
+    trees = {(m.head, m.options["max_depth"]): m.options["total"] for m in rows if "max_depth" in m.options}
     chains = {(m.head, m.options["gamma"]) for m in rows if m.options.get("tree") == "chain"}
     assert trees.keys() == chains
     assert set(trees.values()) == {60}

@@ -79,14 +79,14 @@ def differs(under: Any) -> bool:
 
 
 def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted mistake: a step's states go to the rows in the order of the slots."""
+    """The planted mistake: a step's states go to the row behind their own."""
     right = HeadDraftSession.observe
 
-    def sorted_rows(self: Any, rows: Any, *given: Any) -> None:
-        right(self, sorted(rows), *given)
+    def turned(self: Any, rows: Any, *given: Any) -> None:
+        right(self, [*rows[1:], rows[0]], *given)
 
     under = engine(NAME, untaught(NAME, "eagle2"), TREES[True])
-    monkeypatch.setattr(HeadDraftSession, "observe", sorted_rows)
+    monkeypatch.setattr(HeadDraftSession, "observe", turned)
     assert differs(under)
 
 
