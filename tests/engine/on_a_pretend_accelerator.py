@@ -22,7 +22,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEADS, build_head
 from saccade.engine import Engine, Request
-from saccade.engine import batch as batch_module
+from saccade.engine import work as work_module
 from saccade.generation import plan
 from saccade.inputs.batch import split
 from saccade.methods import build, get
@@ -149,7 +149,7 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(
 
 def _steps_of_a_planted(monkeypatch: pytest.MonkeyPatch, device: PretendDevice, mistake: Any) -> list[Counts]:
     """Steps of plain decoding in which the roots are sent by ``mistake``."""
-    monkeypatch.setattr(batch_module, "on_device", mistake)
+    monkeypatch.setattr(work_module, "on_device", mistake)
     return run(engine("plain", NAME), False, device).steps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,3 +115,19 @@ def test_one_row_without_finite_logits_fails_alone(method: str, monkeypatch: pyt
     assert "not finite" in str(bad.error)
     drain(batch)
     assert good.output == alone(method, prompts()[1], n=30)
+
+
+@pytest.mark.parametrize("method", ["plain", "chain"])
+def test_a_picture_that_cannot_be_read_ends_its_own_row_alone(method: str) -> None:
+    """Its pixels have no shape that the tower takes, which shows when the tower runs."""
+    good, bad, other = prompts("image", "llava", 3)
+    medium = replace(bad.media[0], tensors={"pixel_values": torch.zeros(1, 3, 5, 5)}, digest="broken")
+    batch = engine(method, "llava").open(3)
+    first = add(batch, good)
+    batch.step()
+    broken, last = add(batch, replace(bad, media=(medium,))), add(batch, other)
+    drain(batch)
+    assert broken.error is not None
+    assert broken.output == []
+    assert first.output == alone(method, good, "llava")
+    assert last.output == alone(method, other, "llava")

@@ -238,3 +238,13 @@ def test_chosen_rows_are_rows_of_the_full_softmax(heads: int, kind: str) -> None
     rows = torch.tensor([3, 0])
     ours = attention_rows(query, key, mask, rows, scale=0.3, causal=kind == "causal")
     torch.testing.assert_close(ours, full[:, :, rows], rtol=0.0, atol=1e-6)
+
+
+def test_rows_that_share_a_pass_are_refused_under_a_probe() -> None:
+    own = target("llama")
+    context = Context(own, 2)
+    for row in range(2):
+        context.cache.reserve(row, 64)
+        context.load(row, prompt("llama", "text"))
+    with AttentionProbe(own), pytest.raises(ModelError, match="one row at a time"):
+        context.forward([0, 1], torch.tensor([[20], [21]]))

@@ -25,12 +25,14 @@ class Chunk:
     Attributes:
         stop: prompt tokens that have run after it.
         guessed: whether the row's first tree runs behind it.
+        piece: what runs of it; None where it runs alone.
     """
 
     row: Row
     reader: PromptReader
     stop: int
     guessed: bool = False
+    piece: Piece | None = None
 
     @property
     def is_last(self) -> bool:

@@ -55,6 +55,8 @@ def packing(decoder: nn.Module, cache: RowCache) -> Iterator[None]:
     """The decoder's attention runs on packed sequences, as ``cache.layout`` says, while this is open."""
     configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    if any(str(name).startswith("saccade_probe") for _, name in before):
+        raise ModelError("Attention is probed one row at a time; run the rows one after the other.")
     for config, name in before:
         config._attn_implementation_internal = EAGER if name == "eager" else FUSED
     _RUNNING.append(cache)

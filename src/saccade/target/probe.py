@@ -33,7 +33,7 @@ _PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDicti
 
 
 class AttentionProbe:
-    """Column sums and entropies of attention in the target's decoder, while the context is open.
+    """Column sums and entropies of attention in the target's decoder, while the context is open; one row at a time.
 
     The vision tower keeps its attention; the decoder gets its own back on exit, also after an exception.
 
