@@ -25,7 +25,7 @@ from replay import Replay
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.static import Chain
 from saccade.engine import Engine, Request
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split
 from saccade.target.adapter import Target
 from spans import Spans

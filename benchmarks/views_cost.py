@@ -24,7 +24,7 @@ from saccade.draft.static import Chain
 from saccade.draft.views import by_names
 from saccade.draft.weights import by_name
 from saccade.engine import Engine, Request
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target

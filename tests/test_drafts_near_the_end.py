@@ -8,7 +8,7 @@ from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain
 from saccade.engine import Engine, Request
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split
 from saccade.target.adapter import Target
 

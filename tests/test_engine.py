@@ -17,8 +17,8 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, RunningBatch
+from saccade.engine.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
-from saccade.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.asking import Asked, Question, is_batch, one_or_more, seeds_of
 from saccade.engine.batch import PREFILL_CHUNK
+from saccade.engine.generation import plan
 from saccade.engine.rooms import SHARE, free_memory
 from saccade.engine.row import Row, RowStep
 from saccade.errors import InputError
-from saccade.generation import plan
 from saccade.inputs.media import load_image
 from saccade.output import Mark, Output, TreeTrace
 from saccade.target.media import MEDIA_BYTES

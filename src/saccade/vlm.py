@@ -19,8 +19,8 @@ from saccade.draft.heads.head import Head
 from saccade.drafters import Heads
 from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
+from saccade.engine.generation import plan
 from saccade.errors import InputError
-from saccade.generation import plan
 from saccade.inputs.families import visual_ids
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor

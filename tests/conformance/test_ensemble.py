@@ -33,7 +33,7 @@ from saccade.draft.views import Multimodal, Pruned, TextOnly
 from saccade.draft.weights import Grid, InverseError, Weighting
 from saccade.draft.width import WidthTree
 from saccade.engine import Engine, Request
-from saccade.generation import RowPlan, plan
+from saccade.engine.generation import RowPlan, plan
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

@@ -21,7 +21,7 @@ from saccade.draft.static import Chain
 from saccade.draft.views import Multimodal, TextOnly
 from saccade.draft.weights import ERROR_FLOOR, Grid, InverseError, Weighting
 from saccade.engine import Engine, Request
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context

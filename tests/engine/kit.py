@@ -13,7 +13,7 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Row, RunningBatch
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

@@ -23,7 +23,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEADS, build_head
 from saccade.engine import Engine, Request
 from saccade.engine import work as work_module
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split
 from saccade.methods import build, get
 from saccade.target.adapter import Target

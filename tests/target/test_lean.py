@@ -11,7 +11,7 @@ from torch import nn
 
 from families import FAMILIES
 from saccade.engine import Engine, Request
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split
 from saccade.target import lean as lean_module
 from saccade.target.adapter import Target

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from saccade.draft.drafter import DraftSession
+from saccade.engine.generation import RowPlan
 from saccade.engine.rooms import Rooms
 from saccade.engine.row import Request, Row, RowStep
 from saccade.engine.work import Work
 from saccade.errors import InputError
-from saccade.generation import RowPlan
 from saccade.output import FinishReason
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PromptReader

@@ -7,9 +7,9 @@ from typing import Any
 
 from saccade.draft.drafter import Drafter
 from saccade.engine.batch import RunningBatch
+from saccade.engine.generation import Plan, plan
 from saccade.engine.row import Request, Row, RowStep
 from saccade.errors import InputError
-from saccade.generation import Plan, plan
 from saccade.output import Output, Step
 from saccade.target.adapter import Target
 from saccade.verify.greedy import Greedy
@@ -61,7 +61,7 @@ class Engine:
         session: RunningBatch | None = None,
         **options: Any,
     ) -> list[Output]:
-        """Generate all rows to their end; arguments as in `saccade.generation.plan`."""
+        """Generate all rows to their end; arguments as in `saccade.engine.generation.plan`."""
         prompts = [r.prompt for r in requests]
         run = self.start(
             requests, plan(self.target, prompts, generation_config=generation_config, **options), session

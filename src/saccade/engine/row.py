@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from saccade.generation import RowPlan
+from saccade.engine.generation import RowPlan
 from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
 from saccade.verify.processing import RowProcessing

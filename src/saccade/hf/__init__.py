@@ -26,8 +26,8 @@ from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.drafters import AnyHead
 from saccade.engine import Engine, Request
+from saccade.engine.generation import Plan, check_options
 from saccade.errors import InputError, MethodError
-from saccade.generation import Plan, check_options
 from saccade.hf.checking import check as check_method
 from saccade.hf.export import fill
 from saccade.hf.record import Recorder

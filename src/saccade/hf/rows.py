@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.generation import MaxLengthCriteria
 
+from saccade.engine.generation import RowPlan
 from saccade.errors import InputError
-from saccade.generation import RowPlan
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
 
 

@@ -21,7 +21,7 @@ from saccade.draft.policy import Frontier
 from saccade.draft.sage import SageTree
 from saccade.draft.static import Chain, StaticTree
 from saccade.engine import Engine, Request, RunningBatch
-from saccade.generation import plan
+from saccade.engine.generation import plan
 from saccade.inputs.batch import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output

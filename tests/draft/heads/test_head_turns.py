@@ -23,7 +23,7 @@ from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads.head import Head
 from saccade.engine import Request
-from saccade.generation import plan
+from saccade.engine.generation import plan
 
 CLOSE = 1e-3  # as in test_head_against_slow_paths
 FIRST, SECOND = 11, 7

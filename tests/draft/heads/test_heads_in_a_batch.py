@@ -12,7 +12,7 @@ from families import FAMILIES
 from saccade.draft.heads import vispec_session
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.engine import Request, Row, RunningBatch
-from saccade.generation import plan
+from saccade.engine.generation import plan
 
 NAME = "llava"
 KINDS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra", "kangaroo")
