@@ -18,9 +18,13 @@ from torch import Tensor
 from families import FAMILIES
 from pretend_device import NAME, Counts, MixedDevices, PretendDevice
 from saccade.compositions import Parts
+from saccade.draft.ensemble import EnsembleDrafter
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEADS, build_head
+from saccade.draft.pruning import Pruning
+from saccade.draft.static import Chain
+from saccade.draft.views import Multimodal, Pruned
 from saccade.engine import Engine, Request
 from saccade.engine import work as work_module
 from saccade.engine.generation import plan
@@ -44,12 +48,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle2": SMALL,
     "hivis": SMALL,
     "dream": SMALL,
+    "eagle3": SMALL,
+    "msd": SMALL,
+    "vispec": SMALL,
     "medusa": SMALL,
+    "hydra": SMALL,
     "self-spec": {"tree": "chain", "gamma": 2},
     "specvlm": {"tree": "chain", "gamma": 2},
     "sage": {},
     "fly": {"gamma": 4},
     "lvspec": {"gamma": 4},
+    "random-loosening": {"gamma": 4},
+    "tabed": {},
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:
 they ask the drafter after every guess, and wait for what it says."""
@@ -82,6 +92,9 @@ def head(kind: str, place: str) -> Head:
 
 
 def engine(method: str, place: str, **options: Any) -> Engine:
+    if method == "tabed":  # with views that ask for no tokenizer
+        views: list[Any] = [Multimodal(), Pruned(Pruning("uniform", 0.5, 0.5))]
+        return Engine(target(place), EnsembleDrafter(draft_model(place), Chain(3), views))
     model = draft_model(place) if get(method).needs == "draft model" else None
     trained = head(method, place) if method in HEADS else None
     parts = Parts(target(place), model, special_ids=(0, 1, 2), head=trained)
