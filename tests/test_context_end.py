@@ -107,12 +107,20 @@ def test_rows_on_one_side_of_a_longrope_turn_equal_generate(policy: str, lengths
     assert [o.tokens for o in outputs] == [reference("longrope", tuple(p), count) for p in rows]
 
 
-@pytest.mark.parametrize(("lengths", "new"), [([30], 11), ([TURN], 1), ([12, 60], 10)])
-def test_rows_on_both_sides_of_a_longrope_turn_are_refused(lengths: list[int], new: int) -> None:
+@pytest.mark.parametrize(("length", "new"), [(30, 11), (TURN, 1)])
+def test_a_row_that_crosses_a_longrope_turn_is_refused(length: int, new: int) -> None:
     engine = Engine(adapt(CASES["longrope"].model()))
-    rows = [words(n, seed) for seed, n in enumerate(lengths)]
     with pytest.raises(InputError, match=r"longrope.* changes behind 40 tokens"):
-        engine.generate(asked(*rows), max_new_tokens=new)
+        engine.generate(asked(words(length)), max_new_tokens=new)
+
+
+@POLICY
+def test_rows_on_different_sides_of_a_longrope_turn_share_a_batch_and_no_pass(policy: str) -> None:
+    """A pass is read with the embedding of its longest row."""
+    target = adapt(CASES["longrope"].model())
+    rows = [words(12, 0), words(60, 1), words(9, 2)]
+    outputs = Engine(target, drafter("longrope", policy)).generate(asked(*rows), max_new_tokens=10)
+    assert [o.tokens for o in outputs] == [reference("longrope", tuple(p), 10) for p in rows]
 
 
 @POLICY

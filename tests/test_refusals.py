@@ -155,7 +155,7 @@ def test_weights_that_are_no_numbers_are_noticed_at_their_step() -> None:
     next(steps)
     with torch.no_grad():
         broken.target.model.lm_head.weight[3] = float("nan")
-    with pytest.raises(ModelError, match=r"not finite at step 1 \(after 1 new tokens\)"):
+    with pytest.raises(ModelError, match=r"not finite at step 2 \(after 1 new tokens\)"):
         next(steps)
-    with pytest.raises(ModelError, match=r"not finite at step 0 \(after 0 new tokens\)"):
+    with pytest.raises(ModelError, match=r"not finite at step 1 \(after 0 new tokens\)"):
         broken.generate("Tell")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -84,6 +84,7 @@ def test_pieces_of_a_valid_text_join_to_it_and_hold_no_broken_character(
     name: str, text: str, sizes: list[int]
 ) -> None:
     tok = tokenizer(name)
+    assume(not any(special in text for special in tok.all_special_tokens))  # which decoding leaves out
     ids = tok(text, add_special_tokens=False)["input_ids"]
     pieces = streamed(tok, ids, sizes)
     assert "".join(pieces) == decode(tok, ids) == text

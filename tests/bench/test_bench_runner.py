@@ -52,7 +52,8 @@ def test_a_record_carries_what_a_report_needs(prepared: Prepare, folder: Path) -
     run = Runner(prepared(methods=["chain"]), folder).run()
     assert run.header.models["target"]["dtype"] == "float32"
     assert run.header.environment["torch"]
-    assert run.header.config["methods"][1]["options"] == {"gamma": 5}
+    options = run.header.config["methods"][1]["options"]
+    assert (options["draft_with"], options["tree"], options["gamma"]) == ("model", "chain", 5)
     costs = Costs.of(run.header.costs)
     assert costs is not None
     assert {1, 6} <= set(costs.target)

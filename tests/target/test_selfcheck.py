@@ -255,9 +255,9 @@ def test_a_bug_of_our_own_would_be_found(bug: str, monkeypatch: pytest.MonkeyPat
         triangle = torch.ones(1, 6, 6, dtype=torch.bool).tril()
         monkeypatch.setattr(selfcheck, "ancestors_of", lambda *_: triangle)
     elif bug == "no cache gather":
-        monkeypatch.setattr(cache.SlotCache, "_move", lambda *_: None)
+        monkeypatch.setattr(cache.RowCache, "_move", lambda *_: None)
     else:
-        monkeypatch.setattr(masks, "within_window", lambda *_: torch.tensor(True))
+        monkeypatch.setattr(masks.MaskPlan, "_within", lambda *_: torch.tensor(True))
     with pytest.raises(ModelError, match="logits differ"):
         self_check(untested("starcoder2", sliding_window=4))
 

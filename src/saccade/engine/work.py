@@ -286,7 +286,7 @@ class Work:
             self._batch.fail(
                 row,
                 InputError(
-                    f"The draft model's prompt has {problem.length} tokens but that model's context is "
+                    f"The draft model's prompt has {len(row.request.drafted)} tokens but that model's context is "
                     f"{problem.context}; give a draft model of a longer context, choose a method without one, or "
                     "shorten the prompt."
                 ),

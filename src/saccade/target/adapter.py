@@ -122,13 +122,16 @@ class Target:
             One reading per piece.
         """
         needs = needs or Needs()
-        sides = [self._is_long(cache, piece) for piece in pieces]
+        if self.family.limits.turn is None:
+            return self._packed(cache, pieces, needs)
+        parts = [list(_rows_of(piece)) for piece in pieces]
+        singles = [single for part in parts for single in part]
         readings: dict[int, Reading] = {}
-        for side in sorted(set(sides)):
-            chosen = [i for i, s in enumerate(sides) if s == side]
-            found = self._packed(cache, [pieces[i] for i in chosen], needs)
+        for chosen in self._sides(cache, singles):
+            found = self._packed(cache, [singles[i] for i in chosen], needs)
             readings.update(zip(chosen, found, strict=True))
-        return [readings[i] for i in range(len(pieces))]
+        ordered = iter([readings[i] for i in range(len(singles))])
+        return [_together([next(ordered) for _ in part]) for part in parts]
 
     @torch.inference_mode()
     def early(self, cache: RowCache, piece: Piece, layer: int) -> Tensor:
@@ -136,26 +139,38 @@ class Target:
 
         The later layers' entries are not written, so that these pending entries can only be dropped.
         """
-        if self.is_lean:
-            layout, positions, _ = self._laid(cache, [piece])
+        singles = list(_rows_of(piece))
+        states: list[Tensor] = [piece.tokens] * len(singles)
+        for chosen in self._sides(cache, singles):
+            if not self.is_lean:
+                for place in chosen:
+                    with leaving_before(self.layers[layer]) as entering:
+                        self._stock(cache, singles[place])
+                    states[place] = entering[0].to(self.device)
+                continue
             assert self._lean is not None
-            found = self._lean(self.embed(piece.tokens).flatten(0, 1), positions, cache, layout, until=layer)
-            return found.normed.view(*piece.tokens.shape, -1)
-        states = []
-        for single in _rows_of(piece):
-            with leaving_before(self.layers[layer]) as entering:
-                self._stock(cache, single)
-            states.append(entering[0].to(self.device))
+            part = [singles[place] for place in chosen]
+            layout, positions, _ = self._laid(cache, part)
+            x = torch.cat([self.embed(single.tokens)[0] for single in part])
+            found = self._lean(x, positions, cache, layout, until=layer).normed
+            for place, state in zip(chosen, found.split(piece.count), strict=True):
+                states[place] = state[None]
         return torch.cat(states)
 
+    def _sides(self, cache: RowCache, pieces: Sequence[Piece]) -> list[list[int]]:
+        """Pieces of one row each that may share a pass."""
+        sides = [self._is_long(cache, piece) for piece in pieces]
+        groups = [[i for i, side in enumerate(sides) if side is wanted] for wanted in (False, True)]
+        return [group for group in groups if group]
+
     def _is_long(self, cache: RowCache, piece: Piece) -> bool:
-        """On which side of a longrope embedding's turn a piece's rows stand, by what they hold after it."""
+        """On which side of a longrope embedding's turn a piece's row stands, by what it holds after it."""
         limits = self.family.limits
         if limits.turn is None:
             return False
         # Of a prompt's tokens, which come with their positions, those with guesses behind them end where logits begin.
         new = 0 if piece.positions is None else min(piece.logits_from + 1, piece.count)
-        return limits.is_long(max(cache.lengths[row] for row in piece.rows) + new)
+        return limits.is_long(cache.lengths[piece.rows[0]] + new)
 
     def _packed(self, cache: RowCache, pieces: Sequence[Piece], needs: Needs) -> list[Reading]:
         if not self.is_lean and (sum(len(p.rows) for p in pieces) == 1 or not self._packs):
@@ -354,6 +369,14 @@ def _rows_of(piece: Piece) -> Iterator[Piece]:
             positions=None if piece.positions is None else piece.positions[:, one],
             logits_from=piece.logits_from,
         )
+
+
+def _together(readings: Sequence[Reading]) -> Reading:
+    """The readings of a piece's rows as one."""
+    if len(readings) == 1:
+        return readings[0]
+    hidden = {layer: torch.cat([r.hidden[layer] for r in readings]) for layer in readings[0].hidden}
+    return Reading(torch.cat([r.logits for r in readings]), hidden)
 
 
 def _apart(pieces: Sequence[Piece], logits: Tensor, states: dict[int, Tensor]) -> list[Reading]:
