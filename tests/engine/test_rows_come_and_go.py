@@ -8,6 +8,8 @@ import threading
 import pytest
 from kit import METHODS, Forwards, add, alone, drain, engine, prompts
 
+from saccade.engine.generation import plan
+from saccade.engine.row import Request
 from saccade.errors import InputError
 
 METHOD = pytest.mark.parametrize("method", METHODS)
@@ -113,6 +115,25 @@ def test_another_thread_is_told_that_one_thread_owns_a_batch() -> None:
     assert all("let one thread own it" in str(error) for error in said)
     drain(batch)
     assert row.output == alone("chain", prompts()[0])
+
+
+def test_a_stream_that_another_thread_collects_ends_before_the_batch_s_next_step() -> None:
+    under_test = engine("chain")
+    session = under_test.open(1)
+    decoding = plan(under_test.target, prompts()[:1], max_new_tokens=40)
+    run = under_test.start([Request(prompts()[0])], decoding, session)
+    next(run.steps)
+    rows, steps = run.rows, run.steps
+    other = threading.Thread(target=steps.close)
+    other.start()
+    other.join()
+    assert session.rows == rows
+    session.step()
+    assert session.is_idle
+    assert rows[0].finish().finish_reason == "interrupted"
+    fresh = add(session, prompts()[1], n=8)
+    drain(session)
+    assert fresh.output == alone("chain", prompts()[1], n=8)
 
 
 @METHOD

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ class RunningBatch:
         self.prefill_chunk = prefill_chunk
         self._kv_memory, self._media = kv_memory, media_cache
         self._waiting: deque[Row] = deque()
+        self._dropped: deque[Row] = deque()
         self.active: list[Row] = []
         self.readers: dict[int, PromptReader] = {}
         self._owner: int | None = None
@@ -145,6 +147,17 @@ class RunningBatch:
             self.leave(row, empty=row.slot in self.readers and self.context.needs.any)
         row.steps.append(RowStep((), (), True))
 
+    def drop(self, rows: Iterable[Row]) -> None:
+        """Cancel rows that nobody waits for any more, from any thread: the owner at once, others before the next step.
+
+        The garbage collector, which runs in any thread, ends abandoned streams with it.
+        """
+        if self._owner == threading.get_ident():
+            for row in rows:
+                self.cancel(row, "interrupted")
+        else:
+            self._dropped.extend(rows)
+
     def close(self) -> None:
         """Cancel all rows and free the caches."""
         if self._closed:
@@ -198,6 +211,8 @@ class RunningBatch:
             Which row got which tokens; also kept in `Row.steps`.
         """
         self._check_owner()
+        while self._dropped:
+            self.cancel(self._dropped.popleft(), "interrupted")
         before = list(self.active)
         self._admit()
         active = [*before, *(row for row in self.active if row not in before)]

@@ -136,7 +136,7 @@ class Run:
                 else:
                     self.batch.step()
         finally:
-            self.cancel()
+            self.batch.drop(self.rows)
 
     def _taken(self) -> Step | None:
         """What the batch's last step gave these rows; None for nothing."""
