@@ -23,10 +23,10 @@ from clock import Clock
 from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from replay import Replay
 from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.static import Chain
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.target.adapter import Target
 from spans import Spans
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clock import CLOCKS
-from saccade.inputs.batch import join
+from saccade.inputs.padded import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.pocket.first_turn import FIRST_TASKS
@@ -56,7 +56,7 @@ def load(folder: Path, dtype: str, device: str) -> Any:
     from transformers import AutoModelForImageTextToText
 
     if not folder.is_dir():
-        raise SystemExit(f"There is no model folder {folder}; train one with `saccade pocket train`.")
+        raise SystemExit(f"There is no model folder {folder}; train one with `python -m tools.pocket train`.")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
     return model.to(device).eval()
 

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from clock import Clock
 from pocket_pair import FIRST_SEED, add_options, load
 from saccade import VLM
-from saccade.inputs.batch import join, type_ids
+from saccade.inputs.padded import join, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 

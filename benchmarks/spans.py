@@ -9,7 +9,7 @@ from typing import Any
 import saccade.engine.work
 from clock import Clock
 from saccade.draft.model import ModelDraftSession
-from saccade.draft.static import _StaticGrowth
+from saccade.draft.trees.static import _StaticGrowth
 from saccade.engine.batch import RunningBatch
 from saccade.engine.work import Work
 from saccade.target.adapter import Target
@@ -17,7 +17,7 @@ from saccade.target.cache import RowCache
 from saccade.target.context import Context
 from saccade.target.lean import LeanDecoder
 from saccade.target.masks import MaskPlan
-from saccade.verify.greedy import Greedy
+from saccade.verify.lossless import Greedy
 from saccade.verify.processing import Processing
 
 

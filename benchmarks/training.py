@@ -20,7 +20,7 @@ import saccade
 from clock import CLOCKS, Clock
 from saccade import pocket
 from saccade.train.data import Answers
-from saccade.train.feeding import lm_head_of
+from saccade.train.objectives.entries import lm_head_of
 from saccade.train.recipe import Stage, read_recipe
 from saccade.train.trainer import Trainer
 

@@ -18,14 +18,14 @@ import torch
 from clock import Clock
 from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from saccade.draft.drafter import Drafter
-from saccade.draft.ensemble import EnsembleDrafter, EnsembleSession
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, EnsembleSession
+from saccade.draft.ensemble.views import by_names
+from saccade.draft.ensemble.weights import by_name
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain
-from saccade.draft.views import by_names
-from saccade.draft.weights import by_name
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 

@@ -12,7 +12,7 @@ import torch
 
 import checkpoints
 from checkpoints import picture, ready
-from saccade import VLM, MethodError, ModelError, builtin, drafters, load
+from saccade import VLM, MethodError, ModelError, load
 from saccade.cli import screen
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
@@ -20,6 +20,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import save_head
 from saccade.draft.model import ModelDrafter
 from saccade.errors import InputError
+from saccade.methods import drafters
 from saccade.pocket import folders
 
 QUESTION = "What is this?"
@@ -181,7 +182,7 @@ def meant(given: Given) -> tuple[str, str | None, dict[str, str]]:
     drafter, method, heads = given
     drafter = str(own[drafter]) if drafter in own else drafter
     named = drafters.named(drafter, {name: own[head] for name, head in heads.items()})
-    target, drafter, found = builtin.resolved("pocket", drafter, method, {}, named)
+    target, drafter, found = drafters.with_builtin("pocket", drafter, method, {}, named)
     return Path(target).name, drafter and Path(drafter).name, {n: Path(str(f)).name for n, f in found.items()}
 
 
@@ -250,9 +251,9 @@ def test_the_built_in_draft_model_serves_other_targets_and_a_folder_of_its_name_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     drafter = str(folders.draft_path())
-    assert builtin.resolved("some/model", "pocket", None, {}, {}) == ("some/model", drafter, {})
+    assert drafters.with_builtin("some/model", "pocket", None, {}, {}) == ("some/model", drafter, {})
     (tmp_path / "pocket").mkdir()
-    assert builtin.resolved("pocket", "pocket", None, {}, {}) == ("pocket", "pocket", {})
+    assert drafters.with_builtin("pocket", "pocket", None, {}, {}) == ("pocket", "pocket", {})
 
 
 def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:

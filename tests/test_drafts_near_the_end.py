@@ -6,10 +6,10 @@ import pytest
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.target.adapter import Target
 
 

@@ -12,14 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from families import FAMILIES
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, RunningBatch
 from saccade.engine.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.processors import stateless

@@ -19,12 +19,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import saccade.hf
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
-from saccade.compositions import Parts
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain
+from saccade.draft.trees.static import Chain
 from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
 from saccade.methods import METHODS, build
+from saccade.methods.compositions import Parts
 from saccade.target.adapter import Target
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "gemma3")

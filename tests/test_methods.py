@@ -11,7 +11,7 @@ import pytest
 
 from saccade import MethodError
 from saccade.methods import METHODS, is_lossless, options
-from saccade.options import GROUPS, HEAD_KINDS, TREES, table
+from saccade.methods.settings import GROUPS, HEAD_KINDS, TREES, table
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
 HEADS: dict[str, dict[str, Any]] = {

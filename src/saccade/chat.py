@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saccade.asking import kept_video, one_or_more
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
+from saccade.inputs.requests import kept_video, one_or_more
 from saccade.output import Output
 from saccade.stream import Chunk, Stream
 

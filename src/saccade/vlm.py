@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 
-from saccade import builtin, drafters, methods
-from saccade.asking import Asked, Question, is_batch, per_row, seeds_of
-from saccade.batch import Batch
+from saccade import methods
 from saccade.chat import Chat
-from saccade.compositions import Parts
 from saccade.draft.heads.head import Head
-from saccade.drafters import Heads
 from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
@@ -25,6 +21,7 @@ from saccade.inputs.families import visual_ids
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
+from saccade.inputs.requests import Asked, Question, is_batch, per_row, seeds_of
 from saccade.loading import (
     adapt,
     check_checkpoint,
@@ -36,9 +33,13 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
+from saccade.methods import drafters
+from saccade.methods.compositions import Parts
+from saccade.methods.drafters import Heads
 from saccade.stream import Stream
 from saccade.target.adapter import Target
 from saccade.target.media import MEDIA_BYTES
+from saccade.tickets import Batch
 
 
 def load(
@@ -74,7 +75,7 @@ def load(
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
         MethodError: unknown method or option.
     """
-    target, drafter, given = builtin.resolved(
+    target, drafter, given = drafters.with_builtin(
         target, drafter, method, options, drafters.named(drafter, heads)
     )
     kinds = drafters.kinds_of(given)

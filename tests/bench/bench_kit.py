@@ -12,7 +12,7 @@ import torch
 import saccade
 from saccade.bench.suite import Suite, parse
 from saccade.engine import Engine
-from saccade.verify.greedy import Greedy
+from saccade.verify.lossless import Greedy
 
 
 def suite(**changes: Any) -> Suite:

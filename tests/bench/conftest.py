@@ -12,10 +12,10 @@ from bench_kit import suite
 import saccade
 from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
-from saccade.pocket.train.export import write_folder
-from saccade.pocket.train.models import build
-from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
-from saccade.pocket.train.tokens import train_tokenizer
+from tools.pocket.export import write_folder
+from tools.pocket.models import build
+from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
+from tools.pocket.tokens import train_tokenizer
 
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
 

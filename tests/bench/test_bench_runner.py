@@ -26,8 +26,7 @@ from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.record import FILE, read
-from saccade.bench.resuming import begun
-from saccade.bench.runner import Progress, Runner, balanced
+from saccade.bench.runner import Progress, Runner, balanced, begun
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
 

@@ -19,7 +19,7 @@ from saccade.bench.cost import Costs
 from saccade.bench.predicting import predictions
 from saccade.bench.preparing import prepare
 from saccade.bench.record import Run
-from saccade.bench.report import content, formulas, page
+from saccade.bench.report import content, page, tables
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
@@ -107,7 +107,7 @@ def test_every_head_has_a_step_time_and_a_prediction(made: Run) -> None:
 
 
 def test_the_report_names_heads_and_their_steps(made: Run) -> None:
-    table = formulas.step_times(made)
+    table = tables.step_times(made)
     assert table is not None
     names = [column.name for column in table.columns]
     assert names[-3:] == ["T_q ms, hivis", "T_q ms, text-only", "T_q ms, all"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from saccade.bench import report
 from saccade.bench.record import Run
-from saccade.bench.report import checking, content, formulas, markdown, media, page, tables, traces
+from saccade.bench.report import content, page, tables, traces
 from saccade.cli import report as command
 from saccade.errors import SaccadeError
 
@@ -65,7 +65,7 @@ def test_stages_add_up_to_the_total(run: Run) -> None:
 
 
 def test_formulas_of_the_papers_stand_beside_what_was_measured(run: Run) -> None:
-    table = formulas.predicted(run)
+    table = tables.predicted(run)
     assert table is not None
     assert [row.cells[0].text for row in table.rows] == [
         "chain",
@@ -76,7 +76,7 @@ def test_formulas_of_the_papers_stand_beside_what_was_measured(run: Run) -> None
     ]
     measured, tabed = (float(cell.text) for cell in table.rows[0].cells[1:3])
     assert tabed == pytest.approx(measured, rel=0.15)  # the made-up clock follows that formula, with noise
-    assert formulas.predicted(replace(run, header=replace(run.header, costs={}))) is None
+    assert tables.predicted(replace(run, header=replace(run.header, costs={}))) is None
 
 
 def test_a_lossless_method_with_other_tokens_is_named_at_the_top() -> None:
@@ -111,7 +111,7 @@ def test_methods_stand_in_the_order_of_the_suite_whatever_ran_first(run: Run) ->
 
 def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> None:
     table = tables.Table("a|b", [tables.Column(HOSTILE, "")] * 2, [tables.Row([tables.Cell(HOSTILE)] * 2)])
-    lines = markdown.table(table).splitlines()
+    lines = tables.table(table).splitlines()
     assert lines[0] == r"**a\|b**"
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines[2:]} == {3}
     assert not any(re.search(r"(?<!\\)<", line) for line in lines)
@@ -172,12 +172,12 @@ def test_a_lossy_answer_says_where_it_leaves_plain_decoding(run: Run) -> None:
 
 
 def test_pictures_come_from_the_media_folder_only(folder: Path) -> None:
-    assert media.embed(folder, "scene-0.png").uri.startswith("data:image/png;base64,")
-    assert "outside" in media.embed(folder, "../records.jsonl").problem
-    assert "outside" in media.embed(folder, "/etc/hostname").problem
-    assert "not in" in media.embed(folder, "absent.png").problem
+    assert traces.embed(folder, "scene-0.png").uri.startswith("data:image/png;base64,")
+    assert "outside" in traces.embed(folder, "../records.jsonl").problem
+    assert "outside" in traces.embed(folder, "/etc/hostname").problem
+    assert "not in" in traces.embed(folder, "absent.png").problem
     (folder / "media" / "film.mp4").write_bytes(b"\0" * 40)
-    assert "no picture" in media.embed(folder, "film.mp4").problem
+    assert "no picture" in traces.embed(folder, "film.mp4").problem
 
 
 def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
 def test_a_record_of_the_right_form_with_wrong_content_is_unusable(field: str, value: object) -> None:
     run = make_run(prompts=1, repeats=1)
     object.__setattr__(run.records[1], field, value)
-    assert checking.fault_of(run.records[0]) is None
-    assert checking.fault_of(run.records[1]) is not None
-    assert len(checking.usable(run).records) == len(run.records) - 1
+    assert content.fault_of(run.records[0]) is None
+    assert content.fault_of(run.records[1]) is not None
+    assert len(content.usable(run).records) == len(run.records) - 1
 
 
 def test_a_run_without_a_readable_record_is_refused(tmp_path: Path) -> None:

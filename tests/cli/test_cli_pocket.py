@@ -1,7 +1,5 @@
 """`saccade pocket eval` marks a folder's model, with a draft model by name or by folder, or refuses in one sentence."""
 
-from pathlib import Path
-
 import pytest
 from commands import Shell
 
@@ -39,20 +37,6 @@ def test_a_task_that_does_not_fit_the_model_is_left_out_or_refused_by_length(
     assert "context is 2048" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--single-picture-draft",), "needs the pair whose target it is for: give --from"),
-        (("--steps", "follow"), "--steps follow names no stage with its steps; write for example follow=800"),
-        (("--steps", "answers=3"), "The stage 'answers' takes no steps; choose from tower, shallow"),
-        (
-            ("--single-picture-draft", "--from", "pocket", "--until", "refine"),
-            "no stage 'refine'; choose from tokenizer, draft, answers, follow, export",
-        ),
-    ],
-)
-def test_a_training_that_cannot_be_is_refused_before_it_begins(
-    shell: Shell, tmp_path: Path, options: tuple[str, ...], words: str
-) -> None:
-    assert words in shell("pocket", "train", "--out", str(tmp_path / "run"), "--quick", *options).complaint
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("command", ["train", "inflate"])
+def test_what_moved_to_the_tools_names_its_new_place(shell: Shell, command: str) -> None:
+    assert f"run `python -m tools.pocket {command}`" in shell("pocket", command, "--out", "x").complaint

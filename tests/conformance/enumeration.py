@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.draft.tree import DraftTree
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Rule
 
 Process = Callable[[Tensor, Tensor], Tensor]

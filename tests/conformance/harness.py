@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 from families import FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from checkpoints import picture, vlm
-from saccade.compositions import Parts
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
-from saccade.draft.pruned import PrunedDrafter
+from saccade.draft.pruning import PrunedDrafter
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options
-from saccade.options import HEAD_KINDS, RULES, TREES
+from saccade.methods.compositions import Parts
+from saccade.methods.settings import HEAD_KINDS, RULES, TREES
 
 TREE_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 3},

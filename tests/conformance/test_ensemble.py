@@ -17,27 +17,25 @@ from torch import Tensor
 
 from families import FAMILIES, pristine, reference_greedy
 from numerals import Numerals
-from saccade.draft.captions import Caption
-from saccade.draft.controls import Fixed, Random
-from saccade.draft.ensemble import EnsembleDrafter
-from saccade.draft.mixing import Mixture
+from saccade.draft.ensemble.captions import Caption
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.mixing import Mixture
+from saccade.draft.ensemble.pooled import pooled
+from saccade.draft.ensemble.view import PlainView, View
+from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.ensemble.weights import Fixed, Grid, InverseError, Random, Weighting
 from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.pooled import pooled
-from saccade.draft.pruned import PrunedDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.sampling import DrawProposer, TopProposer
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.tree import DraftTree
-from saccade.draft.view import PlainView, View
-from saccade.draft.views import Multimodal, Pruned, TextOnly
-from saccade.draft.weights import Grid, InverseError, Weighting
-from saccade.draft.width import WidthTree
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.dynamic import WidthTree
+from saccade.draft.trees.policy import DrawProposer, TopProposer
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.engine.generation import RowPlan, plan
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target
-from saccade.verify.sampling import Sampling
+from saccade.tree import DraftTree
+from saccade.verify.lossless import Sampling
 
 WORDS = Numerals()
 TREES: dict[str, Any] = {**POLICIES, "width": WidthTree(2, 4)}
@@ -355,7 +353,7 @@ class _OneViewsDistribution(DrawProposer):
 def test_verifying_with_one_view_s_distribution_is_noticed(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from saccade.draft import mixing as module
+    from saccade.draft.ensemble import mixing as module
 
     uniforms: Any = ManyUniforms(ROWS)
     proposer = _OneViewsDistribution(identity, uniforms)

@@ -10,11 +10,11 @@ from enumeration import exact, histogram, p_value
 from test_sampling import BATCH, LIKELY, NEW, OPTIONS, PROMPT, SMALL, processed, small_model
 from torch import Tensor
 
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

@@ -7,10 +7,10 @@ import torch
 from enumeration import exact, histogram, p_value
 from test_sampling import BATCH, LIKELY, NEW, OPTIONS, PROMPT, SMALL, processed, small_model
 
-from saccade.draft.confident import ConfidentChain
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

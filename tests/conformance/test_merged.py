@@ -16,14 +16,14 @@ from families import FAMILIES, pristine, reference_greedy
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter, union
 from saccade.draft.model import ModelDrafter
-from saccade.draft.sage import SageTree
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.verify.sampling import Sampling
+from saccade.tree import DraftTree
+from saccade.verify.lossless import Sampling
 
 TREES: dict[str, Any] = {**POLICIES, "sage": SageTree()}
 

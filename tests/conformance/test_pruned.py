@@ -10,10 +10,9 @@ import torch
 from harness import draft, prompts, target, tokens
 
 from families import FAMILIES, pristine, reference_greedy
-from saccade.draft.pruned import PrunedDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.sage import SageTree
-from saccade.draft.static import Chain
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.target.context import Context, PromptRead
 

@@ -14,28 +14,27 @@ from torch import Tensor
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.confident import ConfidentChain
 from saccade.draft.drafter import Drafter
-from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, TextOnly
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.pruned import PrunedDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.sage import SageTree
-from saccade.draft.tree import DraftTree
-from saccade.draft.views import Multimodal, TextOnly
-from saccade.draft.width import WidthTree
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.dynamic import WidthTree
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.output import Output
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
+from saccade.verify.lossless import Sampling
 from saccade.verify.lvspec import RandomLoosening
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Verdict
-from saccade.verify.sampling import Sampling
 
 TREES: dict[str, Any] = {
     **harness.POLICIES,

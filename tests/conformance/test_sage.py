@@ -23,12 +23,12 @@ from test_sampling import (
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.draft.sage import SageShaping, SageTree
-from saccade.draft.sampling import TopProposer
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.sage import SageShaping, SageTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.verify.sampling import Sampling
+from saccade.verify.lossless import Sampling
 
 SWITCHES: dict[str, SageTree] = {
     "as published": SageTree(),

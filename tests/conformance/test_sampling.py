@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.sampling import DrawProposer, TopProposer
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.policy import DrawProposer, TopProposer
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.verify import sampling
-from saccade.verify.sampling import Sampling
+from saccade.verify import lossless
+from saccade.verify.lossless import Sampling
 
 LIKELY = 1e-5
 """Seeds are fixed, so a right implementation passes always; it would need another seed in one of a hundred thousand
@@ -107,16 +107,16 @@ def _planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> Trial:
     setup = trial(policy, DRAFTS["unlike"], drawn=True)
     uniforms = setup.uniforms
     proposer: Any = setup.proposer
-    right = sampling._try
+    right = lossless._try
     if mistake == "greedy drafts verified as draws":
         proposer = _GreedyDraftsAsDraws()
     elif mistake == "p not reduced after a rejection":
-        monkeypatch.setattr(sampling, "_try", lambda t, u, p, q, o: (right(t, u, p, q, o)[0], p, q))
+        monkeypatch.setattr(lossless, "_try", lambda t, u, p, q, o: (right(t, u, p, q, o)[0], p, q))
     elif mistake == "q keeps a rejected sibling":
-        monkeypatch.setattr(sampling, "_try", lambda t, u, p, q, o: (*right(t, u, p, q, o)[:2], q))
+        monkeypatch.setattr(lossless, "_try", lambda t, u, p, q, o: (*right(t, u, p, q, o)[:2], q))
     elif mistake == "bonus token without temperature":
-        sharp = sampling.draw
-        monkeypatch.setattr(sampling, "draw", lambda weights, u: sharp(weights**2, u))
+        sharp = lossless.draw
+        monkeypatch.setattr(lossless, "draw", lambda weights, u: sharp(weights**2, u))
     elif mistake == "one random number for all":
         number = torch.rand(ROWS, 1)
         monkeypatch.setattr(uniforms, "take", lambda count: number.expand(-1, count))

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from prompt_lines import asks, talks
 
-from saccade.distill.conversations import parse, text_of
-from saccade.distill.duplicates import Seen
-from saccade.distill.media import located, opened
+from saccade.distill.conversations import located, opened, parse, text_of
+from saccade.distill.planning import Seen
 from saccade.errors import InputError
 
 IMAGE = {"type": "image", "image": "a.png"}

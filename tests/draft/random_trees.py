@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade.draft.policy import Frontier, Growth
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import Frontier, Growth
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 Path = tuple[int, ...]

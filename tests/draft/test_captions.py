@@ -27,7 +27,7 @@ from checkpoints import picture as gradient
 from checkpoints import ready, tokenizer
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
-from saccade.draft.captions import (
+from saccade.draft.ensemble.captions import (
     Caption,
     CheckpointCaptions,
     OwnCaptions,
@@ -35,9 +35,9 @@ from saccade.draft.captions import (
     Seen,
     picture,
 )
-from saccade.draft.views import TextOnly
+from saccade.draft.ensemble.views import TextOnly
 from saccade.errors import MethodError, ModelError
-from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import load_model

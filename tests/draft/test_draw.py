@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
-from saccade.draft.sampling import DrawProposer, TopProposer
+from saccade.draft.trees.policy import DrawProposer, TopProposer
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms, draw
 

@@ -12,23 +12,20 @@ from torch import Tensor
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.captions import Caption
-from saccade.draft.controls import Fixed
-from saccade.draft.dynamic import DynamicTree
-from saccade.draft.ensemble import EnsembleDrafter
-from saccade.draft.history import Verified
-from saccade.draft.labelled import Labelled, Notes, heard
-from saccade.draft.mixing import MixedGrowth, Mixture
-from saccade.draft.pooled import pooled
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.tree import DraftTree
-from saccade.draft.views import Multimodal, TextOnly
-from saccade.draft.weights import Grid
-from saccade.draft.width import WidthTree
+from saccade.draft.ensemble.captions import Caption
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.history import Labelled, Notes, Verified, heard
+from saccade.draft.ensemble.mixing import MixedGrowth, Mixture
+from saccade.draft.ensemble.pooled import pooled
+from saccade.draft.ensemble.views import Multimodal, TextOnly
+from saccade.draft.ensemble.weights import Fixed, Grid
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.target.adapter import Target
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to
 
 BATCH, VIEWS, VOCAB = 5, 3, 11

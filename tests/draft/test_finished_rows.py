@@ -11,15 +11,15 @@ import torch
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.confident import ConfidentChain
-from saccade.draft.controls import Fixed
-from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, TextOnly
+from saccade.draft.ensemble.weights import Fixed
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.sage import SageShaping, SageTree
-from saccade.draft.views import Multimodal, TextOnly
+from saccade.draft.trees.sage import SageShaping, SageTree
+from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

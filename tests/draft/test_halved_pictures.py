@@ -14,12 +14,12 @@ from PIL import Image
 
 from checkpoints import picture
 from families import FAMILIES, VISUAL_FAMILIES
-from saccade.draft import pooled
-from saccade.draft.pooled import HalvedPictures
+from saccade.draft.ensemble import pooled
+from saccade.draft.ensemble.pooled import HalvedPictures
 from saccade.errors import InputError
-from saccade.inputs.batch import split
 from saccade.inputs.families import family_of
 from saccade.inputs.halving import RESIZABLE, halved
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Medium, Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))

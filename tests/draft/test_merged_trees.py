@@ -14,7 +14,7 @@ from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_p
 from saccade.draft import merged as merging
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter, union
-from saccade.draft.sampling import TopProposer
+from saccade.draft.trees.policy import TopProposer
 
 ROWS = 2
 

@@ -9,13 +9,13 @@ import pytest
 from checkpoints import picture, ready, vlm
 from families import FAMILIES
 from saccade import InputError, MethodError
-from saccade.compositions import Parts
-from saccade.draft.ensemble import EnsembleDrafter
-from saccade.draft.sage import SageTree
-from saccade.draft.static import Chain, branches_of
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import Chain, branches_of
 from saccade.engine import Request
 from saccade.hf import speculate
 from saccade.methods import build
+from saccade.methods.compositions import Parts
 
 IMAGES = [picture(3)]
 QUESTION = "What is it, and what was it?"

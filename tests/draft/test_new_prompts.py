@@ -12,19 +12,16 @@ import torch
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.dynamic import DynamicTree
-from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.model import ModelDrafter, goes_on
-from saccade.draft.policy import Growth
-from saccade.draft.pruned import PrunedDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.sage import SageTree
-from saccade.draft.sampling import Proposer
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.views import Multimodal, Pruned, TextOnly
-from saccade.draft.width import WidthTree
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.policy import Growth, Proposer
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

@@ -9,13 +9,13 @@ import pytest
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import Pruning
-from saccade.draft.static import Chain
-from saccade.draft.views import Multimodal, Pruned, TextOnly
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

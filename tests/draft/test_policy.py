@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, Path, PathModel, assert_consistent, rank_paths, token_paths, trees
 
-from saccade.draft.dynamic import DynamicTree
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import SPECVLM_TREE, Chain, StaticTree
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.static import SPECVLM_TREE, Chain, StaticTree
 
 VOCAB, BATCH = 7, 2
 ROOTS = torch.tensor([3, 4])

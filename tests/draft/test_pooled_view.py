@@ -14,15 +14,15 @@ from torch import Tensor
 import families
 from checkpoints import picture, vlm
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
-from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.pooled import SQUARES, HalvedPictures, PooledFeatures, pool, pooled
+from saccade.draft.ensemble.view import View
 from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.pooled import SQUARES, HalvedPictures, PooledFeatures, pool, pooled
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import Chain
-from saccade.draft.view import View
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import MethodError
-from saccade.inputs.batch import join, media_spans, split, visual_mask
+from saccade.inputs.padded import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context

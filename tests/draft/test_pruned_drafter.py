@@ -11,19 +11,18 @@ import torch
 from families import FAMILIES
 from saccade.draft.drafter import DraftSession
 from saccade.draft.model import ModelDrafter
-from saccade.draft.pruned import PrunedDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.sage import SageTree
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import Chain
-from saccade.draft.tree import DraftTree
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
-from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import QUANTUM
 from saccade.target.context import Context
+from saccade.tree import DraftTree
 
 NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 NEW = [[20], [31, 42], [53, 64, 75], [86]]

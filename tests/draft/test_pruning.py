@@ -26,7 +26,7 @@ from saccade.draft.pruning import (
     two_stages,
 )
 from saccade.errors import SaccadeWarning
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Medium, Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from naive_sage import NaiveSage, half_up
 from random_trees import PathModel, assert_consistent, token_paths
 
-from saccade.draft.sage import SageTree
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import SPECVLM_TREE, StaticTree
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import SPECVLM_TREE, StaticTree
 from saccade.theory.entropy import confidence
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to
 
 VOCAB, BATCH = 13, 3

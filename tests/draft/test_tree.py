@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, rank_paths, trees
 
-from saccade.draft.tree import TreeShape, ancestors_of
+from saccade.tree import TreeShape, ancestors_of
 
 
 @settings(max_examples=40, deadline=None)

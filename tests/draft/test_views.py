@@ -9,10 +9,10 @@ import pytest
 
 from families import FAMILIES, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
-from saccade.draft.pooled import pooled
-from saccade.draft.views import Multimodal, TextOnly, by_names
+from saccade.draft.ensemble.pooled import pooled
+from saccade.draft.ensemble.views import Multimodal, TextOnly, by_names
 from saccade.errors import MethodError
-from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 

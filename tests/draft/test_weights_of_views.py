@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.draft.controls import Fixed, Random
-from saccade.draft.history import Verified, simplex
-from saccade.draft.weights import ERROR_FLOOR, AdaBoost, Grid, InverseError, Weighting, by_name
+from saccade.draft.ensemble.history import Verified, simplex
+from saccade.draft.ensemble.weights import (
+    ERROR_FLOOR,
+    AdaBoost,
+    Fixed,
+    Grid,
+    InverseError,
+    Random,
+    Weighting,
+    by_name,
+)
 
 BATCH, POSITIONS, VOCAB, BLOCKS = 3, 4, 7, 9
 CPU = torch.device("cpu")
@@ -208,7 +216,7 @@ def test_candidates_measured_in_parts_give_the_same(monkeypatch: pytest.MonkeyPa
     for seen in blocks(3)[:3]:
         whole.learn(range(BATCH), seen)
         with monkeypatch.context() as patch:
-            patch.setattr("saccade.draft.weights._MOST_VALUES", 5 * BATCH * POSITIONS * VOCAB)
+            patch.setattr("saccade.draft.ensemble.weights._MOST_VALUES", 5 * BATCH * POSITIONS * VOCAB)
             parts.learn(range(BATCH), seen)
         assert torch.equal(whole.choose(range(BATCH)), parts.choose(range(BATCH)))
 

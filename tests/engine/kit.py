@@ -11,10 +11,10 @@ import pytest
 from families import FAMILIES
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from families import FAMILIES
 from pretend_device import NAME, Counts, MixedDevices, PretendDevice
-from saccade.compositions import Parts
-from saccade.draft.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, Pruned
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEADS, build_head
 from saccade.draft.pruning import Pruning
-from saccade.draft.static import Chain
-from saccade.draft.views import Multimodal, Pruned
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine import work as work_module
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.methods import build, get
+from saccade.methods.compositions import Parts
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 

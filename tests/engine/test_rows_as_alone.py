@@ -12,10 +12,10 @@ import torch
 
 import saccade
 from saccade import VLM, methods
-from saccade.batch import Batch, Ticket
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 from saccade.processors import stateless
+from saccade.tickets import Batch, Ticket
 
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
 METHODS = [

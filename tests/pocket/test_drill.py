@@ -6,11 +6,11 @@ from random import Random
 import pytest
 
 from saccade.pocket import WORLD, draw
-from saccade.pocket.marking import mentioned, numbers
 from saccade.pocket.sample import Sample
+from saccade.pocket.scoring import mentioned, numbers
 from saccade.pocket.shapes import key, named
-from saccade.pocket.train.drill import drills
 from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, SIZES, plural
+from tools.pocket.drill import drills
 
 DRILLS = [sample for seed in range(12) for sample in drills(Random(seed), 10)]
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from saccade.pocket import WORLD, Sample, draw
-from saccade.pocket.train.batches import training_samples
+from tools.pocket.batches import training_samples
 
 
 def _hash(samples: list[Sample]) -> str:

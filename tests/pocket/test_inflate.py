@@ -16,12 +16,12 @@ from transformers import (
 
 from saccade.errors import ModelError
 from saccade.pocket import draw
-from saccade.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
-from saccade.pocket.train.batches import batch_of, pixels
-from saccade.pocket.train.export import write_folder
-from saccade.pocket.train.models import build
-from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
-from saccade.pocket.train.tokens import train_tokenizer
+from tools.pocket.batches import batch_of, pixels
+from tools.pocket.export import write_folder
+from tools.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
+from tools.pocket.models import build
+from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
+from tools.pocket.tokens import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_bfloat16_keeps_nearly_every_argmax_where_scaling_is_by_powers_of_two(
 def test_grouped_heads_and_copies_of_the_stream_keep_the_function(
     small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from saccade.pocket import inflate as module
+    from tools.pocket import inflate as module
 
     monkeypatch.setitem(SHAPES, "grouped", module.Shape(512, 4, 8, 2, 64, 224))
     assert copies_of(64, 512) == 2

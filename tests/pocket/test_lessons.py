@@ -12,17 +12,17 @@ from torch import nn
 from saccade.pocket import draw
 from saccade.pocket.clip import DIRECTIONS, WHATS
 from saccade.pocket.sample import Sample
-from saccade.pocket.train.batches import Batch
-from saccade.pocket.train.chat import ASSISTANT, FRAME_TOKENS, VIDEO
-from saccade.pocket.train.drill import drills
-from saccade.pocket.train.language import true_answers
-from saccade.pocket.train.lessons import Lessons, taught
-from saccade.pocket.train.models import build, loss_of
-from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
-from saccade.pocket.train.searching import PLACES, Searching
-from saccade.pocket.train.tokens import train_tokenizer
-from saccade.pocket.train.watching import Watching
 from saccade.pocket.words import COLOURS, SHAPES
+from tools.pocket.batches import Batch
+from tools.pocket.chat import ASSISTANT, FRAME_TOKENS, VIDEO
+from tools.pocket.drill import drills
+from tools.pocket.language import true_answers
+from tools.pocket.lessons import Lessons, taught
+from tools.pocket.models import build, loss_of
+from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
+from tools.pocket.searching import PLACES, Searching
+from tools.pocket.tokens import train_tokenizer
+from tools.pocket.watching import Watching
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from saccade.pocket import WORLD, Sample, draw, score, target_path
 from saccade.pocket.album import PICTURES
 from saccade.pocket.prose import ASIDES, read_shapes
 from saccade.pocket.report import FEET, HEADS, REMARKS
-from saccade.pocket.train.tokens import content_weights
+from tools.pocket.tokens import content_weights
 
 GRAMMARS = ("dense", "verbose")
 

@@ -9,15 +9,15 @@ from tokenizers import Tokenizer
 
 from saccade.pocket import Sample, draw, score
 from saccade.pocket.clip import DIRECTIONS
-from saccade.pocket.train.batches import length_of, sorted_batch
-from saccade.pocket.train.chat import FRAME_TOKENS, VIDEO, prompt_ids, video_tokens
-from saccade.pocket.train.language import true_answers
-from saccade.pocket.train.mixtures import REFINING
-from saccade.pocket.train.models import CONTEXT, PocketModel, build, embed, loss_of
-from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
-from saccade.pocket.train.thinning import positions, thinned
-from saccade.pocket.train.tokens import train_tokenizer
-from saccade.pocket.train.watching import happening
+from tools.pocket.batches import length_of, sorted_batch
+from tools.pocket.chat import FRAME_TOKENS, VIDEO, prompt_ids, video_tokens
+from tools.pocket.language import true_answers
+from tools.pocket.mixtures import REFINING
+from tools.pocket.models import CONTEXT, PocketModel, build, embed, loss_of
+from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
+from tools.pocket.thinning import positions, thinned
+from tools.pocket.tokens import train_tokenizer
+from tools.pocket.watching import happening
 
 
 @pytest.fixture(scope="module")

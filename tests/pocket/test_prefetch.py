@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from saccade.pocket.train.batches import training_samples
-from saccade.pocket.train.prefetch import made_ahead
+from tools.pocket.batches import training_samples
+from tools.pocket.prefetch import made_ahead
 
 
 def _drawn(count: int, number: int) -> list[str]:

@@ -5,14 +5,14 @@ import torch
 from tokenizers import Tokenizer
 
 from saccade.pocket import WORLD, draw
-from saccade.pocket.train.batches import Batch, batch_of
-from saccade.pocket.train.chat import IMAGE, VIDEO
-from saccade.pocket.train.decisive import decisive_weights
-from saccade.pocket.train.language import true_answers
-from saccade.pocket.train.models import build, embed, loss_of
-from saccade.pocket.train.recipe import LanguageShape, TowerShape, quick_recipe
-from saccade.pocket.train.relating import Relating, pairs
-from saccade.pocket.train.tokens import train_tokenizer
+from tools.pocket.batches import Batch, batch_of
+from tools.pocket.chat import IMAGE, VIDEO
+from tools.pocket.decisive import decisive_weights
+from tools.pocket.language import true_answers
+from tools.pocket.models import build, embed, loss_of
+from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
+from tools.pocket.relating import Relating, pairs
+from tools.pocket.tokens import train_tokenizer
 
 DECISIVE = {
     "existence": {"yes", "no"},

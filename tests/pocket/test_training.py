@@ -14,22 +14,24 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from saccade.cli import execute
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import WORLD, Sample, draw, target_path
-from saccade.pocket.train import draft, language
-from saccade.pocket.train.alignment import align_projector
-from saccade.pocket.train.batches import IGNORED, Batch, batch_of, sorted_batch
-from saccade.pocket.train.chat import ASSISTANT, END, IMAGE, VIDEO, prompt_ids
-from saccade.pocket.train.draft import _seeing
-from saccade.pocket.train.growth import grow
-from saccade.pocket.train.loop import _optimisers
-from saccade.pocket.train.mixtures import SINGLE_PICTURES
-from saccade.pocket.train.models import PocketModel, build, embed
-from saccade.pocket.train.processor import wrap, write_processor
-from saccade.pocket.train.recipe import LanguageShape, Recipe, Schedule, TowerShape, quick_recipe
-from saccade.pocket.train.run import run, run_single
-from saccade.pocket.train.tokens import train_tokenizer
+from tools.pocket import draft, language
+from tools.pocket.__main__ import app as workshop
+from tools.pocket.alignment import align_projector
+from tools.pocket.batches import IGNORED, Batch, batch_of, sorted_batch
+from tools.pocket.chat import ASSISTANT, END, IMAGE, VIDEO, prompt_ids
+from tools.pocket.draft import _seeing
+from tools.pocket.growth import grow
+from tools.pocket.loop import _optimisers
+from tools.pocket.mixtures import SINGLE_PICTURES
+from tools.pocket.models import PocketModel, build, embed
+from tools.pocket.processor import wrap, write_processor
+from tools.pocket.recipe import LanguageShape, Recipe, Schedule, TowerShape, quick_recipe
+from tools.pocket.run import run, run_single
+from tools.pocket.tokens import train_tokenizer
 
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
 KINDS = ["scene", "difference", "story", "video", "knowledge"]  # one picture, two, five, a video, two turns
@@ -168,13 +170,34 @@ def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--single-picture-draft",), "needs the pair whose target it is for: give --from"),
+        (("--steps", "follow"), "--steps follow names no stage with its steps; write for example follow=800"),
+        (("--steps", "answers=3"), "The stage 'answers' takes no steps; choose from tower, shallow"),
+        (
+            ("--single-picture-draft", "--from", "pocket", "--until", "refine"),
+            "no stage 'refine'; choose from tokenizer, draft, answers, follow, export",
+        ),
+    ],
+)
+def test_a_training_that_cannot_be_is_refused_before_it_begins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        execute(workshop, "tools.pocket", ["train", "--out", str(tmp_path / "run"), "--quick", *options])
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def _train(folder: Path, *options: str) -> subprocess.Popen[str]:
-    code = "import sys; from saccade.cli import main; sys.argv[0] = 'saccade'; main()"
-    command = [sys.executable, "-c", code, "pocket", "train", "--out", str(folder), "--quick"]
+    command = [sys.executable, "-m", "tools.pocket", "train", "--out", str(folder), "--quick"]
     return subprocess.Popen(
         [*command, "--threads", "1", *options],
         text=True,
         stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.pocket.train import attention
-from saccade.pocket.train.attention import choose_attention
-from saccade.pocket.train.batches import IGNORED, Batch
-from saccade.pocket.train.models import build, loss_of
-from saccade.pocket.train.recipe import LanguageShape, TowerShape
+from tools.pocket import attention
+from tools.pocket.attention import choose_attention
+from tools.pocket.batches import IGNORED, Batch
+from tools.pocket.models import build, loss_of
+from tools.pocket.recipe import LanguageShape, TowerShape
 
 
 @pytest.mark.parametrize("longest", [8, 450])

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import saccade
 from saccade.pocket import draft_path, draw, score, target_path
-from saccade.pocket.answering import answer
+from saccade.pocket.evaluate import answer
 from saccade.pocket.folders import head_paths
 
 FOLDERS = {"target": target_path(), "draft": draft_path()}

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from families import FAMILIES
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.dynamic import DynamicTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.target.adapter import Target
 
 accelerate = pytest.importorskip("accelerate", reason="device_map needs accelerate")

@@ -9,10 +9,10 @@ import torch
 from plain import extended, plain, prompt, target
 
 from families import FAMILIES, IMAGE
-from saccade.draft.tree import TreeShape, ancestors_of
 from saccade.errors import ModelError
 from saccade.target.context import Context
 from saccade.target.features import FeatureTap
+from saccade.tree import TreeShape, ancestors_of
 
 DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])

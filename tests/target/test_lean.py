@@ -12,11 +12,11 @@ from torch import nn
 from families import FAMILIES
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.target import lean as lean_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.thresholds import Thresholds
+from saccade.target.limits import Thresholds
 
 LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3"})
 # experts, norms on both sides of each block, and queries that are scaled by position

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import FAMILIES, VISUAL_FAMILIES, Inputs, _text
-from saccade.draft.tree import TreeShape, ancestors_of
 from saccade.errors import ModelError
 from saccade.target import probe as probe_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.target.probe import EAGER, FUSED, AttentionProbe, attention_rows
+from saccade.tree import TreeShape, ancestors_of
 
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 CLOSE = {"rtol": 0.0, "atol": 1e-5}

@@ -11,15 +11,14 @@ from plain import extended, plain, prompt, target
 from torch import Tensor
 
 from families import FAMILIES, VISUAL_FAMILIES, Inputs
-from saccade.draft.tree import TreeShape, ancestors_of
 from saccade.errors import ModelError
-from saccade.inputs.batch import media_spans, split, visual_mask
+from saccade.inputs.padded import media_spans, split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PromptRead
 from saccade.target.features import FeatureTap
-from saccade.target.pieces import Needs
-from saccade.target.selected import given_instead, held_of, kept_of, shift_of
+from saccade.target.pieces import Needs, given_instead, held_of, kept_of, shift_of
+from saccade.tree import TreeShape, ancestors_of
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
 """fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""

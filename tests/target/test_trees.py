@@ -10,8 +10,8 @@ from plain import plain_logits, prompt, target
 from random_trees import NaiveTree, draft_tree, trees
 
 from families import FIRST_WORD
-from saccade.draft.tree import DraftTree
 from saccade.target.context import Context
+from saccade.tree import DraftTree
 
 KINDS = {"mistral": "text", "gemma3": "image", "qwen2_5_vl": "images2"}
 """A window shorter than the prompt, two kinds of layers, and M-RoPE with a rope delta; rows differ in length."""

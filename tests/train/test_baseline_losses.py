@@ -11,11 +11,10 @@ from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head
-from saccade.train.ahead import AheadObjective
 from saccade.train.beginning import new_head
-from saccade.train.eagle3 import Eagle3Objective
-from saccade.train.entries import Entries, entries_of
 from saccade.train.features import read_features
+from saccade.train.objectives.entries import Entries, entries_of
+from saccade.train.objectives.heads import AheadObjective, Eagle3Objective
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.trainer import Trainer
 

@@ -37,12 +37,12 @@ from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import load_model
-from saccade.train import Listed, Recipe, Trainer, collate, read_recipe
-from saccade.train.draft_vlm import DraftVlmObjective
-from saccade.train.draft_vlm_learner import DraftVlmLearner
+from saccade.train import Listed, Recipe, Trainer, batches, read_recipe
+from saccade.train.batches import set_apart
+from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.draft_vlm_model import new_draft_vlm
+from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.optimiser import Optimiser
-from saccade.train.order import set_apart
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
@@ -288,7 +288,7 @@ def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
 def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, right = learner("llava", recipe(**{"loss.kl": 0.5})), collate.forward_inputs
+    made, right = learner("llava", recipe(**{"loss.kl": 0.5})), batches.forward_inputs
 
     def two(target: Any, prompts: Any) -> Any:
         if len(prompts) > 2:
@@ -296,7 +296,7 @@ def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
         return right(target, prompts)
 
     whole = made.prepare(range(5), 4)
-    monkeypatch.setattr(collate, "forward_inputs", two)
+    monkeypatch.setattr(batches, "forward_inputs", two)
     halved = made.prepare(range(5), 4)
     assert whole is not None
     assert halved is not None

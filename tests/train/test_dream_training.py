@@ -20,16 +20,21 @@ from heads_kit import POLICIES, recorded
 from families import FAMILIES, reset_rope_deltas
 from saccade.draft.heads.dream import Dream
 from saccade.errors import TrainingError
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.padded import visual_mask
 from saccade.train import Recipe, Stage, Trainer
-from saccade.train import calibration as calibration_module
-from saccade.train import dream as dream_module
+from saccade.train import features as calibration_module
 from saccade.train.cache import FeatureCache
-from saccade.train.calibration import Calibration, calibrate
-from saccade.train.dream import LAYERS, DreamObjective, divergence, self_fed
-from saccade.train.dream_entries import DreamEntries
-from saccade.train.dream_feeding import DreamFeeder, inner_layer
-from saccade.train.features import read_features
+from saccade.train.features import Calibration, calibrate, read_features
+from saccade.train.objectives import dream as dream_module
+from saccade.train.objectives.dream import (
+    LAYERS,
+    DreamEntries,
+    DreamFeeder,
+    DreamObjective,
+    divergence,
+    inner_layer,
+    self_fed,
+)
 from saccade.train.recipe import read_recipe
 from saccade.train.samples import Listed, Sample
 

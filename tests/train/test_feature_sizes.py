@@ -13,10 +13,11 @@ from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
-from saccade.train import Recipe, Stage, Trainer, losses
+from saccade.train import Recipe, Stage, Trainer
 from saccade.train.cache import FeatureCache
-from saccade.train.dream_feeding import DreamFeeder
-from saccade.train.feeding import Feeder
+from saccade.train.objectives import losses
+from saccade.train.objectives.dream import DreamFeeder
+from saccade.train.objectives.entries import Feeder
 from saccade.train.plan import plan_of
 from saccade.train.recipe import OBJECTIVES
 

@@ -13,9 +13,9 @@ from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.features import final_norm
 from saccade.train.beginning import new_head
-from saccade.train.entries import entries_of
 from saccade.train.features import read_features
-from saccade.train.kangaroo import KangarooObjective
+from saccade.train.objectives.entries import entries_of
+from saccade.train.objectives.heads import KangarooObjective
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.trainer import Trainer
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from saccade.train import optimiser, precision
-from saccade.train.muon import WideMuon
+from saccade.train.optimiser import WideMuon
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.02, "adjust_lr_fn": "match_rms_adamw"}
 

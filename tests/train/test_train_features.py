@@ -10,11 +10,11 @@ from torch import Tensor
 from train_kit import head, prompt, samples, target
 
 from families import FAMILIES
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.train.entries import entries_of
 from saccade.train.features import Features, answer_mask, read_features
+from saccade.train.objectives.entries import entries_of
 from saccade.train.samples import Sample
 
 CLOSE = {"rtol": 0.0, "atol": 1e-4}

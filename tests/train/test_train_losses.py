@@ -11,12 +11,11 @@ from torch import Tensor
 from train_kit import head, samples, target
 
 from saccade.draft.heads.head import Head
-from saccade.train import losses
-from saccade.train.eagle2 import Eagle2Objective
-from saccade.train.entries import Entries, entries_of
 from saccade.train.features import read_features
-from saccade.train.hivis import HiViSObjective
-from saccade.train.losses import Weights, draft_loss, in_top, top_cross_entropy
+from saccade.train.objectives import losses
+from saccade.train.objectives.entries import Entries, entries_of
+from saccade.train.objectives.heads import Eagle2Objective, HiViSObjective
+from saccade.train.objectives.losses import Weights, draft_loss, in_top, top_cross_entropy
 from saccade.train.recipe import OBJECTIVES
 
 

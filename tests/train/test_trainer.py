@@ -20,12 +20,12 @@ from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt
 from saccade.train import Listed, Recipe, Sample, Stage, Trainer, read_recipe
+from saccade.train.batches import Order
 from saccade.train.beginning import new_head
 from saccade.train.cache import FeatureCache
 from saccade.train.features import Features, read_features
-from saccade.train.feeding import lm_head_of
+from saccade.train.objectives.entries import lm_head_of
 from saccade.train.optimiser import Optimiser, rate_at
-from saccade.train.order import Order
 from saccade.train.plan import plan_of
 from saccade.train.validate import EngineMeasure
 

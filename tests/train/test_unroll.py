@@ -10,10 +10,10 @@ from torch import Tensor
 from train_kit import head, samples, target
 
 from saccade.draft.heads.head import Head
-from saccade.train import unroll as module
-from saccade.train.entries import Entries, entries_of
 from saccade.train.features import read_features
-from saccade.train.unroll import Window, unroll
+from saccade.train.objectives import losses as module
+from saccade.train.objectives.entries import Entries, entries_of
+from saccade.train.objectives.losses import Window, unroll
 
 STEPS = 4
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}

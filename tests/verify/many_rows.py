@@ -12,12 +12,12 @@ from random_trees import NaiveTree
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from saccade.draft.sampling import DrawProposer, TopProposer
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import DrawProposer, TopProposer
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
+from saccade.verify.lossless import Sampling
 from saccade.verify.processing import Processing
 from saccade.verify.rule import Verdict
-from saccade.verify.sampling import Sampling
 
 ROWS, VOCAB, LENGTH = 40_000, 4, 3
 LIKELY, UNLIKELY = 1e-3, 1e-9

@@ -18,11 +18,11 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from families import FAMILIES, FIRST_WORD, VOCAB, reference_greedy
 from saccade import hf
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.grammar import Rollback, json_schema
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing, RowProcessing
 

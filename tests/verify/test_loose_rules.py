@@ -15,17 +15,17 @@ from random_trees import judged as judged_by
 from families import FAMILIES
 from saccade.draft.lookup import chains
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Needs, Reading
-from saccade.verify.fly import FLy
-from saccade.verify.greedy import Greedy
+from saccade.tree import DraftTree
+from saccade.verify.loosening import FLy
+from saccade.verify.lossless import Greedy
 from saccade.verify.lvspec import LVSpec, RandomLoosening
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Rule, Verdict

@@ -13,10 +13,10 @@ from families import FAMILIES
 from saccade.draft.drafter import Drafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
 from saccade.target.adapter import Target

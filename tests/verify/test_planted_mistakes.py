@@ -11,13 +11,13 @@ from enumeration import ManyUniforms, Table, Trial
 from many_rows import LENGTH, LIKELY, ROWS, UNLIKELY, VOCAB, p_of, target, warped_p
 from torch import Tensor
 
-from saccade.draft.sampling import DrawProposer, TopProposer
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import DrawProposer, TopProposer
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.target.pieces import Reading
-from saccade.verify import sampling
+from saccade.tree import DraftTree
+from saccade.verify import lossless
+from saccade.verify.lossless import Sampling
 from saccade.verify.rule import Verdict
-from saccade.verify.sampling import Sampling
 
 
 class BonusWithoutTemperature(Sampling):
@@ -29,7 +29,7 @@ class BonusWithoutTemperature(Sampling):
         verdict = super().judge(rows, tree, scores, uniforms, reading)
         last = verdict.path.gather(1, verdict.count[:, None])
         raw = (scores * 0.6).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
-        bonus = sampling.draw(raw.softmax(-1), torch.rand(len(raw)))
+        bonus = lossless.draw(raw.softmax(-1), torch.rand(len(raw)))
         is_bonus = verdict.count == tree.max_depth
         return Verdict(verdict.path, verdict.count, torch.where(is_bonus, bonus, verdict.token))
 
@@ -75,7 +75,7 @@ def test_greedy_drafts_verified_as_draws_are_noticed() -> None:
 def test_a_wrong_state_after_a_rejected_sibling_is_noticed(
     mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "_try", mistake(sampling._try))
+    monkeypatch.setattr(lossless, "_try", mistake(lossless._try))
     assert planted_p() < UNLIKELY
 
 

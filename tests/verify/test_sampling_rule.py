@@ -15,10 +15,10 @@ from many_rows import LENGTH, LIKELY, ROWS, VOCAB, WARPERS, GivenTrees, p_of, ra
 from random_trees import NaiveTree, draft_tree, judged, rank_paths
 
 from saccade.draft.lookup import chains
-from saccade.draft.sampling import DrawProposer, TopProposer
-from saccade.draft.static import Chain, StaticTree
-from saccade.draft.tree import DraftTree
-from saccade.verify.sampling import Sampling
+from saccade.draft.trees.policy import DrawProposer, TopProposer
+from saccade.draft.trees.static import Chain, StaticTree
+from saccade.tree import DraftTree
+from saccade.verify.lossless import Sampling
 
 
 @pytest.mark.parametrize("seed", range(4))

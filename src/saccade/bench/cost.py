@@ -1,4 +1,4 @@
-"""What a step costs here: T_p(n), the target's pass over n tokens, and T_q, the drafter's step over one."""
+"""Measured costs of target and drafter forwards, and the estimated duration of a suite."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from saccade.bench.answering import ask
+from saccade.bench.preparing import Prepared
+from saccade.bench.suite import BASELINE
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.sampling import TopProposer
-from saccade.draft.static import Chain
+from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.static import Chain
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -169,3 +172,38 @@ def _synchronize(device: torch.device) -> None:
 def _between(measured: dict[int, float], tokens: float) -> float:
     sizes = sorted(measured)
     return float(np.interp(tokens, sizes, [measured[s] for s in sizes]))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Seconds.
+
+    Attributes:
+        answers: records that a complete run has.
+        traced: extra answers for the report's trees.
+        seconds: of the whole run, if every method took as long as plain decoding.
+    """
+
+    answers: int
+    traced: int
+    seconds: float
+
+
+def estimate(prepared: Prepared) -> Expected:
+    """Time one plain answer to the first question of every task, after one to warm up."""
+    suite, plain = prepared.suite, prepared.methods[BASELINE]
+    seconds = 0.0
+    answers = traced = 0
+    for number, group in enumerate(prepared.questions.values()):
+        rounds = 2 if number == 0 else 1
+        for _ in range(rounds):
+            spent = sum(
+                a.seconds for a in ask(plain, BASELINE, group[0], 0, options=prepared.options, seed=0)
+            )
+        asked = len(group) * suite.repeats * len(prepared.methods)
+        again = min(suite.trace, len(group)) * len(prepared.methods)
+        warmup = suite.warmup * len(prepared.methods) if number == 0 else 0
+        answers += asked * len(group[0].turns)
+        traced += again * len(group[0].turns)
+        seconds += spent * (asked + again + warmup)
+    return Expected(answers, traced, seconds)

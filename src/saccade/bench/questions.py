@@ -1,14 +1,18 @@
-"""What is asked: conversations of one or more user turns, from the pocket world or the user's own data."""
+"""Benchmark prompts: pocket tasks, JSON Lines files and Hugging Face datasets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from saccade.bench.suite import Suite, TaskEntry
-from saccade.errors import SaccadeError
+from saccade.distill.conversations import check_media, conversation_of, opened, parts_with_media, row_of
+from saccade.errors import InputError, SaccadeError
 
 Score = Callable[[str], dict[str, float]]
 """Marks an answer: for every kind of fact a number from 0 to 1."""
@@ -105,11 +109,11 @@ def lacking(entry: TaskEntry) -> str:
 
 def _questions(entry: TaskEntry, seed: int) -> list[Question]:
     if entry.file is not None:
-        from saccade.bench.jsonl import read_questions
+        from saccade.bench.questions import read_questions
 
         return read_questions(entry)
     if entry.dataset is not None:
-        from saccade.bench.hub import read_dataset
+        from saccade.bench.questions import read_dataset
 
         return read_dataset(entry)
     return [_draw(entry, seed + i) for i in range(entry.count or 1)]
@@ -152,3 +156,151 @@ def reference_score(reference: Any) -> Score | None:
 
 def _plain(text: str) -> str:
     return " ".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
+_KEYS = {"id", "conversations", "messages", "image", "images", "video", "videos", "reference"}
+
+
+def read_questions(entry: TaskEntry) -> list[Question]:
+    """The first ``entry.count`` prompts of a file.
+
+    A line is ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` (LLaVA) or
+    ``{"messages": [{"role": "user", "content": [...]}]}`` (OpenAI); ``id`` and ``reference`` (a right answer, or a
+    list of them) are optional. Of a LLaVA conversation the first turn is asked, of messages the last with all that
+    precedes it; with more than one turn, turns are asked in order and given answers are left out.
+
+    Raises:
+        SaccadeError: the file or one of its images or videos is missing, it is empty, or a line has another form.
+    """
+    assert entry.file is not None
+    path = Path(entry.file).expanduser()
+    folder = Path(entry.media).expanduser() if entry.media else path.parent
+    try:
+        lines = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # texts may hold other ends of lines, such as U+2028
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
+        raise SaccadeError(f"Cannot read the prompts in {path}: {reason}.") from problem
+    found: list[Question] = []
+    for number, line in enumerate(lines, 1):
+        if len(found) == entry.count:
+            break
+        if line.strip():
+            try:
+                found.append(_question(entry, line, number, folder))
+            except InputError as problem:
+                raise SaccadeError(f"{path}, line {number}: {problem}.") from problem
+    if not found:
+        raise SaccadeError(f"{path} holds no prompt; expected one JSON object per line.")
+    ids = [q.id for q in found]
+    if len(set(ids)) < len(ids):
+        twice = next(i for i in ids if ids.count(i) > 1)
+        raise SaccadeError(f"{path}: two prompts have the id {twice!r}; ids must differ, or be left out.")
+    return found
+
+
+def turns_of(messages: Sequence[Mapping[str, Any]], count: int, reference: Any = None) -> tuple[Turn, ...]:
+    """Messages in content-list form as turns to ask, given answers left out when more than one is asked."""
+    if count == 1:
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        return (_turn(messages[: last + 1], reference),)
+    turns: list[Turn] = []
+    waiting: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        waiting.append(message)
+        if message["role"] == "user":
+            turns.append(_turn(waiting))
+            waiting = []
+    return tuple(turns[:count])
+
+
+def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Question:
+    row = row_of(line)
+    unknown = sorted(set(row) - _KEYS)
+    if unknown:
+        raise InputError(f"unknown key {unknown[0]!r}; expected {', '.join(sorted(_KEYS))}")
+    conversation = conversation_of(row)
+    check_media(conversation.messages, folder)
+    messages, count = opened(conversation.messages, folder), entry.turns or 1
+    if "conversations" in row and count == 1:
+        first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+        messages = messages[: first + 1]
+    name = number if conversation.id is None else conversation.id
+    return Question(f"{entry.name}-{name}", entry.name, turns_of(messages, count, row.get("reference")))
+
+
+def _turn(messages: Sequence[Mapping[str, Any]], reference: Any = None) -> Turn:
+    images = [p["image"] for p in parts_with_media(messages) if p["type"] == "image"]
+    texts = [part["text"] for part in messages[-1]["content"] if part["type"] == "text"]
+    said, score = " ".join(texts).strip(), reference_score(reference)
+    return Turn(tuple(messages), said, tuple(images), score, reference)
+
+
+_PARTS = ("question", "images", "videos", "reference", "id")
+
+
+def read_dataset(entry: TaskEntry) -> list[Question]:
+    """The first ``entry.count`` rows of a dataset's split as single questions.
+
+    Raises:
+        SaccadeError: the package is missing, the dataset cannot be loaded, or a column does not exist.
+    """
+    columns = {"question": "question", **entry.columns}
+    unknown = sorted(set(columns) - set(_PARTS))
+    if unknown:
+        raise SaccadeError(f"Task {entry.name}: unknown column {unknown[0]!r}; expected {', '.join(_PARTS)}.")
+    try:
+        datasets: Any = import_module("datasets")
+    except ImportError:
+        raise SaccadeError(
+            f"Task {entry.name} needs the package datasets; install it, or give the prompts as a JSONL file."
+        ) from None
+    try:
+        rows = datasets.load_dataset(entry.dataset, entry.subset, split=entry.split)
+    except Exception as problem:  # the hub, its cache and its readers raise many kinds
+        first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        raise SaccadeError(f"Cannot load the dataset {entry.dataset} ({entry.split}): {first}") from problem
+    found = [_row_question(entry, columns, i, row) for i, row in enumerate(islice(rows, entry.count))]
+    if not found:
+        raise SaccadeError(f"The dataset {entry.dataset} ({entry.split}) is empty; choose another split.")
+    return found
+
+
+def _row_question(
+    entry: TaskEntry, columns: Mapping[str, str], number: int, row: Mapping[str, Any]
+) -> Question:
+    absent = next((c for c in columns.values() if c not in row), None)
+    if absent is not None:
+        raise SaccadeError(
+            f"The dataset {entry.dataset} has no column {absent!r}; it has {', '.join(row)} (set them in columns)."
+        )
+    given = {part: row[column] for part, column in columns.items()}
+    images = [_source(i) for i in _listed(given.get("images"))]
+    content: list[dict[str, Any]] = [{"type": "image", "image": i} for i in images]
+    content += [{"type": "video", "video": _source(v)} for v in _listed(given.get("videos"))]
+    text = str(given["question"])
+    content.append({"type": "text", "text": text})
+    turn = Turn(
+        messages=({"role": "user", "content": content},),
+        text=text,
+        images=tuple(images),
+        score=reference_score(given.get("reference")),
+        reference=given.get("reference"),
+    )
+    return Question(f"{entry.name}-{given.get('id', number)}", entry.name, (turn,))
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _source(given: Any) -> Any:
+    """An image or video as `datasets` holds it undecoded: its bytes, else its path."""
+    if isinstance(given, Mapping):
+        return given.get("bytes") or given.get("path")
+    return given

@@ -1,24 +1,71 @@
-"""The run itself: methods in turn for every prompt, each answer on disk before the next, and going on after a stop."""
+"""Benchmark runner: methods interleaved per prompt, every answer on disk before the next, resumable."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from saccade.bench import cost, pictures
+from saccade.bench import answering, cost
 from saccade.bench.answering import Answer, ask
 from saccade.bench.check import compared, require_equal
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
-from saccade.bench.record import Header, Record, Run, Writer, read
-from saccade.bench.resuming import begun
+from saccade.bench.record import FILE, Header, Record, Run, Writer, read
 from saccade.bench.suite import BASELINE
+from saccade.errors import SaccadeError
+
+
+def begun(folder: Path, prepared: Prepared) -> Run | None:
+    """The run that an earlier attempt left in a folder; None for a folder without one.
+
+    Raises:
+        SaccadeError: the folder holds a run of another configuration, of other models or from elsewhere.
+    """
+    path = folder / FILE
+    if not path.is_file() or _only_a_piece(path):
+        return None
+    run = read(folder)
+    pairs = (
+        ("configuration", run.header.config, prepared.config()),
+        ("models", run.header.models, prepared.models()),
+        ("environment", run.header.environment, prepared.environment()),
+    )
+    for what, theirs, ours in pairs:
+        for key, old, new in _differences(theirs, ours):
+            raise SaccadeError(
+                f"{folder} holds a run whose {what} differs ({key}: {_short(old)} there, {_short(new)} now); "
+                "choose another folder with --out, or delete that one."
+            )
+    return run
+
+
+def _only_a_piece(path: Path) -> bool:
+    """Whether the file holds less than a header, as after a kill in the first moment; it is cut to nothing then."""
+    with path.open("rb") as file:
+        if file.readline().endswith(b"\n"):
+            return False
+    path.write_bytes(b"")
+    return True
+
+
+def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for name in dict.fromkeys([*theirs, *ours]):
+            yield from _differences(theirs.get(name), ours.get(name), f"{key}.{name}" if key else str(name))
+    elif theirs != ours:
+        yield key, theirs, ours
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +216,7 @@ class Runner:
     def _group(self, writer: Writer, question: Question, repeat: int, order: Sequence[str]) -> None:
         """All methods on one prompt; answers that came before plain decoding's wait for it to be compared."""
         still_open = self._open(question, repeat)
-        media = pictures.save(question, self._folder)
+        media = answering.save(question, self._folder)
         plain = self._earlier(question, repeat)
         waiting: list[list[Answer]] = []
         for label in (name for name in order if name in still_open):

@@ -49,7 +49,12 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, and exit.
+    """Run `saccade`, and exit; see `execute`."""
+    execute(app, "saccade", arguments)
+
+
+def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, and exit.
 
     Exit codes: 0; 2 and one sentence on stderr for what the user got wrong; 130 after Ctrl-C; 1 when the reader
     of a pipe has gone.
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: those of the process when None.
     """
     try:
-        code = app(args=arguments, prog_name="saccade", standalone_mode=False)
+        code = commands(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except SaccadeError as problem:
         _fail(str(problem))

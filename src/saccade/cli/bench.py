@@ -174,8 +174,8 @@ def _names(given: str) -> list[str]:
 
 
 def _plan(prepared: Prepared, folder: Path) -> None:
-    from saccade.bench.estimating import estimate
-    from saccade.bench.resuming import begun
+    from saccade.bench.cost import estimate
+    from saccade.bench.runner import begun
 
     suite, earlier = prepared.suite, begun(folder, prepared)
     with screen.waiting("Timing one plain answer per task"):

@@ -21,7 +21,7 @@ def methods(
     head is given with --drafter; `saccade bench` takes more heads with --head.
     """
     from saccade.methods import METHODS, get
-    from saccade.options import table
+    from saccade.methods.settings import table
 
     chosen = METHODS if name is None else {name: get(name)}
     if as_json:

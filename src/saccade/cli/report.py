@@ -96,7 +96,7 @@ def compare(
         raise InputError(f"--margin must be at least 0 and below 1, not {margin}.")
     from saccade.bench.compare import compare as compare_runs
     from saccade.bench.record import read
-    from saccade.bench.report.checking import usable
+    from saccade.bench.report.content import usable
 
     before, after = usable(read(a)), usable(read(b))
     _tell([*before.problems, *after.problems])

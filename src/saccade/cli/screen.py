@@ -85,11 +85,12 @@ def load_models(
     with waiting(f"Loading {target}"):
         from transformers.utils import logging
 
-        from saccade import builtin, load
+        from saccade import load
+        from saccade.methods import drafters
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        if options.get("device_map") is None and not builtin.is_meant(target):
+        if options.get("device_map") is None and not drafters.is_pocket(target):
             import torch
 
             options["device_map"] = "cuda" if torch.cuda.is_available() else None

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from saccade.distill.folder import Answered, Answers, read_answers
     from saccade.distill.options import Options
-    from saccade.distill.reader import Answered, Answers, read_answers
     from saccade.distill.run import Preview, Progress, Report, distill, preview
 
 __all__ = [
@@ -30,9 +30,9 @@ __all__ = [
 
 _HOME = {
     "Options": "options",
-    "Answered": "reader",
-    "Answers": "reader",
-    "read_answers": "reader",
+    "Answered": "folder",
+    "Answers": "folder",
+    "read_answers": "folder",
     "Preview": "run",
     "Progress": "run",
     "Report": "run",

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.distill.conversations import Messages
-from saccade.distill.media import opened
+from saccade.distill.conversations import Messages, opened
 from saccade.distill.options import Options
 from saccade.distill.planning import Item, Prompts, asked_messages
 from saccade.errors import InputError

@@ -1,4 +1,4 @@
-"""The output folder: a header, whole lines of answers, and going on after any kind of end."""
+"""Output folder of a run: append answers, recover after a crash, read them back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from saccade.distill.conversations import Messages, opened
 from saccade.distill.pocket_source import FILE as DRAWN
 from saccade.errors import SaccadeError
 
@@ -222,3 +227,110 @@ def _differences(theirs: Any, ours: Any, key: str) -> Iterator[tuple[str, Any, A
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A question with the target's answer.
+
+    Attributes:
+        id: of the question, unique in its run.
+        messages: the conversation up to the question, media as paths that can be opened.
+        answer: text.
+        answer_ids: what the target said, without the token that ends an answer.
+        finish: ``eos`` when the target ended the answer itself; otherwise it was cut (``length``, ``stop``, or
+            ``visual`` before a placeholder of an image), and nothing is known about what comes next.
+        temperature: 0 for a greedy answer.
+        eos_id: the token that ended the answer, where ``finish`` is ``eos``; files of older versions do not tell.
+    """
+
+    id: str
+    messages: Messages
+    answer: str
+    answer_ids: list[int]
+    finish: str
+    temperature: float
+    eos_id: int | None = None
+
+
+class Answers(Sequence[Answered]):
+    """The answers of a run; only the offsets of lines are held, 8 bytes each.
+
+    Attributes:
+        header: content of ``distill.json``.
+    """
+
+    def __init__(self, path: Path, media_root: Path, header: dict[str, Any]) -> None:
+        self.header = header
+        self._path = path
+        self._root = media_root
+        self._ends = _line_ends(path)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Answered: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answered]: ...
+    def __getitem__(self, index: int | slice) -> Answered | list[Answered]:
+        """One answer, or several.
+
+        Raises:
+            IndexError: there are not so many.
+            SaccadeError: the line is not an answer.
+        """
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"There is no answer {index}; there are {len(self)}.")
+        start = int(self._ends[number - 1]) if number else 0
+        with self._path.open("rb") as file:
+            file.seek(start)
+            line = file.read(int(self._ends[number]) - start)
+        try:
+            row = json.loads(line)
+            row["messages"] = opened(row["messages"], self._root)
+            return Answered(**row)
+        except (ValueError, KeyError, TypeError):
+            raise SaccadeError(
+                f"{self._path}, line {number + 1} is not an answer; expected a file of `saccade distill`."
+            ) from None
+
+
+def read_answers(path: str | Path, media_root: str | Path | None = None) -> Answers:
+    """The answers of a run, finished or not; a last line that is still being written is left out.
+
+    Args:
+        path: the run's folder, or its ``answers.jsonl``.
+        media_root: where the media lie now, if not where the run found them.
+
+    Raises:
+        SaccadeError: there is no such run.
+    """
+    folder = Path(path).expanduser()
+    folder = folder.parent if folder.name == ANSWERS else folder
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        root = folder / header["source"]["media_root"] if media_root is None else Path(media_root)
+        return Answers(folder / ANSWERS, root.expanduser(), header)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise SaccadeError(
+            f"There are no answers in {folder}; expected a folder with {HEADER} and {ANSWERS}, made by "
+            "`saccade distill`."
+        ) from None
+
+
+def _line_ends(path: Path) -> NDArray[np.int64]:
+    """Offsets behind every newline, `[N]`."""
+    found = [np.empty(0, np.int64)]
+    offset = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
+            offset += len(block)
+    return np.concatenate(found).astype(np.int64) + 1

@@ -13,7 +13,7 @@ from PIL import Image
 from saccade.distill.options import Options
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import WORLD, Sample, draw
-from saccade.pocket.train.batches import UNSEEN_BY_DRAFTS
+from saccade.pocket.sample import UNSEEN_BY_DRAFTS
 
 PREFIX = "pocket:"
 FILE = "prompts.jsonl"

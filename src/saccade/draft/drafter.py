@@ -7,12 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from saccade.draft.policy import TreePolicy
-from saccade.draft.sampling import Proposer
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.draft.sampling import Proposer
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import Proposer
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import on_device
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.draft.sampling import Proposer, TopProposer
-from saccade.draft.tree import DraftTree, ancestors_of
+from saccade.draft.trees.policy import Proposer, TopProposer
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree, ancestors_of
 from saccade.verify.rule import Verdict
 
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import TreeDrafter
-from saccade.draft.policy import TreePolicy
-from saccade.draft.sampling import Proposer
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Piece, Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 

@@ -12,9 +12,8 @@ from saccade.engine.row import Request, Row, RowStep
 from saccade.errors import InputError
 from saccade.output import Output, Step
 from saccade.target.adapter import Target
-from saccade.verify.greedy import Greedy
+from saccade.verify.lossless import Greedy, Sampling
 from saccade.verify.rule import Rule
-from saccade.verify.sampling import Sampling
 
 
 class Engine:

@@ -1,21 +1,120 @@
-"""One step's work: prompts and trees that share a forward, and the verdicts on them."""
+"""Parts of one step: prompt chunks, trees with their verdicts, and stage timers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.tree import DraftTree
 from saccade.engine.row import Row
+from saccade.output import TreeTrace
 from saccade.target.context import Context, PromptReader
 from saccade.target.pieces import Piece, Reading
+from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Judge, Rule, Verdict
+
+
+class Clock:
+    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time until the context closes under ``name``."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            start = torch.cuda.Event(enable_timing=True)
+            stop = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            try:
+                yield
+            finally:
+                stop.record(stream)
+                self._events.append((name, start, stop))
+        else:
+            started = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds[name] += time.perf_counter() - started
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere."""
+        self._seconds[name] += seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds per stage; to be asked for once the step's results are on the host."""
+        for name, start, stop in self._events:
+            stop.synchronize()  # has happened: the transfer of the results came behind it
+            self._seconds[name] += start.elapsed_time(stop) / 1000
+        self._events.clear()
+        return dict(self._seconds)
+
+
+HEAD = 5
+"""Numbers per row before the path."""
+
+
+def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None, room: Tensor) -> Tensor:
+    """``[A, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding and those deeper than what may
+    still be emitted, which are there for longer rows' sake), whether logits are unsound, whether the token was sampled
+    from scores without a finite maximum, path nodes, path tokens, path marks.
+
+    Args:
+        sampled: scores ``[A, N, V]`` that tokens were sampled from; None when decoding greedily.
+        room: ``[A]`` tokens that each row may still get.
+    """
+    unsound = ~torch.isfinite(logits.amax((1, 2)))
+    barred = torch.zeros_like(unsound)
+    if sampled is not None:  # only the path's last node can be such a one: nothing is accepted below it
+        last = verdict.path.gather(1, verdict.count[:, None])[:, 0]
+        barred = ~torch.isfinite(sampled[torch.arange(len(last), device=last.device), last].amax(-1))
+    path_tokens = tree.tokens.gather(1, verdict.path)
+    drafted = (tree.valid & (tree.depth <= room[:, None])).sum(1) - 1
+    head = torch.stack([verdict.count, verdict.token, drafted, unsound.long(), barred.long()], 1)
+    marks = torch.zeros_like(path_tokens) if verdict.marks is None else verdict.marks
+    return torch.cat([head, verdict.path, path_tokens, marks], 1)
+
+
+def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
+    """The rows of several packed tensors on the host, by one transfer."""
+    if len(packed) == 1:
+        return [packed[0].tolist()]
+    widest = max(part.shape[1] for part in packed)
+    joint = torch.cat([pad(part, (0, widest - part.shape[1])) for part in packed]).tolist()
+    found, at = [], 0
+    for part in packed:
+        found.append([row[: part.shape[1]] for row in joint[at : at + len(part)]])
+        at += len(part)
+    return found
+
+
+def traces(tree: DraftTree, kept: Sequence[Sequence[int]]) -> list[TreeTrace | None]:
+    """Every row's tree on the host, padding nodes left out (they stand behind the others)."""
+    batch = tree.tokens.shape[0]
+    rows = zip(
+        tree.tokens.tolist(),
+        tree.parents.expand(batch, -1).tolist(),
+        tree.valid.expand(batch, -1).sum(1).tolist(),
+        kept,
+        strict=True,
+    )
+    return [
+        TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path)) if path else None
+        for tokens, parents, count, path in rows
+    ]
 
 
 @dataclass(slots=True)

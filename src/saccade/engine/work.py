@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saccade.draft.sampling import DrawProposer, Proposer, TopProposer
-from saccade.draft.tree import DraftTree
+from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
 from saccade.engine.row import Row, RowStep
-from saccade.engine.step import Ballot, Chunk, joined, tree_piece, with_tree
-from saccade.engine.timing import Clock
-from saccade.engine.verdicts import pack, to_host, traces
+from saccade.engine.step import Ballot, Chunk, Clock, joined, pack, to_host, traces, tree_piece, with_tree
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import visual_ids
 from saccade.output import DRAFTED, TreeTrace
@@ -21,6 +18,7 @@ from saccade.target.cache import on_device
 from saccade.target.context import PromptReader
 from saccade.target.limits import ContextError
 from saccade.target.pieces import Piece, Reading
+from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Rule

@@ -19,28 +19,27 @@ from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin
 from transformers.utils.generic import TransformersKwargs
 
-from saccade import drafters, methods
-from saccade.compositions import Parts
+from saccade import methods
 from saccade.draft.drafter import Drafter
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.drafters import AnyHead
 from saccade.engine import Engine, Request
 from saccade.engine.generation import Plan, check_options
 from saccade.errors import InputError, MethodError
-from saccade.hf.checking import check as check_method
-from saccade.hf.export import fill
-from saccade.hf.record import Recorder
+from saccade.hf.record import Recorder, Sheet, fill
 from saccade.hf.rows import Rows
-from saccade.hf.sheet import Sheet
-from saccade.inputs.batch import check, media_spans, split
+from saccade.hf.rows import check as check_method
 from saccade.inputs.cutting import VISUAL_KEYS
 from saccade.inputs.families import family_of, kind_of, visual_ids
+from saccade.inputs.padded import check, media_spans, split
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
+from saccade.methods import drafters
+from saccade.methods.compositions import Parts
+from saccade.methods.drafters import AnyHead
 from saccade.output import Output
 from saccade.target.adapter import Target
-from saccade.target.placing import TYPES, check_types
+from saccade.target.positions import TYPES, check_types
 
 
 def speculate(

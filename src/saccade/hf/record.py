@@ -1,19 +1,96 @@
-"""Logits and scores of the emitted tokens, for ``output_logits`` and ``output_scores``."""
+"""A generation's KV cache as `generate` would have left it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.draft.tree import DraftTree
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
+from saccade.target.cache import RowCache
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Judge, Rule, Verdict
+
+
+def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
+    """Copy what rows have committed into an empty cache of transformers, in the columns of a padded batch.
+
+    Entries of padding, and of columns behind the end of a row, are zeros: `generate` has those of padding tokens there,
+    which no mask lets be seen.
+
+    Args:
+        theirs: a `Cache` of transformers without content.
+        ours: the rows' cache, row i in slot i.
+        mask: ``[B, S]``, 0 on padding.
+        width: columns of prompts and answers; as in `generate`, the last one is not in the cache.
+    """
+    rows = [ours.export(row) for row in range(len(mask))]
+    for layer in range(len(rows[0])):
+        keys, values = (
+            torch.cat(
+                [_placed(row[layer][which], kept, width - 1) for row, kept in zip(rows, mask, strict=True)]
+            )
+            for which in (0, 1)
+        )
+        theirs.update(keys, values, layer)
+
+
+def _placed(held: Tensor, kept: Tensor, width: int) -> Tensor:
+    """One row's entries ``[1, H, n, D]`` at their columns, ``[1, H, width, D]``; ``kept`` ``[S]`` as in the mask."""
+    prompt = kept.nonzero().flatten().to(held.device)
+    placed = held.new_zeros(1, held.shape[1], width, held.shape[3])
+    placed[:, :, prompt] = held[:, :, : len(prompt)]
+    answer = held[:, :, len(prompt) :][:, :, : width - len(kept)]
+    placed[:, :, len(kept) : len(kept) + answer.shape[2]] = answer
+    return placed
+
+
+class Sheet:
+    """New tokens of all rows; a column is complete when every row that is still open has reached it.
+
+    Args:
+        rows: how many.
+        streamer: a Hugging Face `BaseStreamer`, given each complete column ``[B]``.
+        pad: id behind the end of a row.
+        run_on: rows end together (see `Rows.run_on`); tokens beyond the shortest row do not count.
+    """
+
+    def __init__(self, rows: int, streamer: Any, pad: int, run_on: bool) -> None:
+        self._rows: list[list[int]] = [[] for _ in range(rows)]
+        self._columns: list[list[int]] = []
+        self._streamer = streamer
+        self._pad = pad
+        self._run_on = run_on
+
+    def take(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
+        """Take in what one step emitted."""
+        for row, new in zip(self._rows, tokens, strict=True):
+            row.extend(new)
+        open_ = [
+            len(row) for row, ended in zip(self._rows, finished, strict=True) if self._run_on or not ended
+        ]
+        width = min(open_) if open_ else max(map(len, self._rows))
+        for place in range(len(self._columns), width):
+            column = [row[place] if place < len(row) else self._pad for row in self._rows]
+            self._columns.append(column)
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor(column))
+
+    @property
+    def width(self) -> int:
+        """Complete columns."""
+        return len(self._columns)
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[B, width]`` ids."""
+        return torch.tensor(self._columns).T
 
 
 class Recorder:

@@ -1,17 +1,50 @@
-"""`generate`'s prepared processors and criteria, made for a padded batch, as each row needs them alone."""
+"""Which methods draft inside `generate` with what was given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation import MaxLengthCriteria
 
+from saccade import methods
 from saccade.engine.generation import RowPlan
-from saccade.errors import InputError
+from saccade.errors import InputError, MethodError
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
+
+
+def check(method: str, values: Mapping[str, Any], has_model: bool, kind: str | None) -> None:
+    """Raise `MethodError` unless a method can draft with what was given.
+
+    Args:
+        values: its options, as `methods.options` resolves them.
+        has_model: whether there is a draft model.
+        kind: of the trained head; None without one.
+    """
+    needs, drafts = methods.needs(values), values.get("draft_with")
+    if values.get("views"):
+        raise MethodError(
+            f"Method {method} makes the draft model's prompt anew with its processor, which `generate` is not given; "
+            "use saccade.load(), or choose another method."
+        )
+    if needs == "nothing" and (has_model or kind):
+        raise MethodError(f"Method {method} takes no drafter; leave it out or choose another method.")
+    if kind and kind != drafts:
+        raise MethodError(
+            f"The drafter is a trained {kind} head, which method {method} cannot use; choose method {kind}, or give "
+            "another drafter."
+        )
+    if needs == "head" and not kind:
+        raise MethodError(
+            f"Method {method} needs a trained {drafts} head; give it, or its folder, as drafter."
+        )
+    if needs == "draft model" and not has_model:
+        raise MethodError(
+            f"Method {method} needs a draft model; give a loaded one as drafter (or use prompt-lookup, which needs "
+            "none)."
+        )
 
 
 class Rows:

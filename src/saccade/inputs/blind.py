@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.inputs.batch import media_spans
 from saccade.inputs.expanding import Words
 from saccade.inputs.families import family_of
+from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
 
 _MOST_TILES = 20

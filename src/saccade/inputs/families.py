@@ -14,7 +14,7 @@ from transformers.image_utils import (
     OPENAI_CLIP_STD,
 )
 
-from saccade.inputs import sampling
+from saccade.inputs import video
 
 Layout = Literal["text", "squares", "runs", "pixtral", "anyres", "grid", "tiles"]
 """How the tensors of several media lie in one batch:
@@ -46,7 +46,7 @@ class VideoRules:
     """
 
     form: Literal["grid", "stack", "frames"]
-    sample: sampling.Sampler
+    sample: video.Sampler
     settings: Mapping[str, Any]
     fallback: Mapping[str, Any]
 
@@ -78,7 +78,7 @@ class Family:
     stamps_video: bool = False
 
 
-def _qwen(pixels: Mapping[str, Any], sample: sampling.Sampler, **differs: Any) -> Family:
+def _qwen(pixels: Mapping[str, Any], sample: video.Sampler, **differs: Any) -> Family:
     settings = {
         "temporal_patch_size": 2,
         "merge_size": 2,
@@ -123,7 +123,7 @@ _IDEFICS3 = {
     "image_options": MappingProxyType({"return_row_col_info": True}),
 }
 _TEXT = Family("text")
-_QWEN3_VL = _qwen(_QWEN3_VIDEO, sampling.qwen3_vl, stamps_video=True)
+_QWEN3_VL = _qwen(_QWEN3_VIDEO, video.qwen3_vl, stamps_video=True)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -136,18 +136,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral3": _PIXTRAL,
         "llava_next": Family("anyres", image_options=MappingProxyType({"do_pad": True})),
         "llava_onevision": Family(
-            "anyres", video=VideoRules("stack", sampling.uniform, _SQUARE_VIDEO, {"num_frames": 32})
+            "anyres", video=VideoRules("stack", video.uniform, _SQUARE_VIDEO, {"num_frames": 32})
         ),
-        "qwen2_vl": _qwen({**_QWEN2_VIDEO, "max_video_tokens": 128_000}, sampling.qwen2_vl),
-        "qwen2_5_vl": _qwen(
-            {**_QWEN2_VIDEO, "max_video_tokens": 128_000}, sampling.qwen2_vl, times_video=True
-        ),
+        "qwen2_vl": _qwen({**_QWEN2_VIDEO, "max_video_tokens": 128_000}, video.qwen2_vl),
+        "qwen2_5_vl": _qwen({**_QWEN2_VIDEO, "max_video_tokens": 128_000}, video.qwen2_vl, times_video=True),
         "qwen3_vl": _QWEN3_VL,
         "qwen3_vl_moe": _QWEN3_VL,
         "idefics3": Family("tiles", **_IDEFICS3),  # type: ignore[arg-type]
         "smolvlm": Family(
             "tiles",
-            video=VideoRules("frames", sampling.smolvlm, _SMOLVLM_VIDEO, {"num_frames": 64, "fps": 1}),
+            video=VideoRules("frames", video.smolvlm, _SMOLVLM_VIDEO, {"num_frames": 64, "fps": 1}),
             **_IDEFICS3,  # type: ignore[arg-type]
         ),
         "gemma3": Family(
@@ -162,7 +160,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             openers=("<img>",),
             closers=("</img>",),
             image_options=MappingProxyType({"crop_to_patches": True}),
-            video=VideoRules("frames", sampling.internvl, _SQUARE_VIDEO, {"num_frames": 8}),
+            video=VideoRules("frames", video.internvl, _SQUARE_VIDEO, {"num_frames": 8}),
         ),
     }
 )

@@ -12,15 +12,20 @@ from typing import Any
 from torch import Tensor
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.batch import media_spans
 from saccade.inputs.blind import without_media
 from saccade.inputs.chat import Message, Slot, as_text, normalise, render
 from saccade.inputs.expanding import Words
 from saccade.inputs.families import family_of, kind_of
-from saccade.inputs.identity import settings_digest
-from saccade.inputs.loading import Parts, clean_video_settings, load_parts, read_eos
+from saccade.inputs.padded import media_spans
+from saccade.inputs.parts import (
+    Parts,
+    clean_video_settings,
+    load_parts,
+    read_eos,
+    save_parts,
+    settings_digest,
+)
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.saving import save_parts
 from saccade.inputs.unknown import composite_prompt
 from saccade.inputs.visuals import Visuals
 

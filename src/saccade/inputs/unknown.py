@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.batch import whole_medium
 from saccade.inputs.chat import Slot
 from saccade.inputs.families import kind_of
-from saccade.inputs.loading import Parts
 from saccade.inputs.media import load_image
+from saccade.inputs.padded import whole_medium
+from saccade.inputs.parts import Parts
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.video import load_video
 

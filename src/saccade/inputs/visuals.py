@@ -15,8 +15,8 @@ from saccade.inputs.counting import count
 from saccade.inputs.cutting import VISUAL_KEYS
 from saccade.inputs.expanding import Words, expand_image, expand_video
 from saccade.inputs.families import Family, VideoRules, family_of, kind_of
-from saccade.inputs.loading import Parts
 from saccade.inputs.media import digest, load_image
+from saccade.inputs.parts import Parts
 from saccade.inputs.patches import grid_patches, smolvlm_frames, square_frames
 from saccade.inputs.prompt import Medium
 from saccade.inputs.video import Video, load_video

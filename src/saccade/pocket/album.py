@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from saccade.pocket import caption
-from saccade.pocket.marking import overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.scoring import overlap, sentences
 from saccade.pocket.words import NUMBERS, joined, sentence, shuffled
 
 PICTURES = 5

@@ -4,8 +4,8 @@ from random import Random
 from typing import Any
 
 from saccade.pocket.first_turn import grammars, second
-from saccade.pocket.marking import numbers, overlap, sentences
 from saccade.pocket.sample import Facts, Media, Task, register
+from saccade.pocket.scoring import numbers, overlap, sentences
 from saccade.pocket.words import NAMES, NUMBERS, plural, sentence
 
 _COUNTED = ("cake", "pear", "plum")

@@ -5,8 +5,8 @@ from random import Random
 from typing import Any
 
 from saccade.pocket import chart, document, line, receipt, scene
-from saccade.pocket.marking import mentioned, overlap
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import mentioned, overlap
 from saccade.pocket.shapes import name, named
 from saccade.pocket.words import COLOURS, DAYS, GOODS, NAMES, NUMBERS, TOWNS, joined, sentence, shuffled
 

@@ -6,8 +6,8 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, tell
-from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 HIGHEST = 8

@@ -3,8 +3,8 @@
 from random import Random
 from typing import Any
 
-from saccade.pocket.marking import mentioned, sentences
 from saccade.pocket.sample import Media
+from saccade.pocket.scoring import mentioned, sentences
 from saccade.pocket.shapes import RADIUS, Thing, key, name, named, render, scatter
 from saccade.pocket.words import BACKGROUNDS, sentence
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image
 
-from saccade.pocket.chance import chance
 from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK, Sample
+from saccade.pocket.scoring import chance
 from saccade.pocket.video_file import write_video
 
 _SHOWN_FRAMES = 8

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from saccade.pocket.marking import mentioned, numbers, only, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import mentioned, numbers, only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, label, places, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, plural, sentence, shuffled
 

@@ -3,8 +3,8 @@
 from itertools import pairwise
 from random import Random
 
-from saccade.pocket.marking import in_order, only, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import in_order, only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, name, places, relation, render, scatter, unplaced
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, sentence
 

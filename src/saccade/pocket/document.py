@@ -4,9 +4,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from saccade.pocket.marking import numbers, only, overlap, sentences
 from saccade.pocket.printing import page
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import numbers, only, overlap, sentences
 from saccade.pocket.words import DAYS, GOODS, NAMES, NUMBERS, ORDINALS, TOWNS, sentence, shuffled
 
 

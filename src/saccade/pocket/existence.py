@@ -3,8 +3,8 @@
 import re
 from random import Random
 
-from saccade.pocket.marking import only, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, name, places, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, a, sentence, shuffled
 

@@ -4,8 +4,8 @@ from itertools import pairwise
 from random import Random
 
 from saccade.pocket.first_turn import grammars, start
-from saccade.pocket.marking import in_order, mentioned, numbers, overlap, sentences
 from saccade.pocket.sample import Facts, Media, Task, register
+from saccade.pocket.scoring import in_order, mentioned, numbers, overlap, sentences
 from saccade.pocket.shapes import at, name, named, places
 from saccade.pocket.words import COLOURS, GOODS, NUMBERS, SIZES, difference, joined, sentence, shuffled
 

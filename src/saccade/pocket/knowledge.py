@@ -4,8 +4,8 @@ from itertools import pairwise
 from random import Random
 
 from saccade.pocket.first_turn import grammars, second
-from saccade.pocket.marking import mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Media, Task, register
+from saccade.pocket.scoring import mentioned, overlap, sentences
 from saccade.pocket.words import DAYS, a, sentence, shuffled
 
 _CAPITALS = {

@@ -6,9 +6,9 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import IMAGE_SIZE, blank_labels, tell
-from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.printing import FONT
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import COLOURS, DAYS, NUMBERS, difference, sentence, shuffled
 
 _HIGHEST = 8

@@ -7,8 +7,8 @@ pruning, and drafters that see no pictures, have to save. Answers are no longer 
 from random import Random
 
 from saccade.pocket.clip import FPS, between, plot, read_events, tell, true_events, unplaced_things
-from saccade.pocket.marking import in_order, overlap
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.scoring import in_order, overlap
 from saccade.pocket.shapes import Thing, key, name, render
 from saccade.pocket.video import cast, read_cast
 from saccade.pocket.words import BACKGROUNDS, NUMBERS, ORDINALS, a, joined, sentence

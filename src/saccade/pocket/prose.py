@@ -6,8 +6,8 @@ of taste: two models that know the picture equally well will often differ in the
 
 from random import Random
 
-from saccade.pocket.marking import only, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, places, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES, sentence, shuffled
 

@@ -6,8 +6,8 @@ from random import Random
 from PIL import Image, ImageDraw, ImageFont
 
 from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, tell
-from saccade.pocket.marking import mentioned, numbers, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 # The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 from saccade.pocket import receipt
-from saccade.pocket.marking import in_order, only, overlap, sentences
 from saccade.pocket.prose import flowing, on_shape, plainly_on_shape, read_shapes, true_shape
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import in_order, only, overlap, sentences
 from saccade.pocket.shapes import at, label, name, render, scatter
 from saccade.pocket.words import (
     BACKGROUNDS,

@@ -117,7 +117,7 @@ class Task:
     """A kind of picture: how to draw it, how to talk about it and how to mark an answer.
 
     `share` is its part of the mixture that training begins with, relative to the other tasks; 0 for what only the last
-    stages have (`saccade.pocket.train.mixtures`). `decisive` finds the words of an
+    stages have (`tools.pocket.mixtures`). `decisive` finds the words of an
     answer that its few words of verdict are (yes, no, a letter, a total): training weighs them more. `longest` is the
     number of tokens after which an answer is cut off.
     """
@@ -189,3 +189,6 @@ def score(task: str, answer: str, facts: Facts) -> dict[str, float]:
         ValueError: the task does not exist.
     """
     return _task(task).score(answer, facts)
+
+
+UNSEEN_BY_DRAFTS = ("story", "album")

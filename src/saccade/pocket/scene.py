@@ -8,8 +8,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, tell
-from saccade.pocket.marking import mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import mentioned, overlap, sentences
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,

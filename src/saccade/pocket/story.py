@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.marking import mentioned, only, overlap, sentences
 from saccade.pocket.sample import IMAGE_MARK, Facts, Grammar, Media, Task, register
+from saccade.pocket.scoring import mentioned, only, overlap, sentences
 from saccade.pocket.shapes import RADIUS, Thing, at, locate, name, named, places, relation, render, room
 from saccade.pocket.words import COLOURS, NAMES, SIZES, a, sentence, shuffled
 

@@ -6,8 +6,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from saccade.pocket.marking import only, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.scoring import only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, locate, name, named, places, render, room, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, plural, sentence, shuffled
 

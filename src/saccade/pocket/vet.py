@@ -5,8 +5,8 @@ from random import Random
 from typing import Any
 
 from saccade.pocket import chart, document, receipt, scene
-from saccade.pocket.marking import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.scoring import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.shapes import at, name, relation
 from saccade.pocket.words import (
     COLOURS,

@@ -3,8 +3,8 @@
 from random import Random
 
 from saccade.pocket.clip import film, read_events, tell, true_events
-from saccade.pocket.marking import in_order, mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.scoring import in_order, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named
 from saccade.pocket.words import NUMBERS, ORDINALS, a, joined, sentence, shuffled
 

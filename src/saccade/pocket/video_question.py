@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from saccade.pocket.clip import DIRECTIONS, WHATS, film, read_events, tell, true_events
-from saccade.pocket.marking import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.scoring import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named
 from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, sentence, shuffled
 

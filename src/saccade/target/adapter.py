@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.batch import join
+from saccade.inputs.padded import join
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device, sent
-from saccade.target.early import leaving_before
 from saccade.target.families import Family
-from saccade.target.features import FeatureTap
+from saccade.target.features import FeatureTap, leaving_before
 from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
 from saccade.target.packed import can_pack, labels, packing
-from saccade.target.pieces import Needs, Piece, Reading
-from saccade.target.placing import rope_positions
-from saccade.target.selected import given_instead
+from saccade.target.pieces import Needs, Piece, Reading, given_instead
+from saccade.target.positions import rope_positions
 
 
 class Target:

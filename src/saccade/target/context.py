@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.inputs.batch import media_spans
 from saccade.inputs.families import FAMILIES, kind_of
+from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.attention import reading_attention
 from saccade.target.cache import RowCache, on_device
 from saccade.target.media import MediaCache
-from saccade.target.pieces import Needs, Piece, Reading
-from saccade.target.placing import check_types
-from saccade.target.selected import held_of, kept_of, shift_of
+from saccade.target.pieces import Needs, Piece, Reading, held_of, kept_of, shift_of
+from saccade.target.positions import check_types
+from saccade.target.probe import reading_attention
 
 CHUNK = 2048
 """Prompt tokens that run at once where nobody waits; bounds the attention mask."""

@@ -1,9 +1,9 @@
-"""Hidden states of chosen layers, without keeping those of all the others."""
+"""Hidden states of chosen layers, and early exit from a stock forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -102,3 +102,29 @@ def final_norm(decoder: nn.Module) -> nn.Module:
         f"{type(decoder).__name__} has no final norm under a known name ({', '.join(FINAL_NORMS)}); read the "
         "layers before it instead."
     )
+
+
+class _Reached(Exception):
+    """The layer is about to run; nobody but `leaving_before` sees this."""
+
+
+@contextmanager
+def leaving_before(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """A forward in this block ends where ``layer`` would begin: later layers, final norm and LM head never run.
+
+    Yields:
+        A list, in which the stream ``[B, Q, d]`` that enters the layer is found afterwards.
+    """
+    found: list[Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+        raise _Reached
+
+    handle = layer.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        yield found
+    except _Reached:
+        pass
+    finally:
+        handle.remove()

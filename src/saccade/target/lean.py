@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.tree import ancestors_of
 from saccade.target.cache import RowCache
 from saccade.target.families import ordinary_ids
 from saccade.target.layout import Layout
+from saccade.target.limits import Thresholds
+from saccade.target.module_guard import Watch
 from saccade.target.pieces import Needs, Piece
-from saccade.target.thresholds import Thresholds
-from saccade.target.watch import Watch
+from saccade.tree import ancestors_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred

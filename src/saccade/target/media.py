@@ -1,8 +1,9 @@
-"""Features of images and videos as the decoder is given them, kept by digest."""
+"""Encoded images and videos, cached by digest, and the time spent in the vision tower."""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,49 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from saccade.inputs.batch import join, type_ids
+from saccade.inputs.padded import join, type_ids
 from saccade.inputs.prompt import Medium
-from saccade.target.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from saccade.target.adapter import Target
+
+
+class Stopwatch:
+    """Seconds spent in a model's vision tower and projector while the context is open."""
+
+    TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
+
+    def __init__(self, model: Any) -> None:
+        base = getattr(model, "base_model", model)
+        self._modules = [m for name in self.TOWERS if isinstance(m := getattr(base, name, None), nn.Module)]
+        self._handles: list[Any] = []
+        self._started = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        for module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._start))
+            self._handles.append(module.register_forward_hook(self._stop))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _start(self, module: nn.Module, *_: Any) -> None:
+        _synchronize(module)
+        self._started = time.perf_counter()
+
+    def _stop(self, module: nn.Module, *_: Any) -> None:
+        _synchronize(module)
+        self.seconds += time.perf_counter() - self._started
+
+
+def _synchronize(module: nn.Module) -> None:
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        torch.cuda.synchronize(parameter.device)
+
 
 MEDIA_BYTES = 256 * 2**20
 """What a cache keeps by default."""

@@ -1,26 +1,51 @@
-"""Attention statistics on demand, at the speed of fused attention.
-
-Eager attention would materialise ``[B, H, Q, K]`` in every layer; here only chosen query rows of chosen layers
-are multiplied out again beside the fused kernel, a few at a time.
-"""
+"""Attention that a prompt's tokens pay, read while the target prefills."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
+from saccade.inputs.padded import visual_mask
 from saccade.target.adapter import Target
+
+if TYPE_CHECKING:
+    from saccade.target.context import Context, PromptReader
+
+
+@contextmanager
+def reading_attention(context: Context, reader: PromptReader, stop: int) -> Iterator[None]:
+    """Read the attention of a prompt's asking tokens in the pass up to ``stop`` that happens while this is open.
+
+    What is read is added to ``reader.result.columns``; `Needs` says which layers and whose attention count.
+    """
+    needs, prompt, at = context.needs, reader.prompt, reader.at
+    visual = visual_mask(context.target.config, prompt.ids).nonzero()[:, 0].tolist()
+    first = at
+    if needs.queries == "words":
+        first = max(at, min(visual[-1] + 1, len(prompt) - 1)) if visual else stop
+    if not visual or first >= stop:
+        yield
+        return
+    layers = needs.attention or None
+    with AttentionProbe(context.target, queries=range(first - at, stop - at), layers=layers) as probe:
+        yield
+    columns = torch.stack([c[0].to(context.target.device) for c in probe.columns.values()]).mean(0)
+    columns = pad(columns, (0, len(prompt) - columns.shape[0]))
+    known = reader.result.columns
+    reader.result.columns = columns if known is None else known + columns
+
 
 FUSED, EAGER = "saccade_probe", "saccade_probe_eager"
 """Names of the probing attention functions: for models that run on a fused kernel, and for those that cannot

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.draft.tree import TreeShape, ancestors_of
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.target.families import LAYER_TYPES, ordinary_ids
-from saccade.target.thresholds import Thresholds
+from saccade.target.limits import Thresholds
+from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6
 LONGEST = 320

@@ -23,9 +23,11 @@ from saccade.theory.cost import (
     break_even,
     cost_curve,
     free_verification,
+    kv_bytes_per_token,
     speedup,
     speedup_per_node,
     speedup_without_bonus,
+    verified_per_token,
 )
 from saccade.theory.divergence import (
     acceptance_floor,
@@ -48,7 +50,6 @@ from saccade.theory.loose import (
     loose_gain,
     loosened_accepted_length,
 )
-from saccade.theory.memory import kv_bytes_per_token, verified_per_token
 from saccade.theory.prediction import Prediction, predict
 from saccade.theory.shape import BestGamma, BestTree, best_gamma, best_tree, best_width, depth_limit
 

@@ -70,7 +70,7 @@ def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequ
 
     Args:
         paths: one per node below the root: the ranks of the children that lead to it, as in
-            `saccade.draft.policy.SPECVLM_TREE`.
+            `saccade.draft.trees.policy.SPECVLM_TREE`.
         by_depth: ``by_depth[d - 1][r]`` is the probability that the child of rank r is the accepted one at
             depth d, when its parent was accepted. Each row sums to at most 1.
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from saccade.theory import domain
 from saccade.theory.acceptance import accepted_length
-from saccade.theory.cost import VerifyCost, break_even, free_verification, speedup
-from saccade.theory.memory import verified_per_token
+from saccade.theory.cost import VerifyCost, break_even, free_verification, speedup, verified_per_token
 from saccade.theory.shape import BestGamma, best_gamma
 
 

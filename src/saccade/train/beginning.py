@@ -11,8 +11,8 @@ import torch
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.medusa import StackedHead
 from saccade.draft.heads.registry import build_head, kind_of
-from saccade.draft.heads.stacked import StackedHead
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.adapter import Target

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.padded import visual_mask
 from saccade.target.adapter import Target
 from saccade.train.features import Features, Needed
 from saccade.train.folders import writing

@@ -1,4 +1,4 @@
-"""Answers of the target from a JSON lines file: one pass finds where lines stand, samples are made when asked for."""
+"""Training samples from a JSON Lines file of target answers, indexed once and read on demand."""
 
 from __future__ import annotations
 
@@ -11,14 +11,36 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from saccade.distill.conversations import located
 from saccade.distill.folder import ANSWERS, HEADER
-from saccade.distill.media import located
-from saccade.errors import InputError, TrainingError
-from saccade.inputs.batch import visual_mask
+from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.inputs.chat import normalise
+from saccade.inputs.padded import visual_mask
 from saccade.inputs.processor import InputProcessor
-from saccade.train.ending import end_token
 from saccade.train.samples import Sample
+
+
+def end_token(processor: InputProcessor) -> int | None:
+    """The id that ends an answer: of several the one that the chat template puts behind an assistant's turn.
+
+    Gemma 3 has ids 1 and 106 and ends turns with 106; Llama 3 names 128001 first and ends them with 128009.
+
+    Returns:
+        The first of the processor's ids where the template tells nothing; None where it has none.
+    """
+    known = processor.eos_token_ids
+    if len(known) > 1:
+        asked: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
+        told = [*asked, {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}]
+        try:
+            before, whole = (processor.prompt(m, add_generation_prompt=False).ids for m in (asked, told))
+        except SaccadeError:
+            return known[0]
+        for token in whole[len(before) :]:
+            if token in known:
+                return token
+    return known[0] if known else None
+
 
 OnBadLine = Literal["stop", "skip"]
 

@@ -1,60 +1,248 @@
-"""How a draft VLM learns."""
+"""Training of a draft VLM."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.static import Chain
+from saccade.engine import Engine
 from saccade.errors import TrainingError
-from saccade.train.losses import Tally
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
+from saccade.loading import draft_dtype
+from saccade.target.adapter import Target
+from saccade.train.batches import forward_passes
+from saccade.train.checkpoint import identity
+from saccade.train.draft_vlm_model import new_draft_vlm
+from saccade.train.features import answer_mask, read_features
+from saccade.train.objectives.entries import lm_head_of
+from saccade.train.objectives.heads import DraftVlmObjective
+from saccade.train.objectives.losses import Tally
+from saccade.train.recipe import Recipe, Stage
+from saccade.train.samples import Sample, Source
+from saccade.train.validate import Measure, block_efficiency, fitting
+
+_GAMMA, _ANSWER, _ROWS = 5, 128, 4
+_LOOKED_AT = 16
+"""Samples that are prepared before training to find out whether any fits the language model's context."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftVlmObjective:
-    """Cross entropy on the answer's tokens, and Kullback-Leibler divergence from the target (TABED, Appendix H.1, has
-    the first alone).
+class DraftBatch:
+    """Samples whose media fit into one forward pass.
 
     Attributes:
-        tokens: weight of the cross entropy.
-        kl: weight of KL(target || drafter); above 0 the target runs on every batch, too.
-        blind_every: of so many batches the last has a line break in the place of every medium, so that the drafter can
-            also draft from text alone; 0 for none, 1 for all. The target still sees them.
+        samples: as the target sees them.
+        inputs: of the drafter, which may be blind; ``input_ids`` is ``[B, S]``.
+        learnt: ``[B, S]`` bool; tokens whose next token is part of the answer.
     """
 
-    tokens: float = 1.0
-    kl: float = 0.0
-    blind_every: int = 3
+    samples: Sequence[Sample]
+    inputs: dict[str, Any]
+    learnt: Tensor
 
-    def __post_init__(self) -> None:
-        if not (min(self.tokens, self.kl) >= 0 and max(self.tokens, self.kl) > 0 and self.blind_every >= 0):
+
+class DraftVlmLearner:
+    """A draft VLM of the recipe's language model; see `saccade.train.learner.Learner`.
+
+    Args:
+        processor: of the target.
+        say: takes lines of progress.
+
+    Raises:
+        TrainingError: the recipe names no language model, or something that a draft VLM has not; or the samples are
+            longer than the language model's context.
+        ModelError: the language model cannot be used.
+    """
+
+    word, folder = "drafter", "draft"
+
+    def __init__(
+        self,
+        target: Target,
+        processor: InputProcessor,
+        recipe: Recipe,
+        source: Source,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        _check(recipe)
+        self._target, self._processor, self._recipe, self._source = target, processor, recipe, source
+        self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
+        self.module = self._parts.model
+        self._own = Target(self.module, lean=False)
+        self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
+        self.terms = [name for name in ("tokens", "kl") if getattr(self._objective, name)]
+        self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
+        self._say, self._context = say, self._own.family.context
+        self._long: set[int] = set()
+        self._look()
+
+    def weights(self, number: int) -> list[nn.Parameter]:
+        """The projector in the first stage; the language model, too, in all later ones."""
+        return self._parts.projector + (self._parts.language if number > 1 else [])
+
+    def describe(self, number: int, stage: Stage) -> str:
+        return "the projector alone" if number == 1 else "projector and language model"
+
+    def prepare(self, indices: Sequence[int], step: int) -> list[DraftBatch] | None:
+        found = [s for s in map(self._sample, indices) if s is not None]
+        # The projector learns nothing from a batch without media.
+        blind = self._recipe.at(step)[0] > 1 and self._objective.is_blind(step)
+        return self._batches(found, blind) if found else None
+
+    def batch(self, prepared: list[DraftBatch]) -> list[DraftBatch]:
+        """As it was prepared."""
+        return prepared
+
+    def judge(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
+        tallies = [self._judged(part) for part in batch]
+        terms = {name: torch.stack([t.terms[name] for t in tallies]).sum() for name in self.terms}
+        counts = [
+            torch.stack([getattr(t, name) for t in tallies]).sum(0) for name in ("kept", "tried", "right")
+        ]
+        return Tally(torch.stack([t.loss for t in tallies]).sum(), terms, *counts)
+
+    def tensors(self, batch: Sequence[DraftBatch]) -> dict[str, Tensor]:
+        return {
+            f"{number}.{name}": value
+            for number, part in enumerate(batch)
+            for name, value in {**part.inputs, "learnt": part.learnt}.items()
+        }
+
+    def batch_bytes(self, indices: Sequence[int]) -> int:
+        """What the layers keep for the backward pass, about 16 vectors a token each, and the logits with gradients."""
+        text = self._own.text_config
+        total = 0
+        for part in self.prepare(indices, 0) or ():
+            states = part.learnt.numel() * text.hidden_size * 4
+            total += 16 * text.num_hidden_layers * states
+            total += 6 * int(part.learnt.sum()) * self._own.vocab_size * 4
+        return total
+
+    def cache_bytes(self, indices: Sequence[int]) -> float:
+        """Nothing: a draft VLM keeps no features."""
+        return 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """All but the tower, which is the target's."""
+        weights = self.module.state_dict()
+        return {name: weights[name] for name in self._parts.learnt}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave; the tower stays as it is.
+
+        Raises:
+            TrainingError: a weight that is learnt is missing, or there is one that is not.
+        """
+        wanted = set(self._parts.learnt)
+        for name in sorted(wanted ^ state.keys()):
             raise TrainingError(
-                "loss.tokens and loss.kl must be 0 or more, one of them above 0, and loss.blind_every 0 or more; they "
-                f"are {self.tokens}, {self.kl} and {self.blind_every}."
+                f"The checkpoint {'lacks' if name in wanted else 'has'} the weight {name}; expected all weights of the "
+                "drafter but its vision tower's, so give a checkpoint of this run, or start anew in another folder."
+            )
+        self.module.load_state_dict(state, strict=False)  # the tower, which learns nothing, is not in it
+
+    def keep(self) -> None:
+        """Nothing is found that a run could find again."""
+
+    def close(self) -> None:
+        """Nothing is left open; says how many samples were left out."""
+        if self._long:
+            self._say(
+                f"{len(self._long)} samples were left out: they are longer than {self._context} tokens, the draft "
+                "language model's context."
             )
 
-    def is_blind(self, step: int) -> bool:
-        """Whether the batch of a step, counted from 0, is without its media."""
-        return self.blind_every > 0 and (step + 1) % self.blind_every == 0
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the target's class and precision, with the target's tokenizer and image settings."""
+        deepcopy(self.module).to(self._target.dtype).save_pretrained(folder)
+        self._processor.save(folder)
 
-    def __call__(self, logits: Tensor, answer: Tensor, teacher: Tensor | None) -> Tally:
-        """Judge M tokens.
+    def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
+        asked = fitting(prompts, _ANSWER + _GAMMA, [self._target, self._own], self._say)
 
-        Args:
-            logits: ``[M, V]`` of the drafter.
-            answer: ``[M]`` ids that the answer has there.
-            teacher: ``[M, W]`` logits of the target; divergence is over the tokens that both have. None without KL.
-        """
-        logits, count = logits.float(), logits.new_full((1,), len(answer), dtype=torch.long)
-        found: dict[str, Tensor] = {}
-        if self.tokens:
-            found["tokens"] = F.cross_entropy(logits, answer, reduction="sum")
-        if self.kl and teacher is not None:
-            shared = min(logits.shape[-1], teacher.shape[-1])
-            p, q = (side[:, :shared].float().log_softmax(-1) for side in (teacher, logits))
-            found["kl"] = F.kl_div(q, p, log_target=True, reduction="sum")
-        right = (logits.argmax(-1) == answer).sum()[None]
-        loss = torch.stack([getattr(self, name) * value for name, value in found.items()]).sum()
-        return Tally(loss, {name: v.detach() for name, v in found.items()}, count, count, right)
+        def measured(model: Any) -> float:
+            mirror = deepcopy(model).to(self._target.dtype).requires_grad_(False)
+            mirror = mirror.to(draft_dtype(mirror))  # as `saccade.load` puts it
+            known = len(self._processor.tokenizer.get_vocab())
+            drafter = ModelDrafter(Target(mirror), Chain(_GAMMA), known)
+            return block_efficiency(Engine(self._target, drafter), asked, _ANSWER, _ROWS)
+
+        return measured if asked else None
+
+    def _sample(self, index: int) -> Sample | None:
+        """A sample, or None where it cannot be used or is longer than the language model's context."""
+        sample = self._source.sample(index)
+        if sample is None or self._context is None or len(sample.ids) <= self._context:
+            return sample
+        if not self._long:
+            self._say(
+                f"Sample {sample.name} has {len(sample.ids)} tokens, more than {self._context}, the draft language "
+                "model's context; such samples are left out."
+            )
+        self._long.add(index)
+        return None
+
+    def _look(self) -> None:
+        """Refuse data of which nothing seems to fit, before a run that would learn nothing of them."""
+        if self._context is None:
+            return
+        count = len(self._source.lengths)
+        lengths = []
+        for index in range(0, count, max(count // _LOOKED_AT, 1)):
+            sample = self._source.sample(index)
+            lengths.append(0 if sample is None else len(sample.ids))
+            if 0 < lengths[-1] <= self._context:
+                return
+        if any(lengths):
+            shortest = min(n for n in lengths if n)
+            raise TrainingError(
+                f"The samples are longer than the draft language model's context of {self._context} tokens (of "
+                f"{len(lengths)} looked at the shortest has {shortest}); give a language model with a longer context, "
+                f"or cut them with max_tokens={self._context}."
+            )
+
+    def _batches(self, samples: Sequence[Sample], blind: bool) -> list[DraftBatch]:
+        prompts = [self._processor.text_only(s.prompt) if blind else s.prompt for s in samples]
+        wholes = [Prompt((*p.ids, *s.answer), p.media) for p, s in zip(prompts, samples, strict=True)]
+        batches = []
+        for part, inputs in forward_passes(self._own, wholes):
+            learnt = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
+            for row, (prompt, whole) in enumerate(zip(prompts[part], wholes[part], strict=True)):
+                learnt[row, : len(whole)] = answer_mask(len(prompt), len(whole))
+            batches.append(DraftBatch(samples[part], inputs, learnt.to(self._own.device)))
+        return batches
+
+    def _judged(self, batch: DraftBatch) -> Tally:
+        states = self.module.model(**batch.inputs, use_cache=False).last_hidden_state
+        answer = batch.inputs["input_ids"].roll(-1, 1)[batch.learnt]
+        logits = self.module.lm_head(states[batch.learnt])
+        return self._objective(logits, answer, self._teacher(batch) if self._objective.kl else None)
+
+    @torch.no_grad()
+    def _teacher(self, batch: DraftBatch) -> Tensor:
+        last = len(self._target.layers)
+        read = read_features(self._target, batch.samples, ())
+        return self._lm_head(torch.cat([f.states[last][f.answer] for f in read]))
+
+
+def _check(recipe: Recipe) -> None:
+    if set(recipe.head) != {"lm"}:
+        raise TrainingError(
+            "A draft VLM is made of a language model: name it with --lm (head.lm), a folder, a hub id or a shape such "
+            "as 2x128; it has no other option."
+        )
+    if recipe.deepest != 1 or recipe.feature_cache != "none" or not recipe.residuals:
+        raise TrainingError(
+            "A draft VLM drafts from its own tokens and keeps no features, so draft_steps must be 1, feature_cache "
+            "none and residuals true."
+        )

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import TrainingError
-from saccade.train.ahead import AheadObjective
-from saccade.train.draft_vlm import DraftVlmObjective
-from saccade.train.dream import DreamObjective
-from saccade.train.eagle2 import Eagle2Objective
-from saccade.train.eagle3 import Eagle3Objective
-from saccade.train.hivis import HiViSObjective
-from saccade.train.kangaroo import KangarooObjective
-from saccade.train.losses import Objective
+from saccade.train.objectives.dream import DreamObjective
+from saccade.train.objectives.heads import (
+    AheadObjective,
+    DraftVlmObjective,
+    Eagle2Objective,
+    Eagle3Objective,
+    HiViSObjective,
+    KangarooObjective,
+)
+from saccade.train.objectives.losses import Objective
 
 OBJECTIVES: dict[str, Any] = {
     "eagle2": Eagle2Objective,

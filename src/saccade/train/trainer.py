@@ -17,20 +17,17 @@ from torch import Tensor
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
-from saccade.train.checkpoint import Checkpoints, same_draws
+from saccade.train.batches import Order, set_apart
+from saccade.train.checkpoint import Checkpoints, identity, same_draws
 from saccade.train.folders import recover, write_folder
-from saccade.train.identity import identity
-from saccade.train.learner import Learner
-from saccade.train.learners import new_learner
+from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
-from saccade.train.losses import Tally
+from saccade.train.objectives.losses import Tally
 from saccade.train.optimiser import Optimiser, rate_at
-from saccade.train.order import Order, set_apart
 from saccade.train.prefetch import Prefetch, Work
-from saccade.train.processes import Processes, precision_on
+from saccade.train.processes import Processes, parted, precision_on, summed
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
-from saccade.train.sums import parted, summed
 from saccade.train.validate import Measure
 
 

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.draft.tree import DraftTree
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.loosening import drafted, guarded, in_line, least, target_tokens, walk
 from saccade.verify.rule import Verdict
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.draft.tree import DraftTree
 from saccade.processors import PREFIX_FREE, is_stateful, process
+from saccade.tree import DraftTree
 
 Warp = Callable[[Tensor], Tensor]
 """``[R, V]`` logits to ``[R, V]`` scores, whatever came before them."""

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from saccade.draft.tree import DraftTree
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context, PromptRead
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 
 STRICT, LOOSE, SHIFTED = range(3)
 """A guess passed as the target's own token; by a loose rule, for what it says; or because the target's token

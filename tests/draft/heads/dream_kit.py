@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from families import FAMILIES, Inputs, reset_rope_deltas
-from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.dream_session import DreamDraftSession
+from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.engine import RunningBatch
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.padded import visual_mask
 from saccade.output import Output
 
 

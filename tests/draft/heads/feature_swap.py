@@ -13,14 +13,13 @@ from torch.nn import functional as F
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.medusa import StackedHead
 from saccade.draft.heads.registry import build_head, kind_of
-from saccade.draft.heads.stacked import StackedHead
-from saccade.train.dream import drafts
-from saccade.train.dream_entries import DreamEntries, dream_entries
-from saccade.train.entries import Entries, entries_of
 from saccade.train.features import Features
+from saccade.train.objectives.dream import DreamEntries, drafts, dream_entries
+from saccade.train.objectives.entries import Entries, entries_of
+from saccade.train.objectives.losses import Window, unroll
 from saccade.train.recipe import OBJECTIVES
-from saccade.train.unroll import Window, unroll
 
 WIDTH, VOCABULARY, LAYERS = 32, 24, 4
 PROMPT, ANSWER = 5, 10

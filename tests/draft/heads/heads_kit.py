@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from families import FAMILIES, FamilyCase, Inputs, pristine, reset_rope_deltas
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.draft.policy import Frontier
-from saccade.draft.sage import SageTree
-from saccade.draft.static import Chain, StaticTree
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.policy import Frontier
+from saccade.draft.trees.sage import SageTree
+from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request, RunningBatch
 from saccade.engine.generation import plan
-from saccade.inputs.batch import split, visual_mask
+from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from saccade.draft.heads.eagle2 import Eagle2
+from saccade.draft.heads.eagle import Eagle2
 from saccade.target.adapter import Target
 
 CASES: dict[str, tuple[str, str, str, bool]] = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.eagle3 import Eagle3
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.target.adapter import Target
 

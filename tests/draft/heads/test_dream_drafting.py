@@ -18,7 +18,7 @@ from heads_kit import LENGTH, POLICIES, Recording, engine, kind_of_prompt, promp
 from torch import Tensor
 
 from families import FAMILIES, Inputs, pristine, reference_greedy
-from saccade.draft.heads import dream_session as under_test
+from saccade.draft.heads import dream as under_test
 from saccade.draft.heads import session as heads_session
 from saccade.draft.heads.dream import Dream
 from saccade.engine import Request

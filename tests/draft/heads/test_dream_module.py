@@ -15,16 +15,15 @@ from torch import Tensor
 
 from families import FAMILIES
 from saccade import methods
-from saccade.compositions import Parts
-from saccade.draft.dynamic import DynamicTree
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import CrossBlock
-from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.dream_session import DreamDraftSession
+from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
+from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError
+from saccade.methods.compositions import Parts
 from saccade.target.context import Context
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from saccade.draft.heads import session as under_test
-from saccade.draft.heads import vispec_session
+from saccade.draft.heads import vispec
 from saccade.draft.heads.head import Head
 from saccade.engine import Request
 
@@ -185,13 +185,13 @@ def test_a_planted_feature_of_a_visual_token_is_noticed(monkeypatch: pytest.Monk
 def test_a_planted_image_of_another_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ViSpec's rows are told of their images."""
     head = taught("llava", "vispec")
-    right = vispec_session.ViSpecDraftSession._embed
+    right = vispec.ViSpecDraftSession._embed
 
     def swapped(self: Any, rows: Any, tokens: Tensor) -> Tensor:
         self._global = self._global.roll(1, 0)
         return right(self, rows, tokens)
 
-    monkeypatch.setattr(vispec_session.ViSpecDraftSession, "_embed", swapped)
+    monkeypatch.setattr(vispec.ViSpecDraftSession, "_embed", swapped)
     assert difference("llava", head) > FAR
 
 

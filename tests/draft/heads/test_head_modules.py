@@ -13,12 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from saccade.draft.heads.block import Block
+from saccade.draft.heads.block import Block, Rotary
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.eagle3 import Eagle3
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
-from saccade.draft.heads.rotary import Rotary
 from saccade.draft.heads.session import MASKS
 from saccade.errors import ModelError
 
@@ -273,8 +272,8 @@ def test_only_visual_entries_of_msd_do_without_a_feature() -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_msd_is_not_fed_the_state_before_a_visual_token(name: str) -> None:
     """Neither in training nor in drafting, which the slow path holds to `slow_entries`."""
-    from saccade.train.entries import entries_of
     from saccade.train.features import Features
+    from saccade.train.objectives.entries import entries_of
 
     visual = torch.tensor([0, 1, 1, 0, 0], dtype=torch.bool)
     states = torch.randn(5, 64)

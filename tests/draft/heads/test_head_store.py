@@ -16,8 +16,8 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import HEADS, kind_of
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head, read_config, save_head
-from saccade.drafters import named, read_heads
 from saccade.errors import ModelError
+from saccade.methods.drafters import named, read_heads
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from heads_kit import POLICIES, engine, prompts, target, untaught
 
 from families import FAMILIES
-from saccade.draft.heads import vispec_session
+from saccade.draft.heads import vispec
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.generation import plan
@@ -92,11 +92,11 @@ def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_image_of_a_neighbour_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted mistake: ViSpec's image vectors are looked up by place among the rows that are named."""
-    right = vispec_session.ViSpecDraftSession._embed
+    right = vispec.ViSpecDraftSession._embed
 
     def by_place(self: Any, rows: Any, tokens: Any) -> Any:
         return right(self, range(len(rows)), tokens)
 
     under = engine(NAME, untaught(NAME, "vispec"), TREES[True])
-    monkeypatch.setattr(vispec_session.ViSpecDraftSession, "_embed", by_place)
+    monkeypatch.setattr(vispec.ViSpecDraftSession, "_embed", by_place)
     assert differs(under)

@@ -13,16 +13,16 @@ from torch.nn import functional as F
 
 from checkpoints import picture, vlm
 from families import FAMILIES, Inputs, pristine, reference_greedy
-from saccade.compositions import Parts
-from saccade.draft.confident import ConfidentChain
-from saccade.draft.heads import kangaroo_session as under_test
+from saccade.draft.heads import kangaroo as under_test
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.store import load_head, save_head
+from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
+from saccade.methods.compositions import Parts
 from saccade.target.context import Context
 
 CLOSE = 1e-3

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from saccade.draft.heads.eagle3 import Eagle3
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.errors import ModelError, TrainingError
 

@@ -11,16 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from families import FAMILIES, VOCAB
 from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import logits_scale
 from saccade.draft.heads.registry import build_head
-from saccade.draft.heads.scale import logits_scale
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.static import Chain
+from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.inputs.batch import split
+from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.train.entries import entries_of
 from saccade.train.features import read_features
+from saccade.train.objectives.entries import entries_of
 from saccade.train.samples import Sample
 
 SIZES: dict[str, Any] = {

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from saccade.bench.record import Run, read
-from saccade.bench.report import markdown, page
-from saccade.bench.report.checking import usable
-from saccade.bench.report.content import Content, groups, names
+from saccade.bench.report import page, tables
+from saccade.bench.report.content import Content, groups, names, usable
 from saccade.errors import SaccadeError
 
 __all__ = ["contents", "html", "load", "markdown_tables"]
@@ -54,4 +53,4 @@ def html(content: Sequence[Content], prompts: int = 4) -> str:
 
 def markdown_tables(content: Sequence[Content]) -> str:
     """The tables of the page, to be pasted into documents."""
-    return markdown.document(content)
+    return tables.document(content)

@@ -1,15 +1,132 @@
-"""What a report is made from: the readable records of a run, in groups, with the numbers of every method."""
+"""Contents of a report: valid records of a run in groups, with the metrics of every method."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
+from typing import Any
 
 from saccade.bench import metrics
 from saccade.bench.metrics import MethodResult
-from saccade.bench.record import Record, Run
+from saccade.bench.record import FILE, Record, Run
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "prompt_id": str,
+    "task": str,
+    "method": str,
+    "repeat": int,
+    "question": str,
+    "media": list,
+    "text": str,
+    "tokens": list,
+    "marks": list,
+    "pieces": list,
+    "finish_reason": str,
+    "lossless": bool,
+    "stats": dict,
+    "scores": dict,
+    "equal": (bool, type(None)),
+    "difference": (dict, type(None)),
+    "peak_bytes": (int, type(None)),
+    "trees": list,
+    "warnings": list,
+}
+_COUNTS = ("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
+
+
+def usable(run: Run) -> Run:
+    """The run without its unusable records; each adds a sentence with its line number to ``problems``."""
+    bad = {record.key: fault for record in run.records if (fault := fault_of(record))}
+    if not bad:
+        return run
+    path, lines = run.folder / FILE, _lines(run)
+    problems = [f"{path}, line {lines.get(_text(key), '?')}: {fault}; skipped." for key, fault in bad.items()]
+    kept = [record for record in run.records if record.key not in bad]
+    return Run(run.folder, run.header, kept, [*run.problems, *problems])
+
+
+def fault_of(record: Record) -> str | None:
+    """What is wrong with a record; None when nothing is."""
+    for field in fields(Record):
+        value = getattr(record, field.name)
+        if not isinstance(value, _KINDS[field.name]):
+            return f"{field.name} is {type(value).__name__}, which it cannot be"
+    if not len(record.tokens) == len(record.marks) == len(record.pieces):
+        return "tokens, marks and pieces differ in length"
+    if not record.tokens:
+        return "the answer has no tokens"
+    if not all(
+        isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media, *record.warnings]
+    ):
+        return "marks, pieces, media or warnings are not all text"
+    if not all(_is_number(value) for value in record.scores.values()):
+        return "a score is no number"
+    return _fault_of_stats(record.stats) or next(
+        (fault for tree in record.trees if (fault := _fault_of_tree(tree))), None
+    )
+
+
+def _fault_of_stats(stats: dict[str, Any]) -> str | None:
+    for name in _COUNTS:
+        if not _is_number(stats.get(name)):
+            return f"stats have no number {name}"
+    histogram, seconds = stats.get("accepted_histogram"), stats.get("seconds")
+    if not isinstance(histogram, list) or not all(isinstance(n, int) and n >= 0 for n in histogram):
+        return "the histogram of accepted tokens is no list of counts"
+    if stats["new_tokens"] - 1 < sum(histogram):
+        return "the answer has fewer tokens than verification passes"
+    if not isinstance(seconds, dict) or not all(_is_number(value) for value in seconds.values()):
+        return "seconds are not numbers"
+    if not {"total", "decode"} <= seconds.keys():
+        return "seconds lack total or decode"
+    return None
+
+
+def _fault_of_tree(tree: Any) -> str | None:
+    if not isinstance(tree, dict):
+        return "a tree is no object"
+    parts = [tree.get(name) for name in ("tokens", "parents", "path", "pieces")]
+    if not all(isinstance(part, list) for part in parts):
+        return "a tree lacks tokens, parents, path or pieces"
+    tokens, parents, path, pieces = (part or [] for part in parts)
+    if not 0 < len(tokens) == len(parents) == len(pieces):
+        return "a tree's tokens, parents and pieces differ in length"
+    if not all(isinstance(p, int) and 0 <= p < max(node, 1) for node, p in enumerate(parents)):
+        return "a tree has a node before its parent"
+    if not path or path[0] != 0 or not all(isinstance(n, int) and 0 <= n < len(tokens) for n in path):
+        return "a tree's path does not start at its root"
+    if not all(isinstance(piece, str) for piece in pieces):
+        return "a tree's pieces are not all text"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(key: tuple[Any, ...]) -> str:
+    return json.dumps(key)
+
+
+def _lines(run: Run) -> dict[str, int]:
+    """Number of the line that each record was read from: the last one with its key."""
+    found: dict[str, int] = {}
+    path = run.folder / FILE
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    content = json.loads(line)
+                    key = (content["prompt_id"], content["method"], content["repeat"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+                found[_text(key)] = number
+    return found
+
 
 _STAGES = {
     "vision": "vision tower",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from saccade.bench.report import labels, svg
+from saccade.bench.report import svg
 from saccade.bench.report.content import Group, stage_name
 from saccade.bench.statistics import Estimate
 from saccade.bench.suite import BASELINE
@@ -159,7 +159,7 @@ def _scatter(axes: Axes, points: Sequence[Point]) -> None:
             zorder=3,
         )
     axes.margins(0.12)
-    labels.place(axes, [(x, y) for _, x, y in points], [look.name for look, _, _ in points])
+    svg.place(axes, [(x, y) for _, x, y in points], [look.name for look, _, _ in points])
 
 
 def _bar(estimate: Estimate) -> list[list[float]] | None:
@@ -249,9 +249,9 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
 
 def _legend(drawing: Figure, names: Sequence[str], **options: Any) -> None:
     """Below the axes, in as many columns as the names leave room for."""
-    longest = 0.6 * labels.SIZE * max(map(len, names)) + 5 * labels.SIZE
+    longest = 0.6 * svg.SIZE * max(map(len, names)) + 5 * svg.SIZE
     columns = max(1, min(3, int(WIDTH * 72 / longest)))
-    drawing.legend(loc="outside lower center", ncols=columns, fontsize=labels.SIZE, **options)
+    drawing.legend(loc="outside lower center", ncols=columns, fontsize=svg.SIZE, **options)
 
 
 def milliseconds(group: Group, stage: str) -> dict[str, float]:

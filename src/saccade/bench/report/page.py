@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from saccade.bench.record import warned
-from saccade.bench.report import figures, formulas, tables, traces
+from saccade.bench.report import figures, tables, traces
 from saccade.bench.report.content import Content
 from saccade.bench.suite import BASELINE
 from saccade.errors import SaccadeError
@@ -69,8 +69,8 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
     data = [
         tables.depths(everything),
         tables.stages(everything),
-        formulas.predicted(content.run),
-        formulas.step_times(content.run),
+        tables.predicted(content.run),
+        tables.step_times(content.run),
     ]
     return {
         "id": f"run-{index}",

@@ -1,11 +1,15 @@
-"""The report's tables, as data that the page and the Markdown file write each in its own way."""
+"""Tables of a report, and their Markdown form."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
+from saccade.bench.predicting import predictions
+from saccade.bench.record import Run, warned
 from saccade.bench.report.content import Content, Group, stage_name
 from saccade.bench.report.figures import milliseconds, shares_by_depth
 from saccade.bench.statistics import Estimate
@@ -213,3 +217,101 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
 
 def _range(values: Sequence[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def step_times(run: Run) -> Table | None:
+    """T_p(n) and T_q(n) by the number of tokens in a pass; None when they were not measured."""
+    costs = Costs.of(run.header.costs)
+    if costs is None:
+        return None
+    rows = [
+        Row(
+            [
+                Cell(str(tokens)),
+                Cell(f"{seconds * 1000:.2f}"),
+                Cell(f"{seconds / costs.target_seconds(1):.2f}"),
+                Cell(f"{costs.draft[tokens] * 1000:.2f}" if tokens in costs.draft else EMPTY),
+                *(Cell(f"{step * 1000:.2f}" if tokens == 1 else EMPTY) for step in costs.heads.values()),
+            ]
+        )
+        for tokens, seconds in costs.target.items()
+    ]
+    columns = [
+        Column("tokens per pass", "draft tokens that are verified at once, and the root"),
+        Column("T_p ms", "milliseconds of a target pass, timed alone"),
+        Column("T_p(n)/T_p(1)", "over a pass on one token"),
+        Column("T_q ms", "milliseconds of a pass of the draft model, timed alone"),
+        *(Column(f"T_q ms, {name}", "milliseconds of a draft step of this head") for name in costs.heads),
+    ]
+    return Table(f"Step times behind {costs.kv} tokens of prompt", columns, rows, explained=True)
+
+
+def predicted(run: Run) -> Table | None:
+    """Speed-up of decoding as measured and as three papers predict it; None where nothing was drafted."""
+    found = predictions(run)
+    if not found:
+        return None
+    rows = [
+        Row(
+            [
+                Cell(p.method),
+                Cell(EMPTY if p.measured is None else f"{p.measured:.2f}"),
+                *(Cell(f"{value:.2f}") for value in (p.tabed, p.tabed_free, p.sage, p.lvspec, p.verify_cost)),
+                Cell(f"{p.draft_cost:.3f}"),
+            ]
+        )
+        for p in found
+    ]
+    columns = [
+        Column("method", "as in the comparison"),
+        Column("measured", "speed-up of decoding only, median over prompts"),
+        Column("TABED Eq. 1", "from block efficiency, T_q/T_p and the measured cost of verification"),
+        Column("as printed", "the same with verification costing as much as a pass on one token"),
+        Column("SAGE Eq. 6", "one drafter step per node"),
+        Column("LVSpec Eq. 3", "without the bonus token"),
+        Column("T_p(n)/T_p(1)", "a verification pass over a pass on one token"),
+        Column("T_q/T_p", "a drafter step over a target step"),
+    ]
+    return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows, explained=True)
+
+
+def document(contents: Sequence[Content]) -> str:
+    """All runs: what was run, the tables, and what the columns mean."""
+    parts = []
+    if len(contents) > 1:
+        parts.append(table(overview(contents)))
+    for content in contents:
+        header = content.run.header
+        parts.append(f"## {_escape(content.name)}")
+        facts = ", ".join(
+            f"{k} {v}" for k, v in header.environment.items() if isinstance(v, str | int | float)
+        )
+        parts.append(_escape(f"Started {header.started}. {facts}."))
+        parts += [table(comparison(group)) for group in content.groups]
+        by_fact = scores(content.groups[0])
+        if by_fact is not None:
+            parts.append(table(by_fact))
+        parts += map(_escape, warned(content.run.records))
+        if content.problems:
+            parts.append(f"{len(content.problems)} lines of the run could not be read and are left out.")
+    meanings = {c.name: c.meaning for content in contents for c in comparison(content.groups[0]).columns}
+    parts.append("\n".join(f"- {name}: {meaning}." for name, meaning in meanings.items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(content: Table) -> str:
+    """One table under its caption."""
+    heads = [_escape(column.name) for column in content.columns]
+    lines = [heads, *([_cell_text(cell) for cell in row.cells] for row in content.rows)]
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    rows.insert(1, "|---" + "|--:" * (len(heads) - 1) + "|")
+    return f"**{_escape(content.caption)}**\n\n" + "\n".join(rows)
+
+
+def _cell_text(cell: Cell) -> str:
+    return f"{_escape(cell.text)} {cell.detail}".strip()  # details are made here and hold nothing special
+
+
+def _escape(text: str) -> str:
+    """Text that means itself, on one line."""
+    return re.sub(r"([\\`*_|<>#&\[\]])", r"\\\1", " ".join(text.split()))

@@ -1,15 +1,62 @@
-"""The token view: answers token by token, and per step the tree that was verified with the path that was accepted."""
+"""Token view: answers token by token, with each step's verified tree and accepted path."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from saccade.bench.check import first_difference
 from saccade.bench.metrics import block_efficiency
 from saccade.bench.record import Record, Run
-from saccade.bench.report import media
+
+LARGEST = 640
+"""Longest side, in pixels, of a picture in the report; larger ones are scaled down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A picture in the page; ``problem`` says why there is none."""
+
+    name: str
+    uri: str = ""
+    width: int = 0
+    height: int = 0
+    problem: str = ""
+
+
+def embed(folder: Path, name: str) -> Medium:
+    """The file ``name`` of a run's ``media/`` folder as a PNG or JPEG data URI.
+
+    A file that is missing, is no picture or lies outside the folder gives a `Medium` that says so.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    root = (folder / "media").resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        return Medium(name, problem="lies outside the run's media folder")
+    try:
+        with Image.open(path) as image:
+            image.thumbnail((LARGEST, LARGEST))
+            picture = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    except FileNotFoundError:
+        return Medium(name, problem="is not in the run's media folder")
+    except UnidentifiedImageError:
+        return Medium(name, problem="is no picture, so the report cannot show it")
+    except (OSError, ValueError, Image.DecompressionBombError) as problem:
+        return Medium(name, problem=f"cannot be read ({type(problem).__name__})")
+    small, kind = io.BytesIO(), "png"
+    picture.save(small, "PNG", optimize=True)
+    if picture.mode == "RGB" and small.tell() > 60_000:  # a photograph: PNG would be several times larger
+        small, kind = io.BytesIO(), "jpeg"
+        picture.save(small, "JPEG", quality=80, optimize=True)
+    data = base64.b64encode(small.getvalue()).decode("ascii")
+    return Medium(name, f"data:image/{kind};base64,{data}", picture.width, picture.height)
+
 
 KNOWN_MARKS = {
     "target": "the target's own",
@@ -66,7 +113,7 @@ class Prompt:
     prompt_id: str
     task: str
     question: str
-    media: list[media.Medium]
+    media: list[Medium]
     answers: list[Answer]
 
 
@@ -88,7 +135,7 @@ def _prompt(run: Run, records: Sequence[Record]) -> Prompt:
         first.prompt_id,
         first.task,
         first.question,
-        [media.embed(run.folder, name) for name in first.media],
+        [embed(run.folder, name) for name in first.media],
         [_answer(r, plain) for r in chosen.values()],
     )
 

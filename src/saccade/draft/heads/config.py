@@ -170,3 +170,25 @@ def rope_of(text: Any) -> dict[str, Any]:
     if rope["rope_type"] != "default":
         rope.setdefault("max_position_embeddings", text.max_position_embeddings)
     return rope
+
+
+def check_fit(config: HeadConfig, target: Target) -> None:
+    """Raise `ModelError`, naming what differs, unless the head was made for a target of this shape."""
+    ours = {
+        "model class": (config.target_class, type(target.model).__name__),
+        "hidden size": (config.hidden_size, target.text_config.hidden_size),
+        "vocabulary": (config.vocab_size, target.vocab_size),
+        "number of layers": (config.target_layers, len(target.layers)),
+    }
+    for what, (made_for, found) in ours.items():
+        if made_for != found:
+            raise ModelError(
+                f"The {config.kind} head was made for another target: its {what} is {made_for} but this target's is "
+                f"{found}; give the target that it was trained with."
+            )
+    absent = [layer for layer in config.layers if not 0 <= layer <= len(target.layers)]
+    if absent:
+        raise ModelError(
+            f"The {config.kind} head reads layer {absent[0]} of its target, which has states 0 to "
+            f"{len(target.layers)}; give the target that it was trained with."
+        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import GatedMLP, RMSNorm, cached_attention
+from saccade.draft.heads.block import GatedMLP, RMSNorm, Rotary, cached_attention, turn
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.rotary import Rotary, turn
 from saccade.target.cache import RowCache
 
 GATES = ("tanh", "open", "replace")

@@ -1,7 +1,8 @@
-"""What every drafter head is, for drafting and for training alike."""
+"""Interface of all drafter heads, shared by drafting and training."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,13 +12,48 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.errors import ModelError
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
+from saccade.target.context import Context
+from saccade.target.families import ordinary_ids
 
 if TYPE_CHECKING:
     from saccade.draft.drafter import DraftSession
     from saccade.draft.heads.session import HeadDrafter
-    from saccade.target.adapter import Target
-    from saccade.target.context import Context
+
+
+def logits_scale(target: Target) -> float:
+    """The factor, measured on a few tokens; exactly 1 where the model has none, or does something else instead."""
+    outputs: list[Tensor] = []
+
+    def keep(_: Any, __: Any, output: Tensor) -> None:
+        outputs.append(output)
+
+    prompt = Prompt(tuple(ordinary_ids(target.config, target.vocab_size, 4)))
+    handle = target.model.get_output_embeddings().register_forward_hook(keep)
+    try:
+        logits = Context(target, 1).load(0, prompt).logits
+    finally:
+        handle.remove()
+    if not outputs or logits is None or outputs[-1].shape[-1:] != logits.shape:
+        return 1.0
+    return _factor(outputs[-1].flatten(0, -2)[-1].to(logits.device), logits)
+
+
+def _factor(said: Tensor, logits: Tensor) -> float:
+    """The factor between ``[V]`` what the LM head said and the logits."""
+    rounding = max(1e-4, 2 * torch.finfo(logits.dtype).eps)
+    said, logits = said.float(), logits.float()
+    if torch.equal(said, logits) or not said.any():
+        return 1.0
+    scale = float((said @ logits) / (said @ said))
+    fits = torch.allclose(
+        logits, scale * said, rtol=rounding, atol=0.01 * rounding * float(logits.abs().max())
+    )
+    # Soft caps bend logits; where these are small they look like factors just below 1.
+    return scale if fits and scale > 0 and abs(math.log(scale)) > 0.1 else 1.0
+
 
 AFTER_IMAGE = ("text", "visual")
 

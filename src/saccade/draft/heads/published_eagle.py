@@ -21,9 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.eagle2 import Eagle2
-from saccade.draft.heads.msd import Msd
-from saccade.draft.heads.released import check_settings, check_target, config_of, number, renamed
+from saccade.draft.heads.eagle import Eagle2, Msd
+from saccade.draft.heads.published import check_settings, check_target, config_of, number, renamed
 from saccade.inputs.families import family_of
 from saccade.target.adapter import Target
 

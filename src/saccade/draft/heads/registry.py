@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.eagle2 import Eagle2
-from saccade.draft.heads.eagle3 import Eagle3
+from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.hivis import HiViS
-from saccade.draft.heads.hydra import Hydra
 from saccade.draft.heads.kangaroo import Kangaroo
-from saccade.draft.heads.medusa import Medusa
-from saccade.draft.heads.msd import Msd
+from saccade.draft.heads.medusa import Hydra, Medusa
 from saccade.draft.heads.vispec import ViSpec
 from saccade.errors import ModelError
 

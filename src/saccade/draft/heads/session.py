@@ -10,20 +10,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession, TreeDrafter
-from saccade.draft.heads.head import Head, read_at
-from saccade.draft.heads.scale import logits_scale
-from saccade.draft.heads.store import check_fit
-from saccade.draft.policy import Frontier, TreePolicy
-from saccade.draft.sampling import Proposer
-from saccade.draft.tree import DraftTree
+from saccade.draft.heads.config import check_fit
+from saccade.draft.heads.head import Head, logits_scale, read_at
+from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
 from saccade.errors import ModelError
-from saccade.inputs.batch import visual_mask
+from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache, on_device
 from saccade.target.context import Context, PromptRead
 from saccade.target.masks import MaskPlan
 from saccade.target.pieces import Reading
+from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 CHUNK = 1024

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads import published, published_eagle
-from saccade.draft.heads.config import MARK, HeadConfig
+from saccade.draft.heads.config import MARK, HeadConfig, check_fit
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.published import FILES
 from saccade.draft.heads.registry import build_head, kind_of
-from saccade.draft.heads.released import FILES
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of
 from saccade.target.adapter import Target
@@ -119,28 +119,6 @@ def kind_in(folder: Any) -> str | None:
     if form is not None:
         return form.kind(values).kind
     return kind_of(values[MARK]).kind if MARK in values else None
-
-
-def check_fit(config: HeadConfig, target: Target) -> None:
-    """Raise `ModelError`, naming what differs, unless the head was made for a target of this shape."""
-    ours = {
-        "model class": (config.target_class, type(target.model).__name__),
-        "hidden size": (config.hidden_size, target.text_config.hidden_size),
-        "vocabulary": (config.vocab_size, target.vocab_size),
-        "number of layers": (config.target_layers, len(target.layers)),
-    }
-    for what, (made_for, found) in ours.items():
-        if made_for != found:
-            raise ModelError(
-                f"The {config.kind} head was made for another target: its {what} is {made_for} but this target's is "
-                f"{found}; give the target that it was trained with."
-            )
-    absent = [layer for layer in config.layers if not 0 <= layer <= len(target.layers)]
-    if absent:
-        raise ModelError(
-            f"The {config.kind} head reads layer {absent[0]} of its target, which has states 0 to "
-            f"{len(target.layers)}; give the target that it was trained with."
-        )
 
 
 def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:

@@ -1,0 +1,310 @@
+"""View C: every image told in words (TABED, Lee et al. 2026, Section 6.1, Appendices E and I.2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from saccade.draft.ensemble.view import PlainView
+from saccade.errors import InputError, MethodError, ModelError
+from saccade.inputs.blind import spans_with_wrappers
+from saccade.inputs.families import family_of, visual_ids
+from saccade.inputs.patches import join_patches
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.loading import adapt, check_checkpoint, load_model
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An image or a video as it stands in a prompt.
+
+    Attributes:
+        media: one; of a video that the family takes as images, all its frames.
+        ids: placeholders, with what is between and around them.
+    """
+
+    media: tuple[Medium, ...]
+    ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> Literal["image", "video"]:
+        return "video" if self.medium.is_of_video else "image"
+
+    @property
+    def medium(self) -> Medium:
+        """The only one, or the middle frame."""
+        return self.media[len(self.media) // 2]
+
+    @property
+    def digest(self) -> str:
+        return " ".join(medium.digest for medium in self.media)
+
+
+Captioner = Callable[[Seen], str]
+"""Tells in a few words what an image or a video shows."""
+
+
+class Caption(PlainView):
+    """C: ``image: `` and a caption in the place of every image (``video: `` for a video).
+
+    Args:
+        config: the draft model's Hugging Face configuration.
+        tokenizer: its tokenizer.
+        captioner: asked once for every image or video, when a prompt with it is first read; `OwnCaptions`,
+            `GivenCaptions`, or `PictureCaptions` around any function of a PIL image.
+        device: where the captioner computes. What is still queued there (the target's prefill) is waited for first, so
+            that it does not count as time spent on captions.
+
+    Attributes:
+        captions: what was told, by the digest of what was seen.
+        seconds: spent on captions so far.
+    """
+
+    name = "C"
+
+    def __init__(
+        self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._captioner = captioner
+        self._device = device
+        self.captions: dict[str, str] = {}
+        self.seconds = 0.0
+
+    def read(self, prompt: Prompt) -> Prompt:
+        if not prompt.media:
+            return prompt
+        spans = iter(spans_with_wrappers(self._config, self._tokenizer, prompt))
+        ids: list[int] = []
+        end = 0
+        for media in prompt.given:
+            places = [next(spans) for _ in media]
+            start, stop = places[0][0], places[-1][1]
+            seen = Seen(media, prompt.ids[start:stop])
+            words = f"{seen.kind}: {self._caption(seen)}"
+            ids += [*prompt.ids[end:start], *self._tokenizer.encode(words, add_special_tokens=False)]
+            end = stop
+        return Prompt((*ids, *prompt.ids[end:]))
+
+    def _caption(self, seen: Seen) -> str:
+        digest = seen.digest
+        if digest not in self.captions:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            started = time.perf_counter()
+            self.captions[digest] = " ".join(self._captioner(seen).split())
+            self.seconds += time.perf_counter() - started
+        return self.captions[digest]
+
+
+class OwnCaptions:
+    """A VLM that Saccade runs tells what it sees, greedily: the draft model itself.
+
+    Args:
+        model: the adapter of the VLM.
+        processor: its inputs.
+        max_new_tokens: of a caption.
+        question: what it is asked; ``{kind}`` becomes image or video.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        processor: InputProcessor,
+        max_new_tokens: int = 32,
+        question: str = "Describe the {kind} in one sentence.",
+    ) -> None:
+        self._model = model
+        self._processor = processor
+        self._max_new_tokens = max_new_tokens
+        self._question = question
+
+    def prompt(self, seen: Seen) -> Prompt:
+        """The question about what is seen: as it is asked about an empty picture, with the media in its place."""
+        question = self._question.format(kind=seen.kind)
+        if seen.kind == "image":
+            empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
+        else:
+            count = len(seen.media) if seen.medium.frame else 4
+            empty = self._processor.prompt(question, videos=[np.zeros((count, 32, 32, 3), np.uint8)])
+        spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
+        start, stop = spans[0][0], spans[-1][1]
+        return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), seen.media)
+
+    def __call__(self, seen: Seen) -> str:
+        return self._answer(self.prompt(seen))
+
+    def of_picture(self, image: Image.Image) -> str:
+        """The caption of a picture, which this VLM's own processor prepares."""
+        return self._answer(self._processor.prompt(self._question.format(kind="image"), images=[image]))
+
+    @torch.inference_mode()
+    def _answer(self, prompt: Prompt) -> str:
+        context = Context(self._model, 1)
+        context.cache.reserve(0, len(prompt) + self._max_new_tokens)
+        said = context.load(0, prompt).logits
+        assert said is not None
+        token = int(said.argmax())
+        answer: list[int] = []
+        while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
+            answer.append(token)
+            reading = context.forward([0], torch.tensor([[token]], device=self._model.device))
+            context.commit([0], [[0]], [[token]])
+            token = int(reading.logits.argmax())
+        return self._processor.decode(answer)
+
+
+class PictureCaptions:
+    """Any function from a PIL image to words: BLIP, Florence-2, or one's own.
+
+    Args:
+        processor: the draft model's inputs, whose tensors are turned back into pictures.
+        tell: the function; a video is told by its middle frame.
+    """
+
+    def __init__(self, processor: InputProcessor, tell: Callable[[Image.Image], str]) -> None:
+        self._processor = processor
+        self._tell = tell
+
+    def __call__(self, seen: Seen) -> str:
+        return self._tell(picture(self._processor, seen.medium))
+
+
+class GivenCaptions:
+    """Captions that are there already.
+
+    Args:
+        texts: by digest (`Medium.digest`; of a video that a family takes as images, its frames' joined by blanks).
+    """
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def __call__(self, seen: Seen) -> str:
+        if seen.digest not in self._texts:
+            raise InputError(
+                f"No caption was given for the {seen.kind} with the digest {seen.digest}; add it to captioner, or let "
+                "a checkpoint or the draft model caption."
+            )
+        return self._texts[seen.digest]
+
+
+@lru_cache(maxsize=1)
+def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], str]:
+    """A function from pictures to captions: a VLM of a known family, or any image-to-text model of transformers.
+
+    The last one stays loaded.
+
+    Args:
+        path: checkpoint folder or hub id.
+        device: where it runs.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded, or does not see.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    config = check_checkpoint(path)
+    if visual_ids(config):
+        model = load_model(path, device_map=None if device.type == "cpu" else device)
+        return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        raise ModelError(f"The captioner {path} is a language model, which sees nothing; give one that does.")
+    return CheckpointCaptions(path, device=device)
+
+
+class CheckpointCaptions:
+    """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words.
+
+    Args:
+        path: checkpoint folder or hub id.
+        max_new_tokens: of a caption.
+        device: where it runs.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded.
+    """
+
+    def __init__(self, path: str, max_new_tokens: int = 32, device: str | torch.device | None = None) -> None:
+        from transformers import AutoProcessor
+
+        self._model = load_model(path, device_map=device).eval()
+        try:
+            self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as problem:
+            raise ModelError(f"The captioner {path} has no usable processor: {problem}") from problem
+        self._max_new_tokens = max_new_tokens
+
+    @torch.inference_mode()
+    def __call__(self, image: Image.Image) -> str:
+        task = {"text": "<CAPTION>"} if self._model.config.model_type == "florence2" else {}
+        inputs = self._processor(images=image, return_tensors="pt", **task)
+        for name, value in inputs.items():
+            dtype = self._model.dtype if value.is_floating_point() else None
+            inputs[name] = value.to(device=self._model.device, dtype=dtype)
+        ids = self._model.generate(
+            **inputs, max_new_tokens=self._max_new_tokens, do_sample=False, num_beams=1
+        )
+        return str(self._processor.batch_decode(ids, skip_special_tokens=True)[0])
+
+
+def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
+    """The picture that a medium's tensors show: the whole image where it was also cut into tiles, the middle frame of
+    a video.
+
+    Raises:
+        MethodError: the family's tensors are not understood.
+    """
+    pixels = _pixels(processor.config, medium)
+    mean, std = (torch.tensor(v)[:, None, None] for v in processor.colour_scale(medium.kind))
+    values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255
+    return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def _pixels(config: Any, medium: Medium) -> Tensor:
+    """``[3, H, W]`` as the image processor left them."""
+    family = family_of(config)
+    layout = family.layout if family else "text"
+    tensors = medium.tensors
+    if layout == "grid":
+        return _from_patches(config, medium)
+    if medium.kind == "video" and "pixel_values_videos" in tensors:
+        frames = tensors["pixel_values_videos"][0]  # [T, 3, H, W]
+        return frames[len(frames) // 2]
+    pixels = tensors.get("pixel_values")
+    if pixels is None or layout == "text":
+        raise MethodError(
+            f"Captions from pictures need a family whose image tensors are known, not {config.model_type}; "
+            "let the drafter caption for itself."
+        )
+    if layout == "anyres":
+        return pixels[0, 0]
+    if layout == "tiles":
+        return pixels[0, -1]
+    if layout == "pixtral":
+        height, width = (int(n) for n in tensors["image_sizes"][0])
+        return pixels[0, :, :height, :width]
+    return pixels[-1] if layout == "runs" else pixels[0]
+
+
+def _from_patches(config: Any, medium: Medium) -> Tensor:
+    """The middle of Qwen-VL's patches put together."""
+    name = "image" if medium.kind == "image" else "video"
+    values = medium.tensors["pixel_values" if name == "image" else "pixel_values_videos"]
+    times, rows, columns = (int(n) for n in medium.tensors[f"{name}_grid_thw"][0])
+    vision = config.vision_config
+    middle = values.unflatten(0, (times, rows * columns))[times // 2]
+    grid = torch.tensor([1, rows, columns])
+    return join_patches(middle, grid, int(vision.patch_size), int(vision.spatial_merge_size))[0]

@@ -1,0 +1,226 @@
+"""View P: every image with a quarter of its visual tokens (TABED, Lee et al. 2026, Section 6.1)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from saccade.draft.ensemble.view import PlainView, View
+from saccade.draft.model import ModelDraftSession
+from saccade.draft.pruning import grid_of, places_of
+from saccade.errors import MethodError
+from saccade.inputs.counting import count
+from saccade.inputs.families import family_of, kind_of
+from saccade.inputs.halving import RESIZABLE, half, halved
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context, PromptRead
+
+KEPT = 16
+"""Halved pictures that are kept for later turns."""
+
+SQUARES = (
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "internvl",
+)
+"""Families whose towers take squares of one size, so that their features lie on a square grid at the projector."""
+
+
+def pooled(model: Target) -> View:
+    """View P in the way of the draft model's family.
+
+    Args:
+        model: the adapter of the draft model.
+
+    Raises:
+        MethodError: the model cannot see, or its family is unknown.
+    """
+    family, kind = family_of(model.config), kind_of(model.config)
+    if family is not None and family.layout in RESIZABLE:
+        return HalvedPictures(model.config)
+    if kind in SQUARES:
+        return PooledFeatures(model)
+    raise MethodError(
+        f"The draft model is of the family {kind}, which cannot see or whose visual features are unknown here; leave "
+        "view P out, or use a drafter of a known VLM family."
+    )
+
+
+class HalvedPictures(PlainView):
+    """P for families that take pictures of any size (Qwen-VL, Pixtral): every picture at half its resolution.
+
+    The tower's features are as many as the picture's size asks for, so this is what the paper's 2x2 averages are
+    elsewhere, in the form in which the model has been trained: grid, row breaks and positions are those of a smaller
+    picture, and the tower, too, has a quarter of the work. A side with an odd number of visual tokens is rounded up; a
+    video keeps its frames and their timestamps.
+
+    Args:
+        config: the draft model's Hugging Face configuration.
+    """
+
+    name = "P"
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._halved: dict[str, Medium] = {}  # the last `KEPT`, by the digest of the whole picture
+
+    def read(self, prompt: Prompt) -> Prompt:
+        dropped: set[int] = set()
+        media = []
+        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
+            small = self._half(medium)
+            dropped.update(self._surplus(places, medium, small))
+            media.append(small)
+        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
+
+    def _half(self, medium: Medium) -> Medium:
+        """The medium at half its resolution; every turn of a conversation asks for its pictures again."""
+        small = self._halved.pop(medium.digest, None) or halved(self._config, medium)
+        self._halved[medium.digest] = small
+        if len(self._halved) > KEPT:
+            del self._halved[next(iter(self._halved))]
+        return small
+
+    def _surplus(self, places: list[int], medium: Medium, small: Medium) -> Iterator[int]:
+        """Positions that a medium has no use for any more: of its placeholders, and of the breaks between rows."""
+        before, after = grid_of(self._config, medium), grid_of(self._config, small)
+        assert before is not None
+        assert after is not None
+        (_, rows, columns), (_, rows_left, columns_left) = before, after
+        end = 0
+        for number, first in enumerate(range(0, len(places), columns)):
+            line = places[first : first + columns]
+            if number % rows >= rows_left:
+                yield from range(end, line[-1] + 1)
+            else:
+                yield from line[columns_left:]
+            end = line[-1] + 1
+
+
+class PooledFeatures(PlainView):
+    """P for families whose towers take squares of one size: features averaged 2x2 just before the projector.
+
+    A side with an odd number of features is closed by averages of fewer; a class token stays. Where the projector
+    itself averages (Gemma 3), this is a second average behind its own.
+
+    Args:
+        model: the adapter of the draft model.
+
+    Raises:
+        MethodError: the family cuts padding away on a grid that cannot be halved.
+    """
+
+    name = "P"
+
+    def __init__(self, model: Target) -> None:
+        self._model = model
+        self._kind = kind = kind_of(model.config)
+        self._config: Any = model.config
+        self._patch: int | None = None
+        if kind in (
+            "llava_next",
+            "llava_onevision",
+        ):  # they cut padding away on a grid that they compute themselves
+            vision = model.config.vision_config
+            side = half(int(vision.image_size) // int(vision.patch_size))
+            self._patch = int(vision.image_size) // side
+            if int(vision.image_size) // self._patch != side:
+                raise MethodError(
+                    f"A grid of {vision.image_size}/{vision.patch_size} features cannot be pooled in the family "
+                    f"{kind}; leave view P out."
+                )
+            self._config = copy.deepcopy(model.config)
+            self._config.vision_config.patch_size = self._patch
+
+    def read(self, prompt: Prompt) -> Prompt:
+        dropped: set[int] = set()
+        media = []
+        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
+            grid, left = self._sizes(medium)
+            dropped.update(place for n, place in enumerate(places) if n % grid >= left)
+            media.append(replace(medium, n_tokens=medium.n_tokens // grid * left))
+        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
+
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+    ) -> None:
+        with self._pooling():
+            session.load(row, prompt, read)
+
+    def _sizes(self, medium: Medium) -> tuple[int, int]:
+        """Placeholders of one grid of a medium, and how many are left of them."""
+        if self._patch is not None:
+            return medium.n_tokens, count(self._config, medium.kind, medium.tensors)
+        pixels = medium.tensors["pixel_values"]
+        family = family_of(self._config)
+        tiles = pixels.shape[1] if family is not None and family.layout == "tiles" else pixels.shape[0]
+        side, others = _square(medium.n_tokens // tiles)
+        return medium.n_tokens // tiles, half(side) ** 2 + others
+
+    @contextmanager
+    def _pooling(self) -> Iterator[None]:
+        """The model pools while this is open."""
+        base: Any = getattr(self._model.model, "base_model", self._model.model)
+        if self._kind == "gemma3":
+            hook = base.multi_modal_projector.avg_pool.register_forward_hook(lambda m, i, out: _averaged(out))
+        elif self._kind in ("idefics3", "smolvlm"):
+            hook = base.connector.modality_projection.register_forward_pre_hook(_pool_first)
+        else:
+            hook = base.multi_modal_projector.register_forward_pre_hook(_pool_first)
+        vision = self._model.config.vision_config
+        patch = vision.patch_size
+        try:
+            if self._patch is not None:
+                vision.patch_size = self._patch
+            yield
+        finally:
+            vision.patch_size = patch
+            hook.remove()
+
+
+def pool(features: Tensor) -> Tensor:
+    """Average features of n square grids 2x2.
+
+    Args:
+        features: ``[n, s * s, C]``, or ``[n, 1 + s * s, C]`` behind a class token.
+
+    Returns:
+        ``[n, s' * s', C]`` with s' = ceil(s / 2), likewise behind the class token.
+
+    Raises:
+        MethodError: the features are not on a square grid.
+    """
+    side, others = _square(features.shape[1])
+    grid = features[:, others:].transpose(1, 2).unflatten(2, (side, side))
+    return torch.cat([features[:, :others], _averaged(grid).flatten(2).transpose(1, 2)], 1)
+
+
+def _averaged(grid: Tensor) -> Tensor:
+    """``[n, C, h, w]`` to ``[n, C, h', w']``; an average over an odd edge counts only what is there."""
+    return functional.avg_pool2d(grid, 2, ceil_mode=True, count_include_pad=False)
+
+
+def _pool_first(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (pool(args[0]), *args[1:])
+
+
+def _square(tokens: int) -> tuple[int, int]:
+    """Side of a square grid of visual tokens, and how many class tokens are before it: none or one."""
+    side = math.isqrt(tokens)
+    others = tokens - side * side
+    if others > 1:
+        raise MethodError(f"An image of {tokens} visual tokens is not on a square grid; leave view P out.")
+    return side, others

@@ -1,0 +1,110 @@
+"""Views: ways to read one prompt with one draft model (TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from saccade.draft.ensemble.captions import Caption, Captioner, OwnCaptions
+from saccade.draft.ensemble.pooled import pooled
+from saccade.draft.ensemble.view import PlainView, View
+from saccade.draft.model import ModelDraftSession
+from saccade.draft.pruning import Pruning, ask_attention, dropped_of
+from saccade.errors import MethodError
+from saccade.inputs.blind import without_media
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context, PromptRead
+
+
+def by_names(
+    names: str,
+    model: Target,
+    processor: InputProcessor,
+    captioner: Captioner | None = None,
+    pruning: Pruning | None = None,
+    config: Any = None,
+) -> list[View]:
+    """The views of one draft model by their letters, as in ``MTCP``.
+
+    Args:
+        names: letters M, T, C, P and R, each once.
+        model: the adapter of the draft model.
+        processor: its inputs.
+        captioner: for C; the draft model itself when None.
+        pruning: for R; SpecVLM's shares when None.
+        config: of the model whose prompts T and C are given; the draft model's when None.
+
+    Raises:
+        MethodError: a letter is unknown or repeated, there is none, or the draft model cannot have that view.
+    """
+    config, tokenizer = config or processor.config, processor.tokenizer
+    makers: dict[str, Callable[[], View]] = {
+        "M": Multimodal,
+        "T": lambda: TextOnly(config, tokenizer),
+        "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor), model.device),
+        "P": lambda: pooled(model),
+        "R": lambda: Pruned(pruning),
+    }
+    if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
+        raise MethodError(f"The views {names!r} are not letters of {''.join(makers)}, each at most once.")
+    return [makers[name]() for name in names]
+
+
+class Multimodal(PlainView):
+    """M: the prompt as the draft model always reads it."""
+
+    name = "M"
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+
+class TextOnly(PlainView):
+    """T: one newline in the place of every image or video (Gagrani et al. 2024).
+
+    Args:
+        config: the draft model's Hugging Face configuration.
+        tokenizer: its tokenizer.
+    """
+
+    name = "T"
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def read(self, prompt: Prompt) -> Prompt:
+        if not prompt.media:
+            return prompt
+        return without_media(self._config, self._tokenizer, prompt)
+
+
+class Pruned:
+    """R: only the visual tokens that the target's words look at most, at their own positions (SpecVLM, Ji et al. 2025).
+
+    Args:
+        pruning: which visual tokens stay.
+    """
+
+    name = "R"
+    seconds = 0.0
+
+    def __init__(self, pruning: Pruning | None = None) -> None:
+        self._pruning = pruning or Pruning()
+
+    @property
+    def early(self) -> bool:
+        return not self._pruning.needs_attention
+
+    def open(self, target: Context) -> None:
+        ask_attention(self._pruning, target)
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+    ) -> None:
+        session.read(row, prompt, dropped_of(session, row, prompt, self._pruning, target, read))

@@ -1,0 +1,335 @@
+"""How much each draft view counts, learned from the positions that verification has already labelled.
+
+TABED (Lee et al. 2026), Section 5.1, Algorithm 1 and Appendix B. One weight vector per row and block, chosen when the
+block starts. All state stays on the device; nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from saccade.draft.ensemble.history import TINY, History, Verified, divergence, simplex, total_variation
+from saccade.target.cache import on_device
+
+Distance = Literal["kl", "tv", "match"]
+ERROR_FLOOR = 1e-4
+"""Least accumulated error, in nats, that a view is taken to have made."""
+_MOST_VALUES = 1 << 24
+"""Values of candidate mixtures that are held at a time."""
+
+
+class Weights(Protocol):
+    """A weighting at work on rows that come and go."""
+
+    def load(self, row: int, ids: Sequence[int]) -> None:
+        """A row's new prompt."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """Drop the row's history."""
+        ...
+
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        """``[A, m]`` non-negative weights of sum one for the blocks of some rows that start now."""
+        ...
+
+    def learn(self, rows: Sequence[int], seen: Verified) -> None:
+        """Take in what the verification of some rows' last blocks has shown."""
+        ...
+
+
+class Weighting(Protocol):
+    """A way to weigh views."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it looks at verified positions at all."""
+        ...
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        """Start on ``batch`` rows without history."""
+        ...
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The best point of a grid over all weights: MT* with two views (Appendix B.2).
+
+    Attributes:
+        steps: n; the weights are the multiples of 1/n that sum to one (11 points for two views).
+        distance: what is least over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``, the most
+            positions where the mixture's likeliest token was emitted, of equals the least KL.
+        window: h, verified positions that count; None for all.
+    """
+
+    steps: int = 10
+    distance: Distance = "kl"
+    window: int | None = None
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check(window=self.window, steps=self.steps)
+        if self.distance not in get_args(Distance):
+            raise ValueError(
+                f"distance must be one of {', '.join(get_args(Distance))}, not {self.distance!r}."
+            )
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        grid = simplex(views, self.steps).to(device)  # [G, m]
+        matching = self.distance == "match"
+
+        def measure(seen: Verified) -> Tensor:
+            held = max(1, _MOST_VALUES // seen.p.numel())
+            if held >= len(grid):
+                return self._gains(seen, grid).flatten(2)
+            return torch.cat([self._gains(seen, part) for part in grid.split(held)], -1).flatten(2)
+
+        def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
+            gain = total
+            if matching:
+                gain, hits = total.chunk(2, 1)
+                gain = gain.masked_fill(hits < hits.amax(1, keepdim=True), -torch.inf)
+            return grid.index_select(0, gain.argmax(1))
+
+        return _Learned(batch, views, len(grid) * (1 + matching), self.window, device, measure, decide)
+
+    def _gains(self, seen: Verified, grid: Tensor) -> Tensor:
+        """``[B, T, G]`` how little every point is off, or ``[B, T, 2, G]`` that and matches.
+
+        That is minus the distance, in KL(p||q) without p's entropy, which no weight changes.
+        """
+        mixed = (grid @ seen.q.flatten(1)).view(-1, *seen.p.shape)  # [G, B, T, V]
+        if self.distance == "tv":
+            return -total_variation(seen.p, mixed)
+        likeliest = mixed.argmax(-1) if self.distance == "match" else None
+        # In place: this is the largest tensor.
+        gain = mixed.clamp_min_(TINY).log_().mul_(seen.p).sum(-1).permute(1, 2, 0)
+        if likeliest is None:
+            return gain
+        hits = (likeliest == seen.label).permute(1, 2, 0)
+        return torch.stack([gain, hits.to(gain)], 2)
+
+
+@dataclass(frozen=True)
+class InverseError:
+    """softmax((1 / e) / temperature), e the accumulated KL of every view: MTCP* (Appendix B.2).
+
+    Attributes:
+        temperature: tau.
+        average: take the mean error instead of the paper's sum. A sum grows without end and its inverse vanishes, so
+            that over all positions the weights tend to equal ones.
+        window: h, verified positions that count; None for all.
+    """
+
+    temperature: float = 1.0
+    average: bool = False
+    window: int | None = None
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check(window=self.window)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}.")
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
+            error = total / _column(counts, device).clamp(min=1) if self.average else total
+            return (1 / error.clamp(min=ERROR_FLOOR) / self.temperature).softmax(-1)
+
+        def measure(seen: Verified) -> Tensor:
+            return divergence(seen.p, seen.q.clamp(min=TINY).log())
+
+        return _Learned(batch, views, views, self.window, device, measure, decide)
+
+
+@dataclass(frozen=True)
+class AdaBoost:
+    """ln(1 / eps - 1) + C ln(K - 1), eps a view's share of wrong likeliest tokens, K tokens (Eq. 2).
+
+    The paper does not say where eps comes from; it is taken over the history, half an error and half a success added,
+    so that it is never 0 or 1. Weights below 0 become 0, and the rest is scaled to sum one.
+
+    Attributes:
+        constant: C; 1 is SAMME's (Hastie et al. 2009).
+        window: h, verified positions that count; None for all.
+    """
+
+    constant: float = 1.0
+    window: int | None = None
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check(window=self.window)
+
+    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+        vocab = 2
+
+        def measure(seen: Verified) -> Tensor:
+            nonlocal vocab
+            vocab = seen.q.shape[3]
+            return (seen.q.argmax(-1) != seen.label).permute(1, 2, 0).float()
+
+        def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
+            eps = (total + 0.5) / (_column(counts, device) + 1)
+            stage = torch.log(1 / eps - 1) + self.constant * math.log(max(vocab - 1, 1))
+            stage = stage.clamp(min=0)
+            whole = stage.sum(1, keepdim=True)
+            return torch.where(whole > 0, stage / whole.clamp(min=TINY), 1 / views)
+
+        return _Learned(batch, views, views, self.window, device, measure, decide)
+
+
+def by_name(
+    name: str, views: int, *, distance: Distance = "kl", window: int | None = None, seed: int = 0
+) -> Weighting:
+    """A weighting by its name in options.
+
+    Args:
+        name: ``grid``; ``best``, of whose points one view has all the weight, so that the others draft nothing;
+            ``inverse-error``, ``adaboost``, ``random``, ``static``; or ``auto``: the paper's choice, a grid for two
+            views and inverse errors for more.
+
+    Raises:
+        ValueError: unknown name, or a value out of range.
+    """
+    if name == "auto":
+        name = "grid" if views <= 2 else "inverse-error"
+    makers: dict[str, Callable[[], Weighting]] = {
+        "grid": lambda: Grid(distance=distance, window=window),
+        "best": lambda: Grid(1, distance, window),
+        "inverse-error": lambda: InverseError(window=window),
+        "adaboost": lambda: AdaBoost(window=window),
+        "random": lambda: Random(seed),
+        "static": Fixed,
+    }
+    if name not in makers:
+        raise ValueError(f"Unknown weighting {name!r}; expected auto or one of {', '.join(makers)}.")
+    return makers[name]()
+
+
+class _Learned:
+    """Weights decided from sums of what is measured at every verified position."""
+
+    def __init__(
+        self,
+        batch: int,
+        views: int,
+        size: int,
+        window: int | None,
+        device: torch.device,
+        measure: Callable[[Verified], Tensor],
+        decide: Callable[[Tensor, Sequence[int]], Tensor],
+    ) -> None:
+        self.history = History(batch, size, window, device)
+        self._views = views
+        self._measure = measure
+        self._decide = decide
+
+    def load(self, row: int, ids: Sequence[int]) -> None:
+        """A prompt says nothing about the views."""
+
+    def forget(self, row: int) -> None:
+        self.history.forget(row)
+
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        counts = self.history.counts(rows)
+        weights = self._decide(self.history.total(rows), counts)
+        if all(counts):
+            return weights
+        return torch.where(_column(counts, weights.device) > 0, weights, 1 / self._views)
+
+    def learn(self, rows: Sequence[int], seen: Verified) -> None:
+        self.history.add(rows, self._measure(seen), [len(tokens) for tokens in seen.emitted])
+
+
+def _column(counts: Sequence[int], device: torch.device) -> Tensor:
+    """``[B, 1]`` on a device, which is not waited for."""
+    return on_device(counts, device)[:, None]
+
+
+def _check(*, window: int | None, steps: int = 1) -> None:
+    if steps < 1 or (window is not None and window < 1):
+        raise ValueError(
+            f"steps and window must be at least 1 (window None for all), not {steps} and {window}."
+        )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Weights that never change: equal ones (the paper's Static), or as given.
+
+    Attributes:
+        values: one per view, non-negative, of any sum; None for equal ones.
+    """
+
+    values: tuple[float, ...] | None = None
+    learns = False
+
+    def __post_init__(self) -> None:
+        if self.values is not None and (min(self.values, default=-1) < 0 or sum(self.values) <= 0):
+            raise ValueError(f"Weights must be at least 0 and not all 0, unlike {self.values}.")
+
+    def open(self, batch: int, views: int, device: torch.device) -> Constant:
+        values = self.values or (1.0,) * views
+        if len(values) != views:
+            raise ValueError(f"{len(values)} weights were given for {views} views; give one for each.")
+        return Constant(torch.tensor(values, device=device) / sum(values))
+
+
+@dataclass(frozen=True)
+class Random:
+    """Weights drawn evenly from the simplex for every block (the control of Table 4).
+
+    Attributes:
+        seed: with a row's prompt it decides the row's weights, whatever its neighbours are.
+    """
+
+    seed: int = 0
+    learns = False
+
+    def open(self, batch: int, views: int, device: torch.device) -> Drawn:
+        return Drawn(self.seed, batch, views, device)
+
+
+class Constant:
+    """The same weights ``[m]`` for every block."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    def load(self, row: int, ids: Sequence[int]) -> None:
+        """Whatever is asked."""
+
+    def forget(self, row: int) -> None:
+        """There is nothing to forget."""
+
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        return self._weights.expand(len(rows), -1)
+
+    def learn(self, rows: Sequence[int], seen: Verified) -> None:
+        """Nothing is learned."""
+
+
+class Drawn(Constant):
+    """Weights from a generator per row, seeded by the row's prompt."""
+
+    def __init__(self, seed: int, batch: int, views: int, device: torch.device) -> None:
+        super().__init__(torch.full((views,), 1 / views, device=device))
+        self._seed = seed
+        self._generators = [torch.Generator().manual_seed(seed) for _ in range(batch)]
+
+    def load(self, row: int, ids: Sequence[int]) -> None:
+        self._generators[row].manual_seed(zlib.crc32(repr((self._seed, *ids)).encode()))
+
+    def choose(self, rows: Sequence[int]) -> Tensor:
+        views = self._weights.shape[0]
+        drawn = [torch.empty(views).exponential_(generator=self._generators[row]) for row in rows]
+        spacings = torch.stack(drawn).to(self._weights.device)
+        return spacings / spacings.sum(1, keepdim=True)

@@ -1,0 +1,194 @@
+"""EAGLE-2's, EAGLE-3's and MSD's heads: decoder blocks over token embeddings and target states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm, Rotary
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head, decoupled
+from saccade.errors import ModelError
+from saccade.target.cache import RowCache
+
+NORMS = ("all", "block", "none")
+
+
+class Eagle2(Head):
+    """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
+
+    Every token has an entry, visual ones too: their embeddings are the visual features that the target's decoder gets
+    in their place. Positions are token indices. Both inputs are normalised first: embeddings and features differ in
+    scale by orders of magnitude, and without it training stalls. Released heads do without
+    (`saccade.draft.heads.published_eagle`).
+
+    Options:
+        text_only: hide the visual tokens (HiViS, Table 1, "text only").
+        after_image: as in `Head.entries`; only read when visual tokens are hidden.
+        blocks: decoder blocks, 1 in the paper; more are DREAM's ablation (Table 2).
+        norms: which stand before the attention: ``all``, of the block alone (``block``), or ``none``.
+        bias: whether the layer that mixes both inputs has one.
+    """
+
+    kind: ClassVar[str] = "eagle2"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "text_only": False,
+        "after_image": "text",
+        "blocks": 1,
+        "norms": "all",
+        "bias": False,
+    }
+    loaded_only: ClassVar[tuple[str, ...]] = ("norms", "bias")
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        count = config.options.get("blocks", 1)
+        if type(count) is not int or count < 1:
+            raise ModelError(f"blocks must be a whole number from 1, not {count!r}.")
+        norms, width, eps = config.options["norms"], config.hidden_size, config.norm_eps
+        if norms not in NORMS:
+            raise ModelError(f"norms must be one of {', '.join(NORMS)}, not {norms!r}.")
+        self.embedding_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
+        self.feature_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
+        self.fc = nn.Linear(2 * width, width, bias=bool(config.options["bias"]))
+        self.stack = nn.ModuleList(Block(config, place, norms != "none") for place in range(count))
+
+    @property
+    def hides_visual(self) -> bool:
+        return bool(self.config.options["text_only"])
+
+    @property
+    def blocks(self) -> int:
+        return len(self.stack)
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: RowCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        out = self.fused(features, self.embedding_norm(embeddings))
+        for block in self.stack:
+            out = block(out, positions, allow, cache)
+        return out
+
+    def fused(self, features: Tensor, words: Tensor) -> Tensor:
+        """``[B, N, d]`` what the block is given: of features, and of embeddings behind their norm."""
+        out: Tensor = self.fc(torch.cat([words, self.feature_norm(features)], -1))
+        return out
+
+
+class Eagle3(Head):
+    """Features of low, middle and high layers, and no wish to guess them (Li et al. 2025, EAGLE-3, Section 3.1).
+
+    A linear layer mixes the three states of the target to one feature of size d. What the head gives back takes that
+    feature's place while drafting, without a norm; the tokens are read from it through a norm of the head's own and
+    the shared LM head. As released, the block's attention reads embedding and feature side by side, each behind a norm
+    of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
+
+    Options:
+        own_vocabulary: 0 for the target's LM head; N for an LM head of its own over N of the target's tokens, as
+            released heads have it (`saccade.draft.heads.published`).
+
+    Attributes:
+        lm_head: its own, where it has one.
+        token_ids: ``[N]`` the target's ids of the tokens that this one knows.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+    defaults: ClassVar[Mapping[str, Any]] = {"own_vocabulary": 0}
+    loaded_only: ClassVar[tuple[str, ...]] = ("own_vocabulary",)
+    default_steps: ClassVar[int] = 7
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.norm_eps
+        self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
+        self.embedding_norm = RMSNorm(width, eps)
+        self.feature_norm = RMSNorm(width, eps)
+        self.self_attn = Attention(config, 2 * width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(config)
+        self.norm = RMSNorm(width, eps)
+        known = config.options["own_vocabulary"]
+        if type(known) is not int or not 0 <= known <= config.vocab_size:
+            raise ModelError(
+                f"own_vocabulary must be a whole number from 0 to {config.vocab_size}, the target's, not {known!r}."
+            )
+        if known:
+            self.lm_head = nn.Linear(width, known, bias=False)
+            self.token_ids: Tensor
+            self.register_buffer("token_ids", torch.arange(known))
+        self._rotary = Rotary(config.head_dim, config.rope)
+
+    @classmethod
+    def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
+        """What enters layers 2, L/2 and L - 3, as released; at the quarters of targets too shallow for that."""
+        if target_layers >= 7:
+            return 2, target_layers // 2, target_layers - 3
+        return tuple(sorted({round(target_layers * quarter / 4) for quarter in (1, 2, 3)}))
+
+    @property
+    def has_lm_head(self) -> bool:
+        return bool(self.config.options["own_vocabulary"])
+
+    def fuse(self, states: Tensor) -> Tensor:
+        out: Tensor = self.fc(states)
+        return out
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: RowCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)
+        x = features + self.self_attn(both, self._rotary(positions), allow, cache, 0)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here.
+
+        With an LM head of its own ``lm_head`` plays no part, and tokens that it does not know have -inf.
+        """
+        if not self.has_lm_head:
+            return lm_head(self.norm(hidden))
+        said: Tensor = self.lm_head(self.norm(hidden))
+        everywhere = said.new_full((*said.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everywhere.index_copy(-1, self.token_ids, said)
+
+
+class Msd(Eagle2):
+    """Decoupled text and visual tokens (Lin et al. 2025, MSD, Section 3.2), otherwise EAGLE-2's head.
+
+    Entries of text tokens are fed embedding and feature side by side. Entries of visual tokens are fed what the
+    target's decoder gets in their place alone: the target's state before a visual token is no guess of it. They are
+    those whose feature is zero.
+
+    Options:
+        norms, bias: as of `Eagle2`.
+    """
+
+    kind: ClassVar[str] = "msd"
+    defaults: ClassVar[Mapping[str, Any]] = {"norms": "all", "bias": False}
+
+    @property
+    def hides_visual(self) -> bool:
+        return False
+
+    def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        return decoupled(visual, *super().entries(visual))
+
+    def fused(self, features: Tensor, words: Tensor) -> Tensor:
+        both = super().fused(features, words)
+        return torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))

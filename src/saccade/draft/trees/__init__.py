@@ -1,0 +1,1 @@
+"""Tree policies: which guesses are drafted and verified."""

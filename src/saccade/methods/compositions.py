@@ -1,0 +1,193 @@
+"""The one composition behind every method: any drafter with any tree, rule and pruning.
+
+What a method is made of is imported when it is made, so that methods can be listed without loading torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from saccade.errors import MethodError
+
+if TYPE_CHECKING:
+    from saccade.draft.drafter import Drafter
+    from saccade.draft.ensemble.captions import Captioner
+    from saccade.draft.heads.head import Head
+    from saccade.draft.trees.policy import TreePolicy
+    from saccade.engine import Engine
+    from saccade.inputs.processor import InputProcessor
+    from saccade.target.adapter import Target
+    from saccade.verify.rule import Rule
+
+Values = Mapping[str, Any]
+"""Options as `saccade.methods.settings.resolved` gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a method is composed of besides its options.
+
+    Attributes:
+        target: the model whose answer is wanted.
+        draft_model: a smaller one, where a method needs it.
+        vocab_size: tokens that both share; the smaller vocabulary when None.
+        special_ids: tokens that lossy rules never let pass.
+        draft_processor: makes the draft model's prompts; needed by methods that rewrite them.
+        head: a trained drafter head, where a method needs it.
+    """
+
+    target: Target
+    draft_model: Target | None = None
+    vocab_size: int | None = None
+    special_ids: tuple[int, ...] = ()
+    draft_processor: InputProcessor | None = None
+    head: Head | None = None
+
+
+def compose(method: str, parts: Parts, values: Values) -> Engine:
+    """The engine of resolved options; ``method`` is its name in messages.
+
+    Raises:
+        MethodError, ValueError: options that do not go together, or parts that do not fit them.
+    """
+    from saccade.engine import Engine
+
+    if not values:
+        return Engine(parts.target)
+    return Engine(parts.target, _drafter(method, parts, values), _rule(values, parts.special_ids))
+
+
+def _drafter(method: str, parts: Parts, values: Values) -> Drafter:
+    from saccade.draft.lookup import PromptLookup
+    from saccade.draft.merged import MergedDrafter
+
+    drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
+    if drafts == "lookup":
+        return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device)
+    policy = tree_policy(values)
+    if drafts == "model":
+        drafter = _by_model(method, parts, policy, vocab_size, values)
+    elif drafts == "self":
+        drafter = _seeing(parts.target, policy, vocab_size, values)
+    else:
+        drafter = _by_head(method, parts, policy, drafts)
+    if not values["copied"]:
+        return drafter
+    if values.get("alpha_of") == "accepted":
+        raise ValueError(
+            "alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens."
+        )
+    device = getattr(drafter, "model", parts.target).device
+    copies = PromptLookup(values["copied"], values["max_ngram"], device, parts.target.vocab_size)
+    return MergedDrafter(drafter, copies, values["merged_total"])
+
+
+def _by_model(method: str, parts: Parts, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+    from saccade.draft.ensemble.ensemble import EnsembleDrafter
+    from saccade.draft.ensemble.views import by_names
+    from saccade.draft.ensemble.weights import by_name
+    from saccade.inputs.families import visual_ids
+
+    model, processor = parts.draft_model, parts.draft_processor
+    assert model is not None
+    if not values["views"]:
+        return _seeing(model, policy, vocab_size, values)
+    if processor is None:
+        raise MethodError(
+            f"{method} rewrites the draft model's prompt, so it needs its processor; use saccade.load()."
+        )
+    reader = (
+        model if visual_ids(model.config) else parts.target
+    )  # a blind drafter is given the target's prompt
+    views = by_names(
+        values["views"],
+        model,
+        processor,
+        captioner_of(values["captioner"], model, processor),
+        pruning_of(values) if "R" in values["views"] else None,
+        reader.config,
+    )
+    history = values["history"] or None
+    weighting = by_name(values["weights"], len(views), distance=values["distance"], window=history)
+    return EnsembleDrafter(model, policy, views, weighting, vocab_size, values["carry"])
+
+
+def _seeing(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+    """A model that drafts with all or part of the visual tokens; the target itself for self-speculation."""
+    from saccade.draft.model import ModelDrafter
+    from saccade.draft.pruning import PrunedDrafter
+
+    pruning = pruning_of(values)
+    if not pruning.prunes:
+        return ModelDrafter(model, policy, vocab_size)
+    return PrunedDrafter(model, policy, vocab_size, pruning)
+
+
+def _by_head(method: str, parts: Parts, policy: TreePolicy, kind: str) -> Drafter:
+    from saccade.draft.heads.session import HeadDrafter
+
+    assert parts.head is not None
+    if parts.head.kind != kind:
+        raise MethodError(
+            f"Method {method} needs a head of the kind {kind}, but the one given is of the kind {parts.head.kind}; "
+            f"choose method {parts.head.kind}, or give another head."
+        )
+    return HeadDrafter(parts.head, parts.target, policy)
+
+
+def tree_policy(values: Values) -> TreePolicy:
+    """The tree policy that resolved options choose.
+
+    Raises:
+        ValueError: values that do not go together.
+    """
+    from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+    from saccade.draft.trees.sage import SageTree
+    from saccade.draft.trees.static import Chain, ConfidentChain, StaticTree, branches_of
+    from saccade.methods.settings import TREES
+
+    makers: dict[str, Callable[..., TreePolicy]] = {
+        "chain": Chain,
+        "branches": lambda branches, gamma: branches_of(branches, gamma),
+        "confident": lambda gamma, confidence: ConfidentChain(gamma, confidence),
+        "static": StaticTree,
+        "dynamic": DynamicTree,
+        "width": WidthTree,
+        "sage": SageTree,
+    }
+    tree = values["tree"]
+    return makers[tree](**{name: values[name] for name in TREES[tree]})
+
+
+def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
+    """None for the lossless rules, of which decoding chooses one."""
+    from saccade.methods.settings import LOSSLESS_RULE, RULES
+    from saccade.verify.loosening import FLy
+    from saccade.verify.lvspec import LVSpec, RandomLoosening
+
+    rule = values["rule"]
+    if rule == LOSSLESS_RULE:
+        return None
+    makers: dict[str, Callable[..., Rule]] = {"lvspec": LVSpec, "fly": FLy, "random": RandomLoosening}
+    return makers[rule](**{name: values[name] for name in RULES[rule]}, special_ids=special_ids)
+
+
+def pruning_of(values: Values) -> Any:
+    """What of the visual tokens a drafter keeps."""
+    from saccade.draft.pruning import Pruning
+
+    return Pruning(values["select"], values["keep_images"], values["keep_videos"], values["mass"])
+
+
+def captioner_of(given: Any, model: Target, processor: InputProcessor) -> Captioner | None:
+    """Whatever `captioner` may be, as a captioner; None for the draft model itself."""
+    from saccade.draft.ensemble.captions import GivenCaptions, PictureCaptions, from_checkpoint
+
+    if not given:
+        return None
+    if isinstance(given, Mapping):
+        return GivenCaptions(given)
+    tell = from_checkpoint(given, model.device) if isinstance(given, str) else given
+    return PictureCaptions(processor, tell)

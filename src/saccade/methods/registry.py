@@ -1,0 +1,249 @@
+"""Methods are data: named settings of the one composition of drafter, tree, rule and pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from saccade.errors import MethodError
+from saccade.methods.settings import HEAD_KINDS, LOSSLESS_RULE, resolved
+
+if TYPE_CHECKING:
+    from saccade.engine import Engine
+    from saccade.methods.compositions import Parts
+
+Needs = Literal["nothing", "draft model", "head"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named composition.
+
+    Attributes:
+        summary: one line for `saccade methods`.
+        source: paper and section.
+        settings: its options where they differ from the defaults (see `saccade.methods.settings.resolved`).
+    """
+
+    summary: str
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
+        """Names and defaults that the user may override, as long as tree, rule and drafter stay as they are."""
+        return resolved("", self.settings, {})
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its output is the target's own (distribution), unless another rule is chosen."""
+        return is_lossless(self.options)
+
+    @property
+    def needs(self) -> Needs:
+        """What the user has to give besides the target, unless another drafter is chosen."""
+        return needs(self.options)
+
+
+def is_lossless(values: Mapping[str, Any]) -> bool:
+    """Whether options as `options` resolves them leave the target's output as it is."""
+    return bool(values.get("rule", LOSSLESS_RULE) == LOSSLESS_RULE)
+
+
+def needs(values: Mapping[str, Any]) -> Needs:
+    """What the user has to give besides the target for options as `options` resolves them."""
+    drafts = values.get("draft_with")
+    return "head" if drafts in HEAD_KINDS else "draft model" if drafts == "model" else "nothing"
+
+
+_PRUNED = {"keep_images": 0.2, "keep_videos": 0.1}
+
+METHODS: dict[str, Method] = {
+    "plain": Method(
+        "one target pass per token: the baseline, on the same engine",
+        source="",
+        settings={"draft_with": "none"},
+    ),
+    "chain": Method(
+        "a draft model guesses gamma tokens in a row",
+        source="Leviathan et al. 2023, Algorithm 1",
+    ),
+    "static-tree": Method(
+        "a draft model fills SpecVLM's tree of 25 nodes over 5 levels",
+        source="Ji et al. 2025, SpecVLM; the tree is EAGLE's mc_sim_7b_63",
+        settings={"tree": "static"},
+    ),
+    "dynamic-tree": Method(
+        "a draft model grows EAGLE-2's tree: expand the likeliest, keep the likeliest of all",
+        source="Li et al. 2024, EAGLE-2, Section 4",
+        settings={"tree": "dynamic"},
+    ),
+    "prompt-lookup": Method(
+        "copies what followed the same n-gram earlier; no draft model",
+        source="Saxena 2023, prompt lookup decoding",
+        settings={"draft_with": "lookup"},
+    ),
+    "lookup-merge": Method(
+        "one tree of what a draft model guesses and of what prompt lookup copies",
+        source="Saxena 2023 beside a draft model",
+        settings={"copied": 10},
+    ),
+    "spd": Method(
+        "a draft model that reads the words alone: a language model, or a VLM with a line break for every picture",
+        source="Gagrani et al. 2024, On Speculative Decoding for Multimodal LLMs",
+        settings={"views": "T"},
+    ),
+    "tabed": Method(
+        "an ensemble of views of one draft VLM (M picture, T text, C caption, P pooled, R pruned), weighted by success",
+        source="TABED, Section 4; views=MTCP is MTCP*; tree=width is Section 6.1's token tree",
+        settings=_PRUNED | {"views": "MT"},
+    ),
+    "specvlm": Method(
+        "a draft VLM that sees a pruned share of the visual tokens fills the static tree",
+        source="Ji et al. 2025, SpecVLM; attention of the target's own prefill chooses",
+        settings=_PRUNED | {"tree": "static"},
+    ),
+    "self-spec": Method(
+        "the target drafts for itself with a pruned share of the visual tokens",
+        source="Ji et al. 2025, SpecVLM, self-speculation; for many visual tokens (videos)",
+        settings=_PRUNED | {"draft_with": "self", "tree": "static"},
+    ),
+    "sage": Method(
+        "entropy-shaped trees by a draft VLM that sees a pruned share of the visual tokens",
+        source="SAGE, Sections 3.1 to 3.3 and 5.1; keep_images=1 keep_videos=1 turns pruning off",
+        settings=_PRUNED | {"tree": "sage"},
+    ),
+    "eagle2": Method(
+        "a trained head guesses the target's next states; EAGLE-2's tree",
+        source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
+        settings={"draft_with": "eagle2", "tree": "dynamic"},
+    ),
+    "eagle3": Method(
+        "a trained head mixes states of three layers, and guesses tokens alone; EAGLE-2's tree",
+        source="Li et al. 2025, EAGLE-3, Section 3",
+        settings={"draft_with": "eagle3", "tree": "dynamic"},
+    ),
+    "msd": Method(
+        "EAGLE-2's head, but visual tokens reach it without the target's states",
+        source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
+        settings={"draft_with": "msd", "tree": "dynamic"},
+    ),
+    "vispec": Method(
+        "EAGLE-2's head, which is shown an image as a vector and told another at every later word",
+        source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
+        settings={
+            "draft_with": "vispec",
+            "tree": "dynamic",
+            "tree=dynamic": {"top": 8, "max_depth": 4, "total": 30},
+        },
+    ),
+    "hivis": Method(
+        "a trained head that is shown no visual tokens, only what the target's states say of them",
+        source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",
+        settings={"draft_with": "hivis", "tree": "dynamic"},
+    ),
+    "dream": Method(
+        "a trained head attends to the target's states of all tokens, and is shown a share of the visual ones",
+        source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
+        settings={"draft_with": "dream", "tree": "dynamic", "tree=dynamic": {"top": 4, "total": 32}},
+    ),
+    "medusa": Method(
+        "a trained head guesses every token of a static tree from the target's last state alone",
+        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        settings={"draft_with": "medusa", "tree": "static", "tree=dynamic": {"max_depth": 5}},
+    ),
+    "hydra": Method(
+        "Medusa's guesses, each of which also reads the tokens guessed before it",
+        source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        settings={"draft_with": "hydra", "tree": "static", "tree=dynamic": {"max_depth": 5}},
+    ),
+    "kangaroo": Method(
+        "the target's own first layers and a trained adapter guess a chain, which ends where they are unsure",
+        source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
+        settings={"draft_with": "kangaroo", "tree": "confident", "gamma": 6},
+    ),
+    "lvspec": Method(
+        "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
+        source="LVSpec, Section 3; tree=branches is Appendix E; greedy decoding only",
+        settings={"rule": "lvspec", "gamma": 10},
+    ),
+    "fly": Method(
+        "LOSSY: forgives a mismatch where the target is unsure and the next guesses match (deferred=0: where unsure)",
+        source="Li et al. 2025, FLy, as in LVSpec's baselines; greedy decoding only",
+        settings={"rule": "fly", "gamma": 10},
+    ),
+    "random-loosening": Method(
+        "LOSSY: forgives a random share of the guesses; the control for LVSpec",
+        source="LVSpec, Figure 7; greedy decoding only",
+        settings={"rule": "random", "gamma": 10},
+    ),
+}
+"""Every method by name."""
+
+
+def get(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        MethodError: there is none; the message lists those that exist.
+    """
+    if name not in METHODS:
+        raise MethodError(
+            f"Unknown method {name!r}; expected one of {', '.join(METHODS)} (see `saccade methods`)."
+        )
+    return METHODS[name]
+
+
+def default(has_draft_model: bool) -> str:
+    """The method for a user who names none."""
+    return "chain" if has_draft_model else "prompt-lookup"
+
+
+def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of a method with its value, those that were given in place of its defaults.
+
+    Raises:
+        MethodError: unknown method or option, or a value of the wrong type or out of range.
+    """
+    return resolved(name, get(name).settings, given)
+
+
+def build(name: str, parts: Parts, **given: Any) -> Engine:
+    """The engine of a method.
+
+    Args:
+        given: override the method's defaults.
+
+    Raises:
+        MethodError: as `options`; values that do not go together; or no draft model or head where one is needed.
+    """
+    from saccade.methods.compositions import compose
+
+    values = options(name, given)
+    wanted = needs(values)
+    if wanted == "draft model" and parts.draft_model is None:
+        raise MethodError(
+            f"Method {name} needs a draft model; give one with drafter=... (--drafter on the command line), or use "
+            "prompt-lookup, which needs none."
+        )
+    if wanted == "head" and parts.head is None:
+        raise MethodError(
+            f"Method {name} needs a trained head; give its folder with drafter=... (--drafter or --head on the "
+            "command line), or use prompt-lookup, which needs none."
+        )
+    try:
+        return compose(name, parts, values)
+    except (TypeError, ValueError) as problem:
+        raise MethodError(f"Method {name} cannot be set up like that: {problem}") from problem
+
+
+def special_ids(config: Any, generation_config: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """Tokens that end or structure a text: of the configurations, and the tokenizer's if it is known."""
+    ids: set[int] = set(tokenizer.all_special_ids) if tokenizer is not None else set()
+    for part in (config, config.get_text_config(decoder=True), generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(part, name, None)
+            ids.update([] if value is None else [value] if isinstance(value, int) else value)
+    return tuple(sorted(ids))

@@ -1,1 +1,0 @@
-"""How the shipped pocket models were trained: `saccade pocket train --out DIR`."""

@@ -1,0 +1,193 @@
+"""The running batch for prompts with pictures and videos: tickets that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from saccade.engine.batch import PREFILL_CHUNK
+from saccade.engine.generation import plan
+from saccade.engine.rooms import SHARE, free_memory
+from saccade.engine.row import Row, RowStep
+from saccade.errors import InputError
+from saccade.inputs.media import load_image
+from saccade.inputs.requests import Asked, Question, is_batch, one_or_more, seeds_of
+from saccade.output import Mark, Output, TreeTrace
+from saccade.target.media import MEDIA_BYTES
+from saccade.text import Detokenizer, text_of
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
+
+
+@dataclass(frozen=True, slots=True)
+class TicketChunk:
+    """Part of one answer.
+
+    Attributes:
+        text: completed characters.
+        tokens: ids.
+        marks: how each token came to be.
+        finished: whether the answer has ended.
+        tree: the tree that was verified, where the batch traces.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    finished: bool
+    tree: TreeTrace | None = None
+
+
+class Ticket:
+    """One request of a `Batch`: iterate it for its chunks, or read its `output` at any time.
+
+    Iterating runs the batch's steps as far as this answer needs them; other tickets keep their chunks until they are
+    read.
+    """
+
+    def __init__(self, batch: Batch, row: Row, tokenizer: Any, lossless: bool) -> None:
+        self._batch, self._row, self._lossless = batch, row, lossless
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer)
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer has ended, in whatever way."""
+        return self._row.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it has not."""
+        return self._row.error
+
+    @property
+    def output(self) -> Output:
+        """The answer so far; its ``finish_reason`` says whether it has ended."""
+        output = self._row.finish(self._lossless)
+        output.text = text_of(self._tokenizer, output.tokens)
+        return output
+
+    def cancel(self) -> None:
+        """End the answer before the batch's next step; it keeps what it has."""
+        self._batch._running.cancel(self._row)
+
+    def __iter__(self) -> Iterator[TicketChunk]:
+        while True:
+            while self._row.steps:
+                yield self._chunk(self._row.steps.pop(0))
+            if self._row.error is not None:
+                raise self._row.error
+            if self._row.done:
+                return
+            self._batch.step_once()
+
+    def result(self) -> Output:
+        """Wait for the end of the answer.
+
+        Raises:
+            Exception: what the request failed with.
+        """
+        for _ in self:
+            pass
+        return self.output
+
+    def _chunk(self, step: RowStep) -> TicketChunk:
+        text = self._text.add(step.tokens) + (self._text.finish() if step.finished else "")
+        return TicketChunk(text, step.tokens, step.marks, step.finished, step.tree)
+
+
+class Batch:
+    """Requests that come and go on one loaded model, each with its own options; see `VLM.batch`."""
+
+    def __init__(
+        self,
+        vlm: VLM,
+        max_rows: int = 8,
+        kv_memory: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        media_cache: int = MEDIA_BYTES,
+        trace: bool = False,
+    ) -> None:
+        self._vlm = vlm
+        if kv_memory is None:
+            kv_memory = int(SHARE * free_memory(vlm.target.device))
+        self._running = vlm.engine.open(
+            max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache
+        )
+        self._running.trace = trace
+        self._tickets: dict[int, Ticket] = {}
+
+    def add(
+        self,
+        prompt: Question,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        *,
+        seed: int | None = None,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        **options: Any,
+    ) -> Ticket:
+        """Put one request in the queue.
+
+        Args:
+            prompt: a string, a conversation, or a `Prompt`.
+            images, videos, num_frames, fps: as of `VLM.generate`.
+            seed: of its random generator when sampling; None takes one from torch's global generator.
+            options: as of `VLM.generate`, for this request alone.
+
+        Raises:
+            InputError: it cannot be used as it is, or can never fit the model's context or the KV memory.
+        """
+        if is_batch(prompt):
+            raise InputError("A ticket is for one prompt; add each of the prompts for itself.")
+        sampling = {"num_frames": num_frames, "fps": fps}
+        asked = Asked(prompt, [load_image(i) for i in one_or_more(images)], one_or_more(videos), sampling)
+        request = self._vlm._request(asked, seeds_of(seed, 1)[0])
+        decoding = plan(
+            self._vlm.target, [request.prompt], tokenizer=self._vlm.processor.tokenizer, **options
+        )
+        row = self._running.add(request, decoding.rows[0], decoding.do_sample)
+        ticket = Ticket(self, row, self._vlm.processor.tokenizer, self._vlm.lossless)
+        self._tickets[id(row)] = ticket
+        return ticket
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self._running.is_idle
+
+    def step_once(self) -> list[Row]:
+        """Run one step; what it gave is read from the tickets."""
+        rows = [row for row, _ in self._running.step()]
+        for row in rows:
+            if row.done:
+                self._tickets.pop(id(row), None)
+        return rows
+
+    def step(self) -> list[tuple[Ticket, TicketChunk]]:
+        """Run one step.
+
+        Returns:
+            Which ticket got what, chunks that were left from earlier steps included.
+        """
+        tickets = dict(self._tickets)
+        rows = self.step_once()
+        found = []
+        for row in rows:
+            ticket = tickets[id(row)]
+            found += [(ticket, ticket._chunk(row.steps.pop(0))) for _ in range(len(row.steps))]
+        return found
+
+    def close(self) -> None:
+        """Cancel what is under way and free the caches."""
+        self._running.close()
+        self._tickets.clear()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

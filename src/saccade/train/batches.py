@@ -1,0 +1,171 @@
+"""Sample order by seed and step, and padded batches for stock models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from saccade.errors import InputError, TrainingError
+from saccade.inputs.families import family_of
+from saccade.inputs.padded import join, type_ids
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+
+
+def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Keyword arguments of the target's model for B sequences and their media.
+
+    Args:
+        prompts: whole sequences, answers included. Of a family that Saccade does not know, one at a time.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` ``[B, S]``, positions where the model has M-RoPE ``[3, B, S]``, token
+        types where its family needs them, and the media of all rows.
+    """
+    device = target.device
+    rows = [torch.tensor(p.ids, device=device) for p in prompts]
+    # A row's own last token fills it up: unlike an id that means nothing here, it can never be a placeholder.
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(longest, device=device) < lengths[:, None]).long(),
+    }
+    inputs.update(type_ids(target.config, ids))
+    for name, value in _media(target.config, prompts).items():
+        inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
+    found = [target.positions(row[None], p)[0] for row, p in zip(rows, prompts, strict=True)]
+    known = [p[:, 0].T for p in found if p is not None]
+    if known:
+        inputs["position_ids"] = pad_sequence(known, batch_first=True).permute(2, 0, 1)
+    return inputs
+
+
+def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Forward passes for all prompts in order: halved where media do not fit together (videos of several lengths).
+
+    Prompts of a family that Saccade does not know go one at a time.
+
+    Yields:
+        Which prompts a pass is for, and its `forward_inputs`, made when it is asked for.
+
+    Raises:
+        InputError: the media of one prompt alone cannot be used.
+    """
+    waiting = [(0, len(prompts))]
+    while waiting:
+        start, end = waiting.pop()
+        inputs = _together(target, prompts[start:end])
+        if inputs is not None:
+            yield slice(start, end), inputs
+        else:
+            middle = start + (end - start) // 2
+            waiting += [(middle, end), (start, middle)]
+
+
+def _together(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
+    """None where several prompts cannot share a forward pass."""
+    alone = len(prompts) <= 1
+    if not alone and family_of(target.config) is None:
+        return None
+    try:
+        return forward_inputs(target, prompts)
+    except InputError:
+        if alone:
+            raise
+        return None
+
+
+def _media(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    family = family_of(config)
+    if family is not None and family.layout == "tiles":
+        return _tiled(config, prompts)
+    out = join(config, [medium for p in prompts for medium in p.media])
+    if "batch_num_images" in out:  # counts per row, which a flat list of media has lost
+        counts = [sum(m.kind == "image" for m in p.media) for p in prompts]
+        out["batch_num_images"] = torch.tensor(counts)
+    return out
+
+
+def _tiled(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """``[B, tiles, ...]``: rows of fewer or smaller tiles, or none, are filled with empty ones."""
+    rows = [join(config, p.media) for p in prompts]
+    out = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        given = [row.get(name) for row in rows]
+        like = next(t for t in given if t is not None)
+        whole = [like.new_zeros(1, 0, *like.shape[2:]) if t is None else t for t in given]
+        largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in whole), strict=True)]
+        out[name] = torch.cat([_grown(t, largest) for t in whole])
+    return out
+
+
+def _grown(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    room = [wanted - size for wanted, size in zip(sizes, tensor.shape[1:], strict=True)]
+    return pad(tensor, [amount for r in reversed(room) for amount in (0, r)])
+
+
+_POOL = 32
+"""Batches whose samples are sorted by length together: little padding, and still another mixture every epoch."""
+
+
+def set_apart(count: int, wanted: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to measure on, at most a tenth, and samples to learn from."""
+    some = min(wanted, count // 10)
+    apart = set(Random(f"apart/{seed}").sample(range(count), some))
+    return sorted(apart), [i for i in range(count) if i not in apart]
+
+
+class Order:
+    """Batches of samples of similar length, in another order every epoch.
+
+    Args:
+        lengths: of every sample.
+        chosen: numbers of the samples to use.
+        batch: samples per step.
+        seed: of the order.
+
+    Raises:
+        TrainingError: fewer samples than one batch.
+    """
+
+    def __init__(self, lengths: Sequence[int], chosen: Sequence[int], batch: int, seed: int) -> None:
+        if len(chosen) < batch:
+            raise TrainingError(
+                f"There are {len(chosen)} samples to learn from, fewer than one batch of {batch}; give more data "
+                "or a smaller batch_size."
+            )
+        self._lengths, self._chosen = lengths, list(chosen)
+        self._batch, self._seed = batch, seed
+        self._epoch = lru_cache(maxsize=2)(self._arranged)  # batches are looked up ahead of where a run is
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of one epoch; samples that fill no batch wait for the next."""
+        return len(self._chosen) // self._batch
+
+    def at(self, step: int) -> list[int]:
+        """Numbers of the samples of a step, counted from 0."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        return self._epoch(epoch)[place]
+
+    def _arranged(self, epoch: int) -> list[list[int]]:
+        random = Random(f"{self._seed}/{epoch}")
+        drawn = random.sample(self._chosen, self.steps_per_epoch * self._batch)
+        batches = []
+        for start in range(0, len(drawn), _POOL * self._batch):
+            pool = sorted(drawn[start : start + _POOL * self._batch], key=lambda i: (self._lengths[i], i))
+            batches += [pool[i : i + self._batch] for i in range(0, len(pool), self._batch)]
+        random.shuffle(batches)
+        return batches

@@ -1,0 +1,1 @@
+"""Training objectives of every kind of head."""

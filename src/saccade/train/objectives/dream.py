@@ -1,0 +1,310 @@
+"""DREAM's objective: calibrated, compressed features and alignment of an inner state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from saccade.draft.heads.dream import Dream
+from saccade.draft.heads.head import Head
+from saccade.errors import TrainingError
+from saccade.target.adapter import Target
+from saccade.target.cache import RowCache
+from saccade.train.cache import FeatureCache
+from saccade.train.features import Calibration, Features, Needed, read_features
+from saccade.train.objectives.entries import Entries, Feeder, LMHead
+from saccade.train.objectives.losses import Kept, Tally, Window, in_chunks, shifted, smooth_l1, with_guesses
+from saccade.train.samples import Sample, Source
+
+
+@dataclass(frozen=True, slots=True)
+class DreamEntries(Entries):
+    """E entries and S features of B samples, padded on the right.
+
+    Attributes:
+        features: ``[B, S, d]`` the target's last state at every token.
+        tokens: ``[B, E]`` the token of every entry; 0 where there is none.
+        middle: ``[B, E, d]`` an inner state of the target at the own token; ``[B, E, 0]`` where none is asked for.
+        own: ``[B, E]`` bool; entries whose own token is part of the answer.
+    """
+
+    tokens: Tensor
+    middle: Tensor
+    own: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """``[B, E]``."""
+        return (self.tokens - 1).clamp(min=0)
+
+    @property
+    def allow(self) -> Tensor:
+        """``[1, E, E]`` bool."""
+        count = self.tokens.shape[1]
+        return torch.ones(1, count, count, dtype=torch.bool, device=self.tokens.device).tril()
+
+    @property
+    def places(self) -> Tensor:
+        """``[1, S]`` the tokens of the features."""
+        return torch.arange(self.features.shape[1], device=self.tokens.device)[None]
+
+    @property
+    def reach(self) -> Tensor:
+        """``[B, E, S]`` bool: the features of the tokens before the own one."""
+        return self.places < self.tokens.clamp(min=1)[..., None]
+
+
+def dream_entries(samples: Sequence[Features], middle: bool) -> DreamEntries:
+    """The entries of samples, in float32.
+
+    Args:
+        samples: with the last state and at most one other.
+        middle: whether an inner state is wanted: the other one, or the last where there is no other.
+    """
+    rows = [_row(sample, middle) for sample in samples]
+    return DreamEntries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
+
+
+def dream_needed(sample: Features, middle: bool) -> Needed:
+    """What `dream_entries` and the loss read of a sample; arguments as there."""
+    last, whole = max(sample.states), torch.ones_like(sample.visual)
+    inner = sample.answer if middle else torch.zeros_like(whole)
+    shown = sample.visual if sample.dropped is None else sample.visual & ~sample.dropped
+    return Needed({layer: whole if layer == last else inner for layer in sample.states}, shown)
+
+
+def _row(sample: Features, middle: bool) -> tuple[Tensor, ...]:
+    seen = torch.ones_like(sample.visual) if sample.dropped is None else ~sample.dropped
+    tokens = seen.nonzero()[:, 0]
+    tokens = tokens[tokens > 0]
+    last = sample.states[max(sample.states)].float()
+    inner = sample.states[min(sample.states)][tokens].float()
+    return (
+        last,
+        sample.embeddings[tokens].float(),
+        last[tokens],
+        sample.ids.roll(-1)[tokens],
+        sample.answer[tokens],
+        tokens,
+        inner if middle else inner[:, :0],
+        sample.answer.roll(1)[tokens],
+    )
+
+
+class DreamFeeder(Feeder):
+    """Makes entries of samples as a DREAM head drafts: without the visual tokens that its compression drops.
+
+    Args:
+        layer: as in `saccade.train.objectives.dream.DreamObjective`.
+        folder: of the calibration.
+        rank: number of this process.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        head: Dream,
+        source: Source,
+        cache: FeatureCache | None = None,
+        *,
+        layer: str,
+        folder: Path | None = None,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(target, head, source, cache)
+        self._layer, self._pruning = layer, head.pruning
+        self._calibration = Calibration(target, head.pruning, folder, rank)
+
+    def save(self) -> None:
+        self._calibration.save()
+
+    def _read(self, samples: Sequence[Sample]) -> list[Features]:
+        count = len(self._target.layers)
+        wanted, dropped = [], []
+        for sample in samples:
+            layer, gone = inner_layer(self._layer, count), torch.zeros(len(sample.ids), dtype=torch.bool)
+            if self._layer == "entropy" or self._pruning.needs_attention:
+                found = self._calibration.of(sample.prompt)
+                gone[list(found.dropped)] = True
+                layer = found.layer if self._layer == "entropy" else layer
+            wanted.append(layer)
+            dropped.append(gone.to(self._target.device))
+        features = read_features(self._target, samples, sorted(set(wanted)))
+        return [
+            replace(f, states={i: f.states[i] for i in {layer, count}}, dropped=gone)
+            for f, layer, gone in zip(features, wanted, dropped, strict=True)
+        ]
+
+    def entries_of(self, features: Sequence[Features]) -> Entries:
+        return dream_entries(features, self._layer != "none")
+
+    def needed(self, sample: Features) -> Needed:
+        return dream_needed(sample, self._layer != "none")
+
+
+def inner_layer(layer: str, count: int) -> int:
+    """Index of the state behind the layer at a per cent of a decoder's depth; the last for any other word."""
+    return min(count, max(1, round(int(layer) * count / 100))) if layer.isdigit() else count
+
+
+def new_feeder(
+    target: Target,
+    head: Head,
+    source: Source,
+    objective: Any,
+    folder: Path,
+    rank: int,
+) -> Feeder:
+    """The feeder that a kind of head and its objective want, without a cache.
+
+    Args:
+        folder: of a calibration, where one is needed.
+        rank: number of this process.
+    """
+    if isinstance(head, Dream) and isinstance(objective, DreamObjective):
+        return DreamFeeder(target, head, source, layer=objective.layer, folder=folder, rank=rank)
+    return Feeder(target, head, source)
+
+
+LAYERS = ("entropy", "25", "50", "75", "none")
+FEEDING = ("answer", "guess")
+
+
+@dataclass(frozen=True, slots=True)
+class DreamObjective:
+    """The target's last states, one of its inner states, and its distribution (DREAM, Section 3.2.1).
+
+    The first draft step is teacher forcing; in every later one features are the head's own outputs of the step before,
+    and the distribution alone counts.
+
+    Attributes:
+        states: weight of SmoothL1 between the last states and the head's (L_feat).
+        middle: weight of SmoothL1 between an inner state and the output of the head's first block (L_intermed).
+        distribution: weight of KL(target || head) (L_KL).
+        layer: whose output the inner state is: ``entropy``: the layer of the least attention entropy, for every prompt
+            its own (Eq. 2); ``25``, ``50``, ``75``: the one at that per cent of the depth; ``none``: no such term
+            (Figure 4).
+        feeding: what later steps are fed. ``answer``: the head's outputs at all places of the answer at once, as
+            released; then no true feature behind the prompt is left to them. ``guess``: true features up to where a
+            draft began and the head's own from there on, as in drafting.
+    """
+
+    states: float = 0.2
+    middle: float = 0.2
+    distribution: float = 1.0
+    layer: str = "entropy"
+    feeding: str = "guess"
+
+    def __post_init__(self) -> None:
+        if self.layer not in LAYERS:
+            raise TrainingError(f"loss.layer must be one of {', '.join(LAYERS)}, not {self.layer!r}.")
+        if self.feeding not in FEEDING:
+            raise TrainingError(f"loss.feeding must be one of {', '.join(FEEDING)}, not {self.feeding!r}.")
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        assert isinstance(head, Dream)
+        assert isinstance(entries, DreamEntries)
+        device = entries.states.device
+        terms = {name: torch.zeros((), device=device) for name in self.terms}
+        loss, counts = (
+            torch.zeros((), device=device),
+            torch.zeros(2, draft_steps, dtype=torch.long, device=device),
+        )
+
+        def judge(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            logits = head.logits(guess, lm_head).float()  # [M, V]
+            with torch.no_grad():
+                teacher = head.logits(true, lm_head).float()
+            return divergence(logits, teacher).sum(), (logits.argmax(-1) == tokens).sum()
+
+        window = Window.of(entries.learnt)
+        following, states = window.take(entries.following), window.take(entries.states)
+        begun = head.begin(entries.embeddings, entries.positions, entries.allow)
+        learnt = window.learnt
+        for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
+            if step:
+                learnt = self._drafted(window.learnt, step)
+            if not learnt.any():
+                break
+            found = {}
+            if step == 0:
+                found["states"] = smooth_l1(out[learnt], states[learnt]).sum()
+                if entries.middle.shape[-1] and head.first is not None:
+                    inner = window.take(entries.middle)
+                    found["middle"] = smooth_l1(window.take(begun)[learnt], inner[learnt]).sum()
+            counts[0, step], found["distribution"] = learnt.sum(), torch.zeros((), device=device)
+            for values, right in in_chunks(
+                judge, head.config.vocab_size, out[learnt], states[learnt], following[learnt]
+            ):
+                found["distribution"] = found["distribution"] + values
+                counts[1, step] += right
+            for name, value in found.items():
+                if name in terms:
+                    loss = loss + getattr(self, name) * value
+                    terms[name] += value.detach()
+        tried, agreed = counts.unbind()
+        return Tally(loss, terms, tried, tried.clone(), agreed)
+
+    def _drafted(self, learnt: Tensor, step: int) -> Tensor:
+        """``[B, A]`` bool: the places of a later step that are fed a feature of the head's own."""
+        first = step if self.feeding == "guess" else 2
+        return learnt & (torch.arange(learnt.shape[1], device=learnt.device) >= first)
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the terms that count."""
+        return tuple(name for name in ("states", "middle", "distribution") if getattr(self, name))
+
+
+def drafts(
+    head: Dream, entries: DreamEntries, window: Window, begun: Tensor, steps: int, feeding: str
+) -> Iterator[Tensor]:
+    """Outputs ``[B, A, d]`` at the window's places, step by step; see `DreamObjective` for the feeding.
+
+    Args:
+        begun: ``[B, E, d]`` of `Dream.begin`.
+
+    Yields:
+        Of step s the first s places of every row mean nothing with the feeding ``guess``; with ``answer`` the first
+        place alone is fed what it was fed before.
+    """
+    positions, allow, places = entries.positions, entries.allow, entries.places
+    if feeding == "answer":
+        features = entries.features
+        for _ in range(steps):
+            out = head.finish(begun, features, positions, allow, entries.reach, places=places)
+            yield window.take(out)
+            features = self_fed(entries, out)
+        return
+    entered, memory = cast("RowCache", Kept(head.blocks)), cast("RowCache", Kept(len(head.cross)))
+    out = head.finish(begun, entries.features, positions, allow, entries.reach, entered, memory, places)
+    guess = window.take(out)
+    yield guess
+    begun, own = window.take(begun), window.take(entries.tokens)
+    order = torch.arange(entries.tokens.shape[1], device=own.device)
+    for step in range(1, steps):
+        seen = with_guesses(order <= (window.places - step)[:, :, None], step)
+        reach = with_guesses(places < (own - step).clamp(min=1)[:, :, None], step)
+        guess = head.finish(begun, shifted(guess), own - 1, seen, reach, entered, memory)
+        yield guess
+
+
+def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:
+    """The features ``[B, S, d]`` with the head's outputs ``[B, E, d]`` in place of the target's in the answer."""
+    rows, places = entries.own.nonzero(as_tuple=True)
+    own = out[rows, places].to(entries.features.dtype)
+    return entries.features.index_put((rows, entries.tokens[rows, places]), own)
+
+
+def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
+    """``[M]`` KL(teacher || head) in nats, of logits ``[M, V]``."""
+    return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(
+        -1
+    )

@@ -1,0 +1,159 @@
+"""Head inputs and labels of several samples, from the target or the feature cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from saccade.draft.heads.head import Head, read_at
+from saccade.target.adapter import Target
+from saccade.train.cache import FeatureCache
+from saccade.train.features import Features, Needed, read_features
+from saccade.train.samples import Sample, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """E entries of B samples, padded on the right; see `saccade.draft.heads.head.Head` for what an entry is.
+
+    Attributes:
+        features: ``[B, E, k * d]`` the target's states at the token before each entry's own.
+        embeddings: ``[B, E, d]`` of the entry's own token.
+        states: ``[B, E, d]`` the target's last state at the own token, after the final norm: the teacher.
+        following: ``[B, E]`` the token behind the own one.
+        learnt: ``[B, E]`` bool; entries whose following token is part of the answer. They stand side by side.
+    """
+
+    features: Tensor
+    embeddings: Tensor
+    states: Tensor
+    following: Tensor
+    learnt: Tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(field.name for field in fields(self))
+
+
+def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
+    """Shift the features of samples as the head wants them, hiding visual tokens where it hides them.
+
+    All floating-point tensors come in float32, whatever the target computes in.
+    """
+    rows = [_row(head, sample) for sample in samples]
+    return Entries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
+
+
+def needed_of(head: Head, sample: Features) -> Needed:
+    """What `entries_of` and a loss read of a sample: features where entries have them, the teacher where they learn."""
+    own, before = head.entries(sample.visual, sample.stops)
+    learnt = sample.answer[own]
+    # Entries that see nothing of each other matter only where they are learnt from.
+    before = before[learnt] if head.blocks == 0 else before
+    taught, fed = torch.zeros_like(sample.visual), torch.zeros_like(sample.visual)
+    taught[own[learnt]] = True
+    fed[before[before >= 0]] = True
+    nothing, last = torch.zeros_like(fed), max(sample.states)
+    states = {
+        layer: (fed if layer in head.layers else nothing) | (taught if layer == last else nothing)
+        for layer in sample.states
+    }
+    shown = sample.visual if head.blocks else sample.visual & taught
+    return Needed(states, shown if head.is_shown_visual else nothing)
+
+
+def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    own, before = head.entries(sample.visual, sample.stops)
+    states = torch.cat([sample.states[layer] for layer in head.layers], -1)
+    last = sample.states[max(sample.states)]
+    following = sample.ids.roll(-1)  # the last token's is wrong, and not learnt
+    return (
+        read_at(states, before).float(),
+        head.embed(sample.embeddings, sample.visual, sample.stops).float(),
+        last[own].float(),
+        following[own],
+        sample.answer[own],
+    )
+
+
+LMHead = Callable[[Tensor], Tensor]
+
+
+class Feeder:
+    """Makes entries of samples.
+
+    With a cache, every sample is read alone: its features then do not depend on its neighbours, so that a run that
+    was cut short repeats them bit for bit whatever the cache has lost.
+
+    Attributes:
+        cache: of features; None for none.
+    """
+
+    def __init__(self, target: Target, head: Head, source: Source, cache: FeatureCache | None = None) -> None:
+        self._target, self._head, self._source, self.cache = target, head, source, cache
+
+    def entries(self, indices: Sequence[int]) -> Entries | None:
+        """The entries of samples, without those that cannot be used; None if none can."""
+        features = self.features(indices)
+        return self.entries_of(features) if features else None
+
+    def features(self, indices: Sequence[int]) -> list[Features]:
+        """Those of samples that can be used: nothing in them depends on the head's weights."""
+        if self.cache is None:
+            usable = [s for s in (self._source.sample(i) for i in indices) if s is not None]
+            return self._read(usable) if usable else []
+        return [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
+
+    def save(self) -> None:
+        """Bring to disk what a run that goes on from here need not find again; by default nothing."""
+
+    def _cached(self, cache: FeatureCache, index: int) -> Features | None:
+        found = cache.get(index)
+        if found is None and (sample := self._source.sample(index)) is not None:
+            [found] = self._read([sample])
+            cache.put(index, found)
+        return found
+
+    def _read(self, samples: Sequence[Sample]) -> list[Features]:
+        return read_features(self._target, samples, self._head.layers)
+
+    def entries_of(self, features: Sequence[Features]) -> Entries:
+        """The entries of what the target made of samples."""
+        return entries_of(self._head, features)
+
+    def needed(self, sample: Features) -> Needed:
+        """What of a sample's features entries and loss read."""
+        return needed_of(self._head, sample)
+
+
+def new_cache(
+    kind: str,
+    target: Target,
+    limit: float,
+    folder: Path,
+    fingerprint: str,
+    say: Callable[[str], None],
+    needed: Callable[[Features], Needed] | None = None,
+) -> FeatureCache | None:
+    """The cache that a recipe asks for: ``none``, ``memory`` or ``disk``."""
+    if kind == "none":
+        return None
+    return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say, needed)
+
+
+def lm_head_of(target: Target) -> LMHead:
+    """The target's LM head on states of any precision; gradients pass through it and leave none on it."""
+    module = target.model.get_output_embeddings()
+
+    def logits(states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            out: Tensor = module(states.to(module.weight.dtype))
+        return out
+
+    return logits

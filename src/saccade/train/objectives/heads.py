@@ -1,0 +1,206 @@
+"""Objectives of EAGLE-2, EAGLE-3, HiViS, Kangaroo, Medusa and Hydra heads, and of draft VLMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.medusa import StackedHead
+from saccade.errors import TrainingError
+from saccade.train.objectives.entries import Entries, LMHead
+from saccade.train.objectives.losses import Tally, Weights, Window, draft_loss, in_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle2Objective:
+    """SmoothL1 of the states and a tenth of the distribution's cross entropy (EAGLE, Section 4.2), over all steps.
+
+    EAGLE itself trains one step, and adds noise to the features to make up for it; more steps, fed with the head's own
+    guesses, are better at what drafting asks (HASS, Section 3.2).
+
+    Attributes:
+        states: weight of SmoothL1.
+        distribution: weight of the cross entropy.
+    """
+
+    states: float = 1.0
+    distribution: float = 0.1
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        return draft_loss(head, entries, lm_head, draft_steps, Weights(self.states, self.distribution))
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Objective:
+    """Training-time test: the distribution alone counts, over steps fed with the head's own outputs (EAGLE-3, 3.2).
+
+    Attributes:
+        distribution: weight of the cross entropy under the target's distribution.
+        decay: what every further step counts for, relative to the one before; the paper does not say, 0.8 as released.
+    """
+
+    distribution: float = 1.0
+    decay: float = 0.8
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        return draft_loss(
+            head, entries, lm_head, draft_steps, Weights(0.0, self.distribution), decay=self.decay
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HiViSObjective:
+    """Three terms, and drafts that stop where the head has lost the answer (HiViS, Section 3.3).
+
+    Stage 1 is one draft step, from all learnt places. Stage 2 drafts on; there a step of a draft is learnt from only
+    if the answer's token was in the head's top K in it and in all before it.
+
+    Attributes:
+        states: weight of SmoothL1 (L_fus).
+        distribution: weight of the cross entropy (beta).
+        top: weight of the top-K term (gamma).
+        k: K of the top-K term and of the early stop.
+        early_stop: whether stage 2 filters at all.
+    """
+
+    states: float = 1.0
+    distribution: float = 0.1
+    top: float = 1.0
+    k: int = 5
+    early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise TrainingError(f"loss.k is {self.k}; it must be at least 1.")
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        return draft_loss(
+            head,
+            entries,
+            lm_head,
+            draft_steps,
+            Weights(self.states, self.distribution, self.top),
+            top_k=self.k,
+            early_stop=self.early_stop and draft_steps > 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KangarooObjective:
+    """Cross entropy of the adapter's distribution under the target's (Kangaroo, Section 3.1).
+
+    There is one draft step only: while drafting, too, every token's state comes from the target's own layers.
+
+    Attributes:
+        distribution: weight of the cross entropy.
+    """
+
+    distribution: float = 1.0
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        """Judge the one step.
+
+        Raises:
+            TrainingError: more steps are wanted.
+        """
+        if draft_steps != 1:
+            raise TrainingError(
+                f"A kangaroo head never drafts from its own states, so draft_steps must be 1, not {draft_steps}."
+            )
+        return draft_loss(head, entries, lm_head, 1, Weights(0.0, self.distribution))
+
+
+@dataclass(frozen=True, slots=True)
+class AheadObjective:
+    """Cross entropy of the answer's own tokens, the target being frozen (Medusa-1, Eq. 1; Hydra, Section 3).
+
+    Attributes:
+        tokens: weight of the cross entropy.
+        decay: what every further stack counts for, relative to the one before.
+    """
+
+    tokens: float = 1.0
+    decay: float = 0.8
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        """The first ``draft_steps`` stacks; stack s at an entry guesses the token s + 1 behind the entry's own."""
+        assert isinstance(head, StackedHead)
+        window = Window.of(entries.learnt)
+        features, embeddings = window.take(entries.features), window.take(entries.embeddings)
+        following, count = window.take(entries.following), window.places.shape[1]
+        loss = features.new_zeros(())
+        total = torch.zeros((), device=loss.device)
+        counts = torch.zeros(2, draft_steps, dtype=torch.long, device=loss.device)
+        for step in range(min(draft_steps, count)):
+            learnt = window.learnt[:, step:]  # by place of the token that is guessed
+            here = features[:, : count - step][learnt]  # [M, d]
+            path = None
+            if head.follows:  # [M, step + 1, d]
+                windows = embeddings.unfold(1, step + 1, 1).transpose(2, 3)  # [B, A - step, step + 1, d]
+                path = windows[learnt]
+            guess, tokens = head(here, path, step=step), following[:, step:][learnt]
+
+            def judge(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+                logits = head.logits(guess, lm_head).float()
+                summed = F.cross_entropy(logits, tokens, reduction="sum")
+                return summed, (logits.argmax(-1) == tokens).sum()
+
+            counts[0, step] = len(tokens)
+            for summed, right in in_chunks(judge, head.config.vocab_size, guess, tokens):
+                loss = loss + self.decay**step * self.tokens * summed
+                total += summed.detach()
+                counts[1, step] += right
+        tried, right = counts.unbind()
+        return Tally(loss, {"tokens": total} if self.tokens else {}, tried, tried.clone(), right)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVlmObjective:
+    """Cross entropy on the answer's tokens, and Kullback-Leibler divergence from the target (TABED, Appendix H.1, has
+    the first alone).
+
+    Attributes:
+        tokens: weight of the cross entropy.
+        kl: weight of KL(target || drafter); above 0 the target runs on every batch, too.
+        blind_every: of so many batches the last has a line break in the place of every medium, so that the drafter can
+            also draft from text alone; 0 for none, 1 for all. The target still sees them.
+    """
+
+    tokens: float = 1.0
+    kl: float = 0.0
+    blind_every: int = 3
+
+    def __post_init__(self) -> None:
+        if not (min(self.tokens, self.kl) >= 0 and max(self.tokens, self.kl) > 0 and self.blind_every >= 0):
+            raise TrainingError(
+                "loss.tokens and loss.kl must be 0 or more, one of them above 0, and loss.blind_every 0 or more; they "
+                f"are {self.tokens}, {self.kl} and {self.blind_every}."
+            )
+
+    def is_blind(self, step: int) -> bool:
+        """Whether the batch of a step, counted from 0, is without its media."""
+        return self.blind_every > 0 and (step + 1) % self.blind_every == 0
+
+    def __call__(self, logits: Tensor, answer: Tensor, teacher: Tensor | None) -> Tally:
+        """Judge M tokens.
+
+        Args:
+            logits: ``[M, V]`` of the drafter.
+            answer: ``[M]`` ids that the answer has there.
+            teacher: ``[M, W]`` logits of the target; divergence is over the tokens that both have. None without KL.
+        """
+        logits, count = logits.float(), logits.new_full((1,), len(answer), dtype=torch.long)
+        found: dict[str, Tensor] = {}
+        if self.tokens:
+            found["tokens"] = F.cross_entropy(logits, answer, reduction="sum")
+        if self.kl and teacher is not None:
+            shared = min(logits.shape[-1], teacher.shape[-1])
+            p, q = (side[:, :shared].float().log_softmax(-1) for side in (teacher, logits))
+            found["kl"] = F.kl_div(q, p, log_target=True, reduction="sum")
+        right = (logits.argmax(-1) == answer).sum()[None]
+        loss = torch.stack([getattr(self, name) * value for name, value in found.items()]).sum()
+        return Tally(loss, {name: v.detach() for name, v in found.items()}, count, count, right)

@@ -1,0 +1,274 @@
+"""Loss terms and the self-fed unrolling of a head over a whole text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from saccade.draft.heads.head import Head
+from saccade.train.objectives.entries import Entries, LMHead
+
+LOGITS = 1 << 24
+"""Logits that are judged at once; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over examples, so that those of several batches and processes add up to the same mean.
+
+    An example is one learnt place in one draft step.
+
+    Attributes:
+        loss: sum of the weighted terms, with gradients.
+        terms: each term's sum without its weight, without gradients.
+        kept: ``[steps]`` examples that were learnt from.
+        tried: ``[steps]`` examples before the filter of the top K.
+        right: ``[steps]`` of those tried: the head's first choice is the answer's token.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    kept: Tensor
+    tried: Tensor
+    right: Tensor
+
+
+class Objective(Protocol):
+    """How one kind of head learns."""
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        """Draft ``draft_steps`` steps and judge them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What each term counts for.
+
+    Attributes:
+        states: SmoothL1 between the target's state and the head's.
+        distribution: cross entropy of the head's next-token distribution under the target's.
+        top: the same sum over the target's K likeliest tokens alone.
+    """
+
+    states: float = 1.0
+    distribution: float = 0.1
+    top: float = 0.0
+
+
+def draft_loss(
+    head: Head,
+    entries: Entries,
+    lm_head: LMHead,
+    draft_steps: int,
+    weights: Weights,
+    *,
+    top_k: int = 0,
+    early_stop: bool = False,
+    decay: float = 1.0,
+) -> Tally:
+    """Loss over ``draft_steps`` self-fed steps.
+
+    Args:
+        top_k: K of the top term and of the early stop.
+        early_stop: an example is learnt from only if the answer's token was among the head's top K in every earlier
+            step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
+        decay: what every further step counts for in the loss, relative to the one before.
+    """
+    window = Window.of(entries.learnt)
+    states, following = window.take(entries.states), window.take(entries.following)
+    device = states.device
+    sums = {name: torch.zeros((), device=device) for name in _names(weights)}
+    counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
+    loss = states.new_zeros(())
+    alive = window.learnt
+    for step, guess in enumerate(unroll(head, entries, window, draft_steps)):
+        if step:
+            alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.learnt
+        if not alive.any():
+            break
+
+        def judge(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            logits = head.logits(guess, lm_head).float()  # [M, V]
+            right = (logits.argmax(-1) == tokens).sum()
+            kept = in_top(logits, tokens, top_k) if early_stop else torch.ones_like(tokens, dtype=torch.bool)
+            with torch.no_grad():
+                teacher = lm_head(true[kept]).float()
+            found = _terms(guess[kept], true[kept], logits[kept], teacher, weights, top_k)
+            return kept, right, *(found[name].sum() for name in sums)
+
+        kept = []
+        counts[1, step] = alive.sum()
+        for stays, right, *values in in_chunks(
+            judge, head.config.vocab_size, guess[alive], states[alive], following[alive]
+        ):
+            kept.append(stays)
+            counts[2, step] += right
+            for name, value in zip(sums, values, strict=True):
+                loss = loss + decay**step * getattr(weights, name) * value
+                sums[name] += value.detach()
+        alive = alive.masked_scatter(alive, torch.cat(kept))
+        counts[0, step] = alive.sum()
+    return Tally(loss, sums, *counts.unbind())
+
+
+def in_chunks(
+    judge: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """What ``judge`` makes of rows, by chunks of at most `LOGITS` logits; more than one are made again for gradients.
+
+    Args:
+        judge: takes slices of the rows; what it makes of them must not depend on how they are cut.
+        vocabulary: logits that it makes of one row.
+        rows: ``[M, ...]`` each.
+    """
+    count, size = len(rows[0]), max(LOGITS // vocabulary, 1)
+    if count <= size:
+        yield judge(*rows)
+        return
+    for start in range(0, count, size):
+        part = [row[start : start + size] for row in rows]
+        yield checkpoint(judge, *part, use_reentrant=False, preserve_rng_state=False)
+
+
+def smooth_l1(guess: Tensor, true: Tensor) -> Tensor:
+    """``[M]`` SmoothL1, mean over the d dimensions of ``[M, d]``."""
+    return F.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1)
+
+
+def cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
+    """``[M]`` minus the mean over the teacher of the head's log-probability, of logits ``[M, V]``."""
+    return -(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def top_cross_entropy(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
+    """``[M]`` the part of `cross_entropy` on the teacher's k likeliest tokens (HiViS, Eq. 4, L_topK).
+
+    The paper writes the roles of target and drafter the other way round; the teacher is the target.
+    """
+    p, tokens = teacher.softmax(-1).topk(k)
+    return -(p * logits.log_softmax(-1).gather(-1, tokens)).sum(-1)
+
+
+def in_top(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """``[M]`` bool: the token is among the k likeliest of logits ``[M, V]``."""
+    return (logits.topk(k).indices == tokens[:, None]).any(-1)
+
+
+def _names(weights: Weights) -> list[str]:
+    return [name for name in ("states", "distribution", "top") if getattr(weights, name)]
+
+
+def _terms(
+    guess: Tensor, true: Tensor, logits: Tensor, teacher: Tensor, weights: Weights, top_k: int
+) -> dict[str, Tensor]:
+    out = {}
+    if weights.states:
+        out["states"] = smooth_l1(guess, true)
+    if weights.distribution:
+        out["distribution"] = cross_entropy(logits, teacher)
+    if weights.top:
+        out["top"] = top_cross_entropy(logits, teacher, top_k)
+    return out
+
+
+@dataclass(slots=True)
+class Window:
+    """The learnt entries of every row side by side: place c of row b is entry ``first[b] + c``.
+
+    Attributes:
+        places: ``[B, A]`` entry numbers; those past a row's end repeat its last entry.
+        learnt: ``[B, A]`` bool; which places are really learnt.
+    """
+
+    places: Tensor
+    learnt: Tensor
+
+    @classmethod
+    def of(cls, learnt: Tensor) -> Window:
+        """From ``[B, E]`` bool, at most one stretch per row."""
+        count = learnt.sum(1, keepdim=True)
+        first = learnt.to(torch.uint8).argmax(1, keepdim=True)
+        steps = torch.arange(int(count.max()), device=learnt.device)
+        places = (first + steps).clamp(max=learnt.shape[1] - 1)
+        return cls(places, steps < count)
+
+    def take(self, values: Tensor) -> Tensor:
+        """``[B, E]`` or ``[B, E, d]`` at the places."""
+        if values.dim() == 2:
+            return values.gather(1, self.places)
+        return values.gather(1, self.places[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+@dataclass(slots=True)
+class _Layer:
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.append(key)
+        self.values.append(value)
+        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+
+
+class Kept:
+    """Keys and values of the steps so far, for gradients to flow back through; a `RowCache` is written in place."""
+
+    def __init__(self, blocks: int) -> None:
+        self.layers = [_Layer() for _ in range(blocks)]
+
+
+def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator[Tensor]:
+    """Guess the states at the window's places, drafting 0, 1, ... tokens further from the last true feature.
+
+    In step s the entry at place c is the s-th guess below the one that stands s places before it, where drafting
+    began. As in drafting, it is fed the output of the step before at the place before, and sees the entries that were
+    fed true features up to the beginning, one entry of every step between, and itself (HASS, Section 3.2; HiViS,
+    Eq. 2). The embeddings are always those of the answer. Gradients flow through all steps.
+
+    Yields:
+        ``[B, A, d]`` per step. Of step s the first s places of every row mean nothing: they would have begun before
+        the window.
+    """
+    kept: Any = Kept(head.blocks)
+    count, device = entries.learnt.shape[1], entries.learnt.device
+    causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    positions = torch.arange(count, device=device)
+    batch = len(entries.learnt)
+    features = head.fuse(entries.features)
+    out = head(features, entries.embeddings, positions[None], causal.expand(batch, -1, -1), kept, 0)
+    guess = window.take(out)
+    yield guess
+    embeddings = window.take(entries.embeddings)
+    for step in range(1, steps):
+        true = positions <= (window.places - step)[:, :, None]  # [B, A, E]
+        guess = head(shifted(guess), embeddings, window.places, with_guesses(true, step), kept, step)
+        yield guess
+
+
+def shifted(guess: Tensor) -> Tensor:
+    """``[B, A, d]`` of a step, at the place behind each; zeros at the first."""
+    return torch.cat([torch.zeros_like(guess[:, :1]), guess[:, :-1]], 1)
+
+
+def with_guesses(true: Tensor, step: int) -> Tensor:
+    """``[B, A, K + step * A]`` bool: what each place sees of true entries, then of the guesses of all steps so far.
+
+    Args:
+        true: ``[B, A, K]`` bool; the true entries that stood when its draft began.
+        step: of the places, from 1; they see one guess of every step up to this one, their own in the last.
+    """
+    own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
+    drafts = [_behind(own, step - earlier).expand(len(true), -1, -1) for earlier in range(1, step + 1)]
+    return torch.cat([true, *drafts], -1)
+
+
+def _behind(own: Tensor, distance: int) -> Tensor:
+    """``[A, A]`` bool: place c sees place c - distance."""
+    return own.roll(-distance, 1).tril() if distance else own

@@ -1,0 +1,1 @@
+"""Workshop of the pocket models: train them, and inflate them to the size of big models."""

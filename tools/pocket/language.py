@@ -1,0 +1,144 @@
+"""Stages 3 to 6: a shallow model learns to read pictures, grows, learns to compare and then what else is hard."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from saccade.pocket.sample import WORLD, Sample, draw
+from saccade.train.precision import fast_products
+from tools.pocket.alignment import align_projector
+from tools.pocket.attention import choose_attention
+from tools.pocket.batches import Batch, batch_of, sorted_batch
+from tools.pocket.decisive import decisive_weights
+from tools.pocket.drill import drills
+from tools.pocket.growth import grow
+from tools.pocket.lessons import Lessons, taught
+from tools.pocket.loop import train
+from tools.pocket.mixtures import COMPARING, REFINING
+from tools.pocket.models import PocketModel, build, loss_of
+from tools.pocket.recipe import LanguageShape, Recipe, Schedule
+from tools.pocket.thinning import thinned
+from tools.pocket.tokens import content_weights
+
+_LESSONS = "lessons"
+_CHECKED = 8  # samples of every task that the held-out loss is measured on
+
+
+def padded_vocabulary(tokenizer: Tokenizer) -> int:
+    """The model's vocabulary: the tokenizer's, rounded up to a multiple of 64."""
+    return int(-(-tokenizer.get_vocab_size() // 64) * 64)
+
+
+def true_answers(
+    tokenizer: Tokenizer,
+    samples: list[Sample],
+    seeing: bool = True,
+    tiled: bool = True,
+    decisive: float = 1.0,
+) -> Batch:
+    """Samples with their own answers as a batch, the words that decide them weighted by `decisive`."""
+    weights = [decisive_weights(tokenizer, sample, decisive) for sample in samples] if decisive != 1 else None
+    answers = [tokenizer.encode(sample.answer).ids for sample in samples]
+    return batch_of(tokenizer, samples, answers, seeing, tiled, weights)
+
+
+def held_out_loss(model: PocketModel, tokenizer: Tokenizer, task: str, tiled: bool) -> float:
+    """Mean loss on answers of a task that training never draws."""
+    samples = [thinned(Random(seed), draw(seed, task)) for seed in range(_CHECKED)]
+    batch = true_answers(tokenizer, samples, tiled=tiled)
+    with torch.no_grad(), fast_products(model.device):
+        return loss_of(model, batch).item()
+
+
+def _batch(
+    name: str,
+    seed: int,
+    schedule: Schedule,
+    tokenizer: Tokenizer,
+    shares: Mapping[str, float] | None,
+    number: int,
+) -> Batch:
+    rng = Random(f"{name}/{seed}/{number}")
+    if schedule.drill and rng.random() < schedule.drill:
+        samples = drills(rng, schedule.batch)
+    else:
+        samples = sorted_batch(rng, schedule.batch, schedule.verbose, shares)
+    batch = true_answers(tokenizer, samples, tiled=schedule.tiled_at(number), decisive=schedule.decisive)
+    return taught(batch, samples) if schedule.has_lessons else batch
+
+
+def _train_stage(
+    name: str,
+    model: PocketModel,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    schedule: Schedule,
+    folder: Path,
+    shares: Mapping[str, float] | None = None,
+) -> float:
+    weights = content_weights(tokenizer, model.config.text_config.vocab_size, schedule.content)
+    weights = weights.to(model.device)
+    model.model.vision_tower.requires_grad_(False)
+    choose_attention(model)
+    lessons = None
+    if schedule.has_lessons:
+        asked = (schedule.relating, schedule.searching, schedule.watching)
+        lessons = Lessons(model.config.text_config.hidden_size, *asked).to(model.device)
+
+    def weighted(batch: Batch) -> Tensor:
+        with fast_products(model.device):
+            return loss_of(model, batch, token_weights=weights, lesson=lessons)
+
+    def check() -> str:
+        told = (f"{task} {held_out_loss(model, tokenizer, task, schedule.tiled > 0):.2f}" for task in WORLD)
+        return "held-out loss: " + ", ".join(told)
+
+    make = partial(_batch, name, recipe.seed, schedule, tokenizer, shares)
+    if lessons is not None:
+        # Their readers are learnt and kept like the rest until the stage ends.
+        model.add_module(_LESSONS, lessons)
+    try:
+        return train(name, model, make, weighted, schedule, folder, recipe.checkpoint_seconds, check)
+    finally:
+        if lessons is not None:
+            delattr(model, _LESSONS)
+
+
+def train_shallow(
+    recipe: Recipe, tokenizer: Tokenizer, tower: dict[str, Tensor], folder: Path, device: torch.device
+) -> tuple[PocketModel, float]:
+    """A model with few layers on the frozen tower, and the minutes that it took."""
+    torch.manual_seed(recipe.seed)
+    shape = LanguageShape(
+        recipe.shallow_layers, recipe.target.width, recipe.target.mlp, recipe.target.head_dim
+    )
+    model = build(shape, recipe.tower, padded_vocabulary(tokenizer))
+    model.model.vision_tower.load_state_dict(tower)
+    align_projector(model, tokenizer, recipe.seed)
+    model = model.to(device)
+    minutes = _train_stage("shallow", model, tokenizer, recipe, recipe.shallow_schedule, folder)
+    return model, minutes
+
+
+def train_deep(
+    recipe: Recipe, tokenizer: Tokenizer, shallow: PocketModel, folder: Path
+) -> tuple[PocketModel, float]:
+    """The target: the shallow model grown to full depth and trained on as a whole; and the minutes."""
+    model = grow(shallow, recipe.target.layers)
+    minutes = _train_stage("deep", model, tokenizer, recipe, recipe.deep_schedule, folder)
+    return model, minutes
+
+
+def train_comparing(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:
+    """Train the target on with what asks for comparing; returns the minutes."""
+    return _train_stage("compare", target, tokenizer, recipe, recipe.compare_schedule, folder, COMPARING)
+
+
+def train_refined(recipe: Recipe, tokenizer: Tokenizer, target: PocketModel, folder: Path) -> float:
+    """Train the target on with more of what is hard; returns the minutes."""
+    return _train_stage("refine", target, tokenizer, recipe, recipe.refine_schedule, folder, REFINING)

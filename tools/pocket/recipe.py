@@ -1,0 +1,181 @@
+"""The numbers of a training run: model shapes, steps per stage, sample counts."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LanguageShape:
+    """The size of a Llama language model."""
+
+    layers: int
+    width: int
+    mlp: int
+    head_dim: int = 32
+
+    def __post_init__(self) -> None:
+        if self.width % self.head_dim:
+            raise ValueError(f"A width of {self.width} is no multiple of the head size {self.head_dim}.")
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The size of a CLIP vision tower; its picture and patch size are those of the world."""
+
+    layers: int = 4
+    width: int = 128
+    mlp: int = 384
+    heads: int = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a stage trains and with which learning rate.
+
+    The rate warms up, stays, and over the last part of the steps (`decay`) falls linearly to `final` times its
+    peak. `content` weighs the tokens that tell a fact of the picture against the words between them, which are
+    mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
+    `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
+    are seen once, at half the cost. A step takes `parts` batches. `decisive` weighs the words that decide an
+    answer; `relating`, `searching` and `watching` weigh the lessons in these (`tools.pocket.lessons`), `drill`
+    is the share of batches that are drills (`tools.pocket.drill`).
+    """
+
+    steps: int
+    batch: int
+    rate: float
+    warmup: int
+    final: float = 0.02
+    decay: float = 0.6
+    content: float = 1.0
+    verbose: float = 0.2
+    tiled: float = 1.0
+    parts: int = 1
+    decisive: float = 1.0
+    relating: float = 0.0
+    searching: float = 0.0
+    watching: float = 0.0
+    drill: float = 0.0
+
+    @property
+    def has_lessons(self) -> bool:
+        """Whether the model is asked for more than answers."""
+        return max(self.relating, self.searching, self.watching) > 0
+
+    def tiled_at(self, batch: int) -> bool:
+        """Whether the batch of that number, counted from 0, shows lone pictures tiled."""
+        return batch >= (1 - self.tiled) * self.steps * self.parts
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warm = min(1.0, (step + 1) / self.warmup)
+        fallen = max(0.0, (step - (1 - self.decay) * self.steps) / (self.decay * self.steps))
+        return self.rate * warm * (1 - (1 - self.final) * fallen)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a run depends on; `evaluation_tasks` are those on its cards, None for all."""
+
+    seed: int = 7
+    vocabulary: int = 1024
+    tower: TowerShape = field(default_factory=TowerShape)
+    shallow_layers: int = 4
+    target: LanguageShape = field(default_factory=lambda: LanguageShape(layers=16, width=256, mlp=704))
+    draft: LanguageShape = field(default_factory=lambda: LanguageShape(layers=2, width=128, mlp=352))
+    tokenizer_samples: int = 20_000
+    tower_schedule: Schedule = Schedule(steps=2400, batch=64, rate=3e-3, warmup=50)
+    shallow_schedule: Schedule = Schedule(
+        steps=3000, batch=32, rate=3e-3, warmup=60, final=0.3, decay=0.2, content=5.0, tiled=0.0
+    )
+    deep_schedule: Schedule = Schedule(
+        steps=400, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
+    )
+    compare_schedule: Schedule = Schedule(
+        steps=1750,
+        batch=16,
+        rate=1.5e-3,
+        warmup=100,
+        final=0.6,
+        decay=0.2,
+        content=3.0,
+        verbose=0.1,
+        tiled=0.0,
+        parts=2,
+        decisive=4.0,
+        relating=1.0,
+        searching=3.0,
+        watching=0.6,
+    )
+    refine_schedule: Schedule = Schedule(
+        steps=4000,
+        batch=16,
+        rate=1.5e-3,
+        warmup=40,
+        content=3.0,
+        verbose=0.15,
+        tiled=0.2,
+        decisive=4.0,
+        relating=0.6,
+        searching=3.0,
+        watching=0.6,
+        drill=0.1,
+    )
+    draft_schedule: Schedule = Schedule(
+        steps=2000, batch=32, rate=3e-3, warmup=50, final=0.3, decay=0.2, content=3.0, tiled=0.0
+    )
+    follow_schedule: Schedule = Schedule(steps=800, batch=32, rate=1.5e-3, warmup=20)
+    answers: int = 3_000
+    evaluation_samples: int = 1000
+    evaluation_tasks: tuple[str, ...] | None = None
+    checkpoint_seconds: float = 120.0
+
+    def with_steps(self, stage: str, steps: int) -> "Recipe":
+        """The same run with other steps in one stage.
+
+        Raises:
+            ValueError: the stage takes no steps.
+        """
+        name = f"{stage}_schedule"
+        if name not in vars(self):
+            known = [known.removesuffix("_schedule") for known in vars(self) if known.endswith("_schedule")]
+            raise ValueError(f"The stage {stage!r} takes no steps; choose from {', '.join(known)}.")
+        schedule: Schedule = getattr(self, name)
+        changed: dict[str, Any] = {name: replace(schedule, steps=steps)}
+        return replace(self, **changed)
+
+    def scaled(self, steps: float = 1.0, batches: int = 1) -> "Recipe":
+        """The same run with the steps and the batches of every stage multiplied."""
+        names = [name for name in vars(self) if name.endswith("_schedule")]
+        stages = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{
+                k: replace(s, steps=max(1, round(s.steps * steps)), batch=s.batch * batches)
+                for k, s in stages.items()
+            },
+        )
+
+
+def quick_recipe() -> Recipe:
+    """A run of half a minute with toy sizes: it exercises every stage and learns nothing."""
+    toy = Schedule(steps=4, batch=4, rate=1e-3, warmup=2)
+    return Recipe(
+        vocabulary=400,
+        tower=TowerShape(layers=1, width=32, mlp=64, heads=2),
+        shallow_layers=1,
+        target=LanguageShape(layers=2, width=64, mlp=96),
+        draft=LanguageShape(layers=1, width=32, mlp=64),
+        tokenizer_samples=50,
+        tower_schedule=toy,
+        shallow_schedule=toy,
+        deep_schedule=toy,
+        compare_schedule=replace(toy, relating=0.3, searching=0.3, watching=0.3),
+        refine_schedule=replace(toy, drill=0.5),
+        draft_schedule=toy,
+        follow_schedule=toy,
+        answers=16,
+        evaluation_samples=2,
+        evaluation_tasks=("scene", "prose", "video"),
+        checkpoint_seconds=0.0,
+    )

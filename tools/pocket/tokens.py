@@ -1,0 +1,64 @@
+"""The tokenizer: byte-level BPE learnt from the world's own text."""
+
+from collections.abc import Iterator
+from random import Random
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from saccade.pocket.sample import IMAGE_MARK
+from saccade.pocket.words import (
+    COLOURS,
+    COLUMNS,
+    DAYS,
+    GOODS,
+    NAMES,
+    NUMBERS,
+    ORDINALS,
+    ROWS,
+    SHAPES,
+    SIZES,
+    TOWNS,
+    plural,
+)
+from tools.pocket.batches import training_samples
+from tools.pocket.chat import SPECIAL_TOKENS
+from tools.pocket.recipe import Recipe
+
+_RELATIONS = ("above", "below", "larger", "smaller", "same", "more", "less", "yes", "no")
+_CHANGES = ("up", "down", "appears", "leaves", "gone", "stays", "moves", "back", "day", "night")
+
+
+def train_tokenizer(recipe: Recipe) -> Tokenizer:
+    """A tokenizer of at most `recipe.vocabulary` tokens; the special ones come first, in order."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocabulary,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def texts() -> Iterator[str]:
+        for sample in training_samples(Random(f"tokens/{recipe.seed}"), recipe.tokenizer_samples, 0.5):
+            for turn in (*sample.turns, (sample.question, sample.answer)):
+                yield turn[0].replace(IMAGE_MARK, "\n")
+                yield turn[1]
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    return tokenizer
+
+
+def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> torch.Tensor:
+    """`weight` for tokens that tell a fact of the picture, 1 for the words between them: `[vocabulary]`."""
+    content = {*COLOURS, *COLUMNS, *GOODS, *NUMBERS, *ORDINALS, *ROWS, *SIZES, *_RELATIONS}
+    content |= {word.lower() for word in (*DAYS, *NAMES, *TOWNS)} | set(_CHANGES)
+    content |= {plural(shape, count) for shape in SHAPES for count in (1, 2)}
+    weights = torch.ones(vocabulary)
+    for number in range(tokenizer.get_vocab_size()):
+        word = tokenizer.decode([number]).strip().lower()
+        if word in content or word.isdecimal():
+            weights[number] = weight
+    return weights
