@@ -1,6 +1,6 @@
 """Requests that arrive at random: the running batch beside one after the other, closed batches and Hugging Face.
 
-Two measurements, both on one thread and in one process:
+Measurements, all on one thread and in one process:
 
 - *kept full*: N requests at a time, as multiples of the tokens per second of `generate` alone in the same run;
 - *arrivals*: Poisson arrivals of questions about pictures and videos, some of them follow-ups about a picture that was
@@ -8,8 +8,8 @@ Two measurements, both on one thread and in one process:
   runs while the process computes and jumps over idle time, so that with ``--clock cpu`` other work on the machine
   changes nothing but the caches.
 
-``--quiet`` measures what a neighbour's video costs the others: the gaps between a row's chunks with and without a video
-being read beside it.
+Two more: what a neighbour's video costs the others (the gaps between a row's chunks, quiet and beside videos), and the
+time to the first token of a second question in a conversation against the first's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from statistics import median, quantiles
 from typing import Any
 
@@ -33,6 +34,8 @@ from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 
 TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
+LATER = 5
+"""How many other requests arrive between the first question about a picture and the second."""
 LOADS = (0.5, 1.5, 4.0)
 """Arrival rates, as multiples of what one request after the other can serve."""
 
@@ -72,7 +75,9 @@ class Figures:
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median and 95th percentile."""
+    """Median and 95th percentile; not a number where nothing was measured (a batch that ends at once has no gaps)."""
+    if not values:
+        return nan, nan
     return median(values), quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
 
 
@@ -91,10 +96,13 @@ class Now:
 
 
 def questions(vlm: VLM, count: int, seed: int) -> list[Asked]:
-    """Pictures, every fifth a video, every fourth picture asked about twice."""
+    """Pictures, every fifth a video; on every fourth picture a second question, `LATER` requests after the first."""
     rng, made = random.Random(seed), list[Asked]()
-    number = 0
+    number, later = 0, list[tuple[int, Asked]]()
     while len(made) < count:
+        if later and len(made) >= later[0][0]:
+            made.append(later.pop(0)[1])
+            continue
         number += 1
         at = FIRST_SEED + 10_000 * seed + number
         if number % 5 == 0:
@@ -105,7 +113,7 @@ def questions(vlm: VLM, count: int, seed: int) -> list[Asked]:
             sample = draw(at, "followup")
             turns = sample.messages()
             made.append(Asked(vlm.processor.prompt(turns[:1])))
-            made.append(Asked(vlm.processor.prompt(turns), follows=True))
+            later.append((len(made) + LATER, Asked(vlm.processor.prompt(turns), follows=True)))
             continue
         made.append(Asked(vlm.processor.prompt(draw(at, rng.choice(TASKS)).messages())))
     return made[:count]
@@ -160,8 +168,8 @@ def stock(model: Any, rows: int) -> Serve:
         waiting = sorted(requests, key=lambda r: r.arrives)
         while waiting:
             now.jump(waiting[0].arrives)
-            group = [r for r in waiting if r.arrives <= now()][:rows]
-            del waiting[: len(group)]
+            group = of_one_length([r for r in waiting if r.arrives <= now()])[:rows]
+            waiting = [r for r in waiting if r not in group]
             inputs = padded(model, [r.prompt for r in group])
             ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
             ended = now()
@@ -171,6 +179,18 @@ def stock(model: Any, rows: int) -> Serve:
                 asked.chunks += [(ended, count)]
 
     return serve
+
+
+def of_one_length(requests: Sequence[Asked]) -> list[Asked]:
+    """The first request and all whose videos have as many frames as its own, or as the first video; `generate` takes no
+    others at once."""
+    found, frames = list[Asked](), None
+    for asked in requests:
+        shapes = {m.tensors["pixel_values_videos"].shape[1] for m in asked.prompt.media if m.kind == "video"}
+        if len(shapes) <= 1 and (not shapes or frames in (None, *shapes)):
+            frames = next(iter(shapes), frames)
+            found.append(asked)
+    return found
 
 
 def padded(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
@@ -240,6 +260,35 @@ def beside_a_video(vlm: VLM, clock: Clock, tokens: int, chunk: int) -> dict[str,
     return {**found, "ratio": found["beside videos"] / found["quiet"]}
 
 
+def followed(vlm: VLM, clock: Clock, tokens: int, count: int) -> dict[str, tuple[float, float]]:
+    """Seconds to the first token of a question about something new, and of a second one in the same conversation."""
+    found = {}
+    with vlm.batch(8) as batch:
+
+        def first_token(prompt: Prompt) -> tuple[float, str]:
+            now, at = Now(clock), None
+            ticket = batch.add(prompt, max_new_tokens=tokens)
+            while not ticket.done:
+                parts = batch.step()
+                if at is None and any(part.tokens for _, part in parts):
+                    at = now()
+            return at or now(), ticket.output.text
+
+        for task in ("chart", "video", "story"):
+            times = []
+            for number in range(count):
+                turns = draw(FIRST_SEED + 5000 + number, task).messages()
+                fresh, answer = first_token(vlm.processor.prompt(turns))
+                turns = [
+                    *turns,
+                    {"role": "assistant", "content": answer},
+                    {"role": "user", "content": "And what else?"},
+                ]
+                times.append((fresh, first_token(vlm.processor.prompt(turns))[0]))
+            found[task] = (median(a for a, _ in times), median(b for _, b in times))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -255,7 +304,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step reads (default: 512)")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
-    parser.add_argument("--only", choices=("full", "arrivals", "video"), help="one of the measurements alone")
+    parser.add_argument(
+        "--only", choices=("full", "arrivals", "video", "follow"), help="one of the measurements alone"
+    )
     options = parser.parse_args()
     logging.set_verbosity_error()
     if options.threads:
@@ -277,6 +328,11 @@ def main() -> None:
     if options.only in (None, "video"):
         measured["video"] = video = beside_a_video(vlm, clock, options.new_tokens, options.chunk)
         print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
+    if options.only in (None, "follow"):
+        measured["follow"] = followed(vlm, clock, options.new_tokens, 12)
+        print("\nseconds to the first token   new     known   ratio")
+        for task, (fresh, known) in measured["follow"].items():
+            print(f"{task:25}{fresh:8.3f}{known:8.3f}{fresh / known:8.2f}")
     if options.only in (None, "arrivals"):
         measured["arrivals"] = serve_loads(vlm, model, requests, clock, options)
     if options.json:

@@ -171,6 +171,35 @@ def test_gaps_are_closed_before_the_arena_grows() -> None:
     assert cache.slots == slots
 
 
+def test_many_rows_make_the_arena_grow_seldom() -> None:
+    """Growing copies all that is held, so that a batch that fills row by row would stutter."""
+    cache, sizes = RowCache([torch.device("cpu")] * 2, 32), set()
+    for row in range(32):
+        cache.reserve(row, 200)
+        sizes.add(cache.slots)
+    assert len(sizes) <= 9
+    assert cache.slots <= 1.5 * 32 * 256
+
+
+def test_the_last_row_grows_where_it_stands() -> None:
+    cache = new_cache()
+    reference = Reference()
+    cache.reserve(0, QUANTUM)
+    add(cache, reference, 0, 3)
+    cache.reserve(0, 5 * QUANTUM)
+    assert cache.start(0) == 0
+    assert cache.slots == 5 * QUANTUM
+    assert_holds(cache, reference)
+
+
+def test_the_arena_grows_by_no_more_than_is_needed_beyond_the_most() -> None:
+    cache = RowCache([torch.device("cpu")], 4)
+    cache.most = 3 * QUANTUM
+    for row in range(4):
+        cache.reserve(row, QUANTUM)
+        assert cache.slots == (row + 1) * QUANTUM
+
+
 def test_memory_is_what_was_asked_for() -> None:
     cache = RowCache([torch.device("cpu")] * 2, ROWS)
     assert cache.nbytes == 0

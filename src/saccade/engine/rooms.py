@@ -39,6 +39,8 @@ class Rooms:
         shares = model is not None and isinstance(model, Target)
         self._entry = context.target.entry_bytes + (views * model.entry_bytes if shares and model else 0)
         self._limit = limit
+        if limit is not None:
+            context.cache.most = limit // self._entry
         self._rows: list[Row | None] = [None] * context.rows
         self._used = [0] * context.rows  # when each slot was freed, in calls
         self._calls = 0

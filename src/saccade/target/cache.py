@@ -8,6 +8,7 @@ never pad each other, and a chain's accepted entries never move.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,7 @@ class RowCache(Cache):
         lengths: committed entries per row, on the host.
         pending: entries per row that are written and neither committed nor dropped.
         layout: of the forward that runs now.
+        most: slots beyond which it grows by no more than what is needed.
     """
 
     def __init__(self, layer_devices: Sequence[torch.device], rows: int) -> None:
@@ -119,6 +121,7 @@ class RowCache(Cache):
         self.pending = [0] * rows
         self.layout = Layout([], slice(0, 0))
         self.slots = 0
+        self.most = sys.maxsize
         self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)
         self._stores: dict[tuple[Any, ...], _Store] = {}
@@ -195,8 +198,12 @@ class RowCache(Cache):
         if start is None and self.slots - sum(s.capacity for s in self._taken()) >= wanted:
             self._compact()
             start = self._gap(wanted)
+        if start is None and old is not None and old.stop == self.slots:
+            self._enlarge(self._generous(old.start + wanted))
+            old.capacity = wanted
+            return
         if start is None:
-            self._enlarge(self.slots + wanted)
+            self._enlarge(self._generous(self.slots + wanted))
             start = self._gap(wanted)
             assert start is not None
         fresh = _Segment(start, wanted)
@@ -238,6 +245,10 @@ class RowCache(Cache):
                 return at
             at = segment.stop
         return at if self.slots - at >= wanted else None
+
+    def _generous(self, slots: int) -> int:
+        """``slots``, or half as many again as there are, because growing copies everything that is held."""
+        return max(slots, min(self.slots + self.slots // 2, self.most))
 
     def _enlarge(self, slots: int) -> None:
         if slots <= self.slots:
