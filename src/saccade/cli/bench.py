@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli import options as o
+from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError
 
@@ -80,12 +80,12 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; by default as torch chooses.", rich_help_panel=_SIZES)
     ] = None,
-    target: o.Target = "pocket",
-    drafter: o.Drafter = None,
-    head: o.Heads = None,
-    dtype: o.Dtype = "auto",
-    draft_dtype: o.DraftDtype = None,
-    device: o.DeviceMap = None,
+    target: args.Target = "pocket",
+    drafter: args.Drafter = None,
+    head: args.Heads = None,
+    dtype: args.Dtype = "auto",
+    draft_dtype: args.DraftDtype = None,
+    device: args.DeviceMap = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as one JSON object instead of tables.")
     ] = False,

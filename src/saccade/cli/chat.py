@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli import options as o
+from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
 
@@ -25,35 +25,37 @@ HELP = """\
 
 
 def chat(
-    target: o.Target = "pocket",
+    target: args.Target = "pocket",
     image: Annotated[
         list[str] | None,
         typer.Option("--image", "-i", metavar="FILE", help="Picture for the first message; may be repeated."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    drafter: o.Drafter = None,
-    method: o.MethodName = None,
-    set_: o.Settings = None,
-    dtype: o.Dtype = "auto",
-    draft_dtype: o.DraftDtype = None,
-    device: o.DeviceMap = None,
-    max_new_tokens: o.MaxNewTokens = None,
-    sample: o.Sample = False,
-    temperature: o.Temperature = None,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    stop: o.Stop = None,
-    seed: o.Seed = None,
-    marks: o.Marks = False,
+    drafter: args.Drafter = None,
+    method: args.MethodName = None,
+    set_: args.Settings = None,
+    dtype: args.Dtype = "auto",
+    draft_dtype: args.DraftDtype = None,
+    device: args.DeviceMap = None,
+    max_new_tokens: args.MaxNewTokens = None,
+    sample: args.Sample = False,
+    temperature: args.Temperature = None,
+    top_p: args.TopP = None,
+    top_k: args.TopK = None,
+    min_p: args.MinP = None,
+    repetition_penalty: args.RepetitionPenalty = None,
+    stop: args.Stop = None,
+    seed: args.Seed = None,
+    marks: args.Marks = False,
 ) -> None:
     """Talk with a model about images, turn by turn.
 
     Later turns reuse the KV cache of the earlier ones: only what is new is read. `/help` inside lists commands.
     """
-    decoding = o.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
-    settings = o.settings(set_)
+    decoding = args.decoding(
+        max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop
+    )
+    settings = args.settings(set_)
     screen.check_media(image or [], [])
     vlm = screen.load_models(
         target or "pocket",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli import options as o
+from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError, MethodError
 
@@ -40,7 +40,7 @@ def distill(
             help="Where the answers go. A run that is there goes on if it is the same one, else it is an error.",
         ),
     ],
-    target: o.Target = None,
+    target: args.Target = None,
     media_root: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +65,7 @@ def distill(
         bool, typer.Option("--plan", help="Show how much would be asked and how long it would take.")
     ] = False,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Questions asked at once.")] = 8,
-    drafter: o.Drafter = None,
+    drafter: args.Drafter = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -75,10 +75,10 @@ def distill(
             rich_help_panel="Models",
         ),
     ] = None,
-    set_: o.Settings = None,
-    dtype: o.Dtype = "auto",
-    draft_dtype: o.DraftDtype = None,
-    device: o.DeviceMap = None,
+    set_: args.Settings = None,
+    dtype: args.Dtype = "auto",
+    draft_dtype: args.DraftDtype = None,
+    device: args.DeviceMap = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
     ] = 256,
@@ -138,7 +138,7 @@ def distill(
 
     name = method or ("plain" if drafter is None else None)
     pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
-    settings = o.settings(set_)
+    settings = args.settings(set_)
     if name is not None and not methods.is_lossless(methods.options(name, settings)):
         raise MethodError(
             f"Method {name} is lossy, so its answers are not the target's; choose a lossless one."

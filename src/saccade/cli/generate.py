@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli import options as o
+from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The question; `-` reads it from standard input.")],
-    target: o.Target = None,
-    image: o.Images = None,
-    video: o.Videos = None,
+    target: args.Target = None,
+    image: args.Images = None,
+    video: args.Videos = None,
     num_frames: Annotated[
         int | None, typer.Option(help="Frames taken of a video; by default as the model says.")
     ] = None,
-    drafter: o.Drafter = None,
-    method: o.MethodName = None,
-    set_: o.Settings = None,
-    dtype: o.Dtype = "auto",
-    draft_dtype: o.DraftDtype = None,
-    device: o.DeviceMap = None,
-    max_new_tokens: o.MaxNewTokens = None,
-    sample: o.Sample = False,
-    temperature: o.Temperature = None,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    stop: o.Stop = None,
-    seed: o.Seed = None,
+    drafter: args.Drafter = None,
+    method: args.MethodName = None,
+    set_: args.Settings = None,
+    dtype: args.Dtype = "auto",
+    draft_dtype: args.DraftDtype = None,
+    device: args.DeviceMap = None,
+    max_new_tokens: args.MaxNewTokens = None,
+    sample: args.Sample = False,
+    temperature: args.Temperature = None,
+    top_p: args.TopP = None,
+    top_k: args.TopK = None,
+    min_p: args.MinP = None,
+    repetition_penalty: args.RepetitionPenalty = None,
+    stop: args.Stop = None,
+    seed: args.Seed = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -46,7 +46,7 @@ def generate(
             help="Print one JSON object: models, method and its options, text, tokens, marks, statistics.",
         ),
     ] = False,
-    marks: o.Marks = False,
+    marks: args.Marks = False,
 ) -> None:
     """Answer one question about images, videos or text.
 
@@ -68,8 +68,10 @@ def generate(
         raise InputError(
             "The question is empty; give it as an argument, or - and write it to standard input."
         )
-    decoding = o.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
-    settings = o.settings(set_)
+    decoding = args.decoding(
+        max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop
+    )
+    settings = args.settings(set_)
     images, videos = image or [], video or []
     screen.check_media(images, videos)
     vlm = screen.load_models(

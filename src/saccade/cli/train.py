@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from saccade.cli import options as o
+from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError
 
@@ -32,7 +32,7 @@ def train(
         Path,
         typer.Option("--out", "-o", metavar="FOLDER", help="Where checkpoints, log and the trained head go."),
     ],
-    target: o.Target = None,
+    target: args.Target = None,
     begin: Annotated[
         str | None,
         typer.Option(
@@ -73,8 +73,8 @@ def train(
         str,
         typer.Option("--on-bad-line", help="`stop` at the first line that cannot be used, or `skip` them."),
     ] = "stop",
-    dtype: o.Dtype = "auto",
-    device: o.DeviceMap = None,
+    dtype: args.Dtype = "auto",
+    device: args.DeviceMap = None,
 ) -> None:
     """Train a drafter head, or a draft VLM, for a target on the target's own answers.
 
@@ -113,7 +113,7 @@ def train(
         from saccade.train.recipe import read_recipe
         from saccade.train.trainer import Trainer
 
-    chosen = read_recipe(recipe).with_settings(o.settings(settings))
+    chosen = read_recipe(recipe).with_settings(args.settings(settings))
     if lm is not None:
         if chosen.kind != "draft-vlm":
             raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train a {chosen.kind} head.")
