@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from train_kit import listed, target
 from training_run import STEPS, closeness, forked, recipe, run, slow_run
 
+from saccade import files
 from saccade.errors import TrainingError
-from saccade.train import Listed, Recipe, Trainer, folders
+from saccade.train import Listed, Recipe, Trainer
 from saccade.train.checkpoint import Checkpoints
 
 
@@ -286,10 +287,10 @@ def test_checkpoints_are_not_overwritten_unasked(unbroken: Path) -> None:
 
 def test_a_kill_between_the_two_renames_leaves_the_old_folder_to_put_back(tmp_path: Path) -> None:
     folder = tmp_path / "best"
-    folders.write_folder(folder, lambda part: (part / "a").write_text("old") and None)
+    files.write_folder(folder, lambda part: (part / "a").write_text("old") and None)
     folder.rename(tmp_path / ".best.old")
     (tmp_path / ".best.part").mkdir()
-    folders.recover(folder)
+    files.recover(folder)
     assert (folder / "a").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["best"]
 

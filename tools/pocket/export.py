@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
 import saccade
+from saccade import files
 from saccade.pocket.evaluate import measure, table
 from saccade.pocket.sample import WORLD
-from saccade.train import folders
 from tools.pocket.batches import FIRST_TRAINING_SEED
 from tools.pocket.chat import BEGIN, END, PAD
 from tools.pocket.models import CONTEXT, PocketModel
@@ -114,4 +114,4 @@ def export(
         write_folder(model, tokenizer, part)
         (part / "README.md").write_text(card(part, recipe, provenance, drafter))
 
-    folders.write_folder(folder, write)
+    files.write_folder(folder, write)

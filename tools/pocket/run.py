@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from saccade import files
 from saccade.errors import TrainingError
-from saccade.train import folders, precision
-from saccade.train.checkpoint import differences
+from saccade.formats import differences
+from saccade.train import precision
 from tools.pocket.answers import target_answers
 from tools.pocket.beginnings import LEARNT_BEFORE, from_nothing, from_pair, pair_digest
 from tools.pocket.draft import train_draft, train_follower
@@ -106,8 +107,8 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
     if begun is None:
         return
     target, draft = begun.target, begun.draft
-    folders.write_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
-    folders.write_folder(folder / _GUESSER, lambda part: write_folder(draft, tokenizer, part))
+    files.write_folder(folder / _SPEAKER, lambda part: write_folder(target, tokenizer, part))
+    files.write_folder(folder / _GUESSER, lambda part: write_folder(draft, tokenizer, part))
     answered = target_answers(recipe, folder / _SPEAKER, folder / _GUESSER, folder)
     if until == "answers":
         return

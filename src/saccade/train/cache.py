@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from saccade.errors import TrainingError
+from saccade.files import write_file, writing
 from saccade.inputs.padded import visual_mask
 from saccade.target.adapter import Target
 from saccade.train.features import Features, Needed
-from saccade.train.folders import writing
 
 _SHARD = 64
 """Samples per file."""
@@ -98,14 +99,7 @@ class FeatureCache:
             return
         content = save({f"{i}.{name}": t for i, packed in self._memory.items() for name, t in packed.items()})
         place = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
-        part = place.with_suffix(".part")
-        with writing(place):
-            try:
-                part.write_bytes(content)
-                part.rename(place)
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
+        write_file(place, content, error=TrainingError)
         self._shards.update(dict.fromkeys(self._memory, place))
         self._memory.clear()
 
@@ -115,7 +109,7 @@ class FeatureCache:
 
     def _open(self, folder: Path, fingerprint: str) -> None:
         mark = folder / "fingerprint"
-        with writing(folder):
+        with writing(folder, TrainingError):
             if folder.exists() and (not mark.exists() or mark.read_text() != fingerprint):
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)

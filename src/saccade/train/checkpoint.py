@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 
 from saccade.errors import TrainingError
+from saccade.files import recover, write_file, write_folder
+from saccade.formats import differences
 from saccade.target.adapter import Target
-from saccade.train.folders import recover, write_folder, writing
 
 _VALUES = 64
 
@@ -72,7 +72,7 @@ class Checkpoints:
             (part / _STATE).write_bytes(content)
             (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
-        write_folder(self._folder / f"step-{step:08d}", write)
+        write_folder(self._folder / f"step-{step:08d}", write, error=TrainingError)
         for old in self._found()[: -self._keep]:
             shutil.rmtree(old)
 
@@ -83,15 +83,8 @@ class Checkpoints:
             TrainingError: the disk is full or cannot be written.
         """
         place = self._folder / f"step-{step:08d}"
-        if not place.is_dir():
-            return
-        part = place / f"{_LATER}.part"
-        with writing(place / _LATER):
-            with part.open("w") as file:
-                file.write(json.dumps(values) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(place / _LATER)
+        if place.is_dir():
+            write_file(place / _LATER, json.dumps(values) + "\n", error=TrainingError)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         """The newest whole checkpoint, with the random states put back.
@@ -147,17 +140,6 @@ def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:
     except (OSError, ValueError, KeyError):
         return None, b""
     return (about, content) if whole else (None, b"")
-
-
-def differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """Key, our value and theirs, of what differs in nested dictionaries."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [
-            found
-            for name in dict.fromkeys([*ours, *theirs])
-            for found in differences(ours.get(name), theirs.get(name), f"{key}.{name}" if key else name)
-        ]
-    return [] if ours == theirs else [(key, ours, theirs)]
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from saccade.draft.pruning import Pruning
+from saccade.errors import TrainingError
+from saccade.files import writing
 from saccade.inputs.padded import media_spans, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -22,7 +24,6 @@ from saccade.target.features import FeatureTap
 from saccade.target.probe import AttentionProbe
 from saccade.train.batches import forward_passes
 from saccade.train.checkpoint import identity
-from saccade.train.folders import writing
 from saccade.train.samples import Sample
 
 
@@ -178,7 +179,7 @@ class Calibration:
         """
         if self._file is None or not self._unsaved:
             return
-        with writing(self._file):
+        with writing(self._file, TrainingError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
                 file.write("".join(f"\n{line}" for line in self._unsaved))  # a line cut short stays alone

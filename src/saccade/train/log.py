@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from saccade.train.folders import writing
+from saccade.errors import TrainingError
+from saccade.files import write_file, writing
+from saccade.formats import duration
 
 
 class Log:
@@ -28,16 +30,12 @@ class Log:
     ) -> None:
         self._path, self._steps, self._say = folder / "log.jsonl", steps, say
         self._first, self._begun = step, time.monotonic()
-        with writing(self._path):
-            folder.mkdir(parents=True, exist_ok=True)
-            kept = [
-                line
-                for line in _lines(self._path)
-                if _step_of(line) <= step and not (_step_of(line) == step and again in json.loads(line))
-            ]
-            part = self._path.with_suffix(".part")
-            part.write_text("".join(line + "\n" for line in kept))
-            part.replace(self._path)
+        kept = [
+            line
+            for line in _lines(self._path)
+            if _step_of(line) <= step and not (_step_of(line) == step and again in json.loads(line))
+        ]
+        write_file(self._path, "".join(line + "\n" for line in kept), error=TrainingError)
         self._board: Any = None
         if find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
@@ -50,7 +48,7 @@ class Log:
         Raises:
             TrainingError: the disk is full.
         """
-        with writing(self._path), self._path.open("a") as file:
+        with writing(self._path, TrainingError), self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
@@ -71,13 +69,6 @@ class Log:
         """Bring everything to disk."""
         if self._board is not None:
             self._board.close()
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _lines(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from saccade.train.log import duration
+from saccade.formats import duration
 from saccade.train.recipe import Stage
 from saccade.train.trainer import Trainer
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.errors import TrainingError
+from saccade.files import recover, write_folder
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.train.batches import Order, set_apart
 from saccade.train.checkpoint import Checkpoints, identity, same_draws
-from saccade.train.folders import recover, write_folder
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
 from saccade.train.objectives.losses import Tally
@@ -136,7 +136,7 @@ class Trainer:
         last = self._out / self.learner.folder
         if log is not None:
             log.close()
-            write_folder(last, self.learner.save)
+            write_folder(last, self.learner.save, error=TrainingError)
         self.processes.wait()
         best = self._out / "best" if self._best > -math.inf else None
         return Outcome(last, best, self._best if best else None)
@@ -251,7 +251,7 @@ class Trainer:
             save_file(held, part / "entries.safetensors")
 
         suffix = f"-{self.processes.rank}" if self.processes.count > 1 else ""
-        write_folder(self._out / f"bad-step-{step + 1}{suffix}", write)
+        write_folder(self._out / f"bad-step-{step + 1}{suffix}", write, error=TrainingError)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._step % every == 0
@@ -313,7 +313,7 @@ class Trainer:
             self._say(f"step {self._step}: block efficiency {value:.3f}")
             if value > self._best:
                 self._best = value
-                write_folder(self._out / "best", self._write_best)
+                write_folder(self._out / "best", self._write_best, error=TrainingError)
         if log is not None:
             self._checkpoints.amend(self._step, {"best": self._best, "unmeasured": False})
         self._unmeasured = False

@@ -1,0 +1,120 @@
+"""Atomic writes of files and folders: a kill at any moment leaves the old content or the new, never half of each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from saccade.errors import SaccadeError
+
+_ADVICE = "what was there before is intact, so check the folder and its free space and run the command again"
+
+
+def write_file(
+    path: Path,
+    content: str | bytes | Callable[[Path], object],
+    *,
+    error: type[SaccadeError] = SaccadeError,
+    advice: str = _ADVICE,
+) -> None:
+    """Replace a file atomically, by way of ``NAME.part`` beside it. Missing parent folders are made.
+
+    Args:
+        content: text (UTF-8), bytes, or a function that writes the file at the path that it gets.
+        error: class of the exception.
+        advice: end of its message, without a full stop.
+
+    Raises:
+        SaccadeError: the disk is full, or the file cannot be written; the old file is intact.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with writing(path, error, advice):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if callable(content):
+                content(part)
+            else:
+                part.write_bytes(content.encode() if isinstance(content, str) else content)
+            _sync(part)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def write_folder(
+    folder: Path,
+    write: Callable[[Path], object],
+    *,
+    error: type[SaccadeError] = SaccadeError,
+    advice: str = _ADVICE,
+) -> None:
+    """Replace a folder atomically, by one that ``write`` fills; `recover` ends a replacement that was cut short.
+
+    Args:
+        error, advice: as in `write_file`.
+
+    Raises:
+        SaccadeError: the disk is full, or the folder cannot be written; the old folder is intact.
+    """
+    part, old = _part(folder), _old(folder)
+    with writing(folder, error, advice):
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            write(part)
+            for file in (*(p for p in part.rglob("*") if p.is_file()), part):
+                _sync(file)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        part.rename(folder)
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Restore a folder whose replacement was cut short, and remove partial copies."""
+    old = _old(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for leftover in (old, _part(folder)):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def writing(place: Path, error: type[SaccadeError] = SaccadeError, advice: str = _ADVICE) -> Iterator[None]:
+    """Turn a failure to write ``place`` into an error of one sentence; arguments as in `write_file`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as problem:
+        number = getattr(problem, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(problem):
+            raise error(f"The disk is full: {place} could not be written; {advice}.") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"Cannot write {place}: {reason}; {advice}.") from problem
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.part")
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,50 @@
+"""Tests of atomic writes and of text for messages."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from saccade.errors import SaccadeError, TrainingError
+from saccade.files import write_file, write_folder
+from saccade.formats import differences, duration, shortened
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.txt"
+    write_file(path, "old")
+
+    def fail(part: Path) -> None:
+        part.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TrainingError, match=r"^The disk is full: .*a\.txt could not be written; .*\.$"):
+        write_file(path, fail, error=TrainingError)
+    assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
+    assert path.read_text() == "old"
+
+
+def test_a_failed_write_leaves_the_old_folder_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    write_folder(folder, lambda part: (part / "a").write_bytes(b"old"))
+
+    def fail(part: Path) -> None:
+        (part / "a").write_text("half")
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(SaccadeError, match=r"Cannot write .*head: Permission denied; try another\."):
+        write_folder(folder, fail, advice="try another")
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
+    assert (folder / "a").read_bytes() == b"old"
+
+
+def test_differences_name_nested_leaves_and_absent_ones() -> None:
+    ours, theirs = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "e": {"f": 5}}
+    assert list(differences(ours, theirs)) == [("a.c", 2, 4), ("d", 3, None), ("e", None, {"f": 5})]
+
+
+def test_durations_and_values_are_short() -> None:
+    assert [duration(s) for s in (12, 300, 9000)] == ["12 s", "5 min", "2.5 h"]
+    assert shortened("x" * 90, 10) == "'xxxxxx..."
