@@ -145,7 +145,7 @@ class Trial:
         ran = torch.zeros(rows, 0, dtype=torch.long)
         while frontier is not None:
             ran = torch.cat([ran, frontier.tokens], 1)
-            paths = _paths(ran, frontier.allow, frontier.depth)
+            paths = _paths(ran, frontier.attention_mask, frontier.depth)
             frontier = growth.expand(self.draft.logits(paths))
         return growth.tree()
 

@@ -304,7 +304,7 @@ class Mixed(Trial):
         frontier = growth.expand(logits(torch.zeros(rows * views, 1, 0, dtype=torch.long)))
         while frontier is not None:
             ran = torch.cat([ran, frontier.tokens], 1)
-            frontier = growth.expand(logits(_paths(ran, frontier.allow, frontier.depth)))
+            frontier = growth.expand(logits(_paths(ran, frontier.attention_mask, frontier.depth)))
         return growth.tree()
 
 

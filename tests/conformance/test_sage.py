@@ -24,7 +24,7 @@ from test_sampling import (
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import TopProposer
-from saccade.draft.trees.sage import SageShaping, SageTree
+from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -71,14 +71,14 @@ def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the host does not read how many nodes there are; padding takes their place."""
-    begin = SageShaping.begin
+    begin = SageSession.begin
 
     def begun(*arguments: Any) -> Any:
         growth: Any = begin(*arguments)
         growth._exact = False
         return growth
 
-    monkeypatch.setattr(SageShaping, "begin", begun)
+    monkeypatch.setattr(SageSession, "begin", begun)
     case = FAMILIES[name]
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
     outputs = engine(name, "as published").generate(requests, max_new_tokens=24)

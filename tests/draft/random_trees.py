@@ -133,8 +133,8 @@ class PathModel:
 
 def allowed(frontier: Frontier, before: int) -> Tensor:
     """``[B or 1, W, F + W]`` what the nodes of a frontier see of the F entries run ``before`` and themselves."""
-    if frontier.allow is not None:
-        return frontier.allow
+    if frontier.attention_mask is not None:
+        return frontier.attention_mask
     width = frontier.tokens.shape[1]
     return torch.ones(1, width, before + width, dtype=torch.bool).tril(before)
 

@@ -153,7 +153,7 @@ def grown(policy: Any) -> tuple[Mixture, DraftTree]:
         assert frontier.rows == list(range(VIEWS * BATCH))
         assert torch.equal(frontier.tokens[:BATCH], frontier.tokens[BATCH : 2 * BATCH])
         width = frontier.tokens.shape[1]
-        allow = frontier.allow  # None: all before it and itself
+        allow = frontier.attention_mask  # None: all before it and itself
         if allow is None:
             allow = torch.ones(1, width, len(entries[0]) + width, dtype=torch.bool)
         allow = allow.expand(BATCH * VIEWS, -1, -1)

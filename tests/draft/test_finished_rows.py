@@ -18,7 +18,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.sage import SageShaping, SageTree
+from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
@@ -121,7 +121,7 @@ def test_a_finished_row_s_next_turn_begins_where_its_last_one_ended() -> None:
         Engine(target(), ModelDrafter(draft(), policy)).generate(
             [Request(prompt) for prompt in asked], max_new_tokens=NEW, eos_token_id=ending()
         )
-        assert isinstance(policy.shaping, SageShaping)
+        assert isinstance(policy.shaping, SageSession)
         for row in policy.shaping._rows:
             policy.shaping._catch_up(row)
         rows = policy.shaping._rows

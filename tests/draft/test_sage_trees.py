@@ -301,7 +301,7 @@ def test_no_confidence_needs_more_room_than_was_reserved(policy: SageTree, alpha
     frontier = growth.expand(torch.tensor([[model.logits(0, ())]]))
     while frontier is not None:
         ran += frontier.tokens.shape[1]
-        assert frontier.allow.shape == (1, frontier.tokens.shape[1], ran)
+        assert frontier.attention_mask.shape == (1, frontier.tokens.shape[1], ran)
         frontier = growth.expand(torch.randn(1, frontier.tokens.shape[1], VOCAB))
     assert ran <= policy.max_run
     assert half_up(policy.depth_at(alpha, policy.d_max)) <= policy.max_depth

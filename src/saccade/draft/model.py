@@ -137,7 +137,9 @@ class ModelDraftSession:
         while frontier is not None and not (capped and frontier.depth >= limit):
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
             running = rows if frontier.rows is None else frontier.rows
-            reading = self.context.forward(running, frontier.tokens, frontier.allow, self._depth(levels))
+            reading = self.context.forward(
+                running, frontier.tokens, frontier.attention_mask, self._depth(levels)
+            )
             frontier = growth.expand(self._cut(reading.logits))
         self.context.cache.drop(rows)
         return growth.tree()

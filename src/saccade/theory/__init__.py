@@ -18,17 +18,6 @@ from saccade.theory.acceptance import (
     fit_acceptance,
     tree_accepted_length,
 )
-from saccade.theory.cost import (
-    VerifyCost,
-    break_even,
-    cost_curve,
-    free_verification,
-    kv_bytes_per_token,
-    speedup,
-    speedup_per_node,
-    speedup_without_bonus,
-    verified_per_token,
-)
 from saccade.theory.divergence import (
     acceptance_floor,
     greedy_match,
@@ -52,6 +41,17 @@ from saccade.theory.loose import (
 )
 from saccade.theory.prediction import Prediction, predict
 from saccade.theory.shape import BestGamma, BestTree, best_gamma, best_tree, best_width, depth_limit
+from saccade.theory.speed import (
+    VerifyCost,
+    break_even,
+    cost_curve,
+    free_verification,
+    kv_bytes_per_token,
+    speedup,
+    speedup_per_node,
+    speedup_without_bonus,
+    verified_per_token,
+)
 
 __all__ = [
     "BestGamma",

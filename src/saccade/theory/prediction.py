@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from saccade.theory import domain
 from saccade.theory.acceptance import accepted_length
-from saccade.theory.cost import VerifyCost, break_even, free_verification, speedup, verified_per_token
 from saccade.theory.shape import BestGamma, best_gamma
+from saccade.theory.speed import VerifyCost, break_even, free_verification, speedup, verified_per_token
 
 
 @dataclass(frozen=True, slots=True)

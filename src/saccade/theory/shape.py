@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from saccade.theory import domain
 from saccade.theory.acceptance import accepted_length, exclusive_rows
-from saccade.theory.cost import VerifyCost, free_verification, speedup
+from saccade.theory.speed import VerifyCost, free_verification, speedup
 
 Path = tuple[int, ...]
 

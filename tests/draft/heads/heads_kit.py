@@ -316,7 +316,7 @@ class _RecordingGrowth:
         self._step.levels.append((*self._ran, logits.clone()))
         frontier: Frontier | None = self._growth.expand(logits)
         if frontier is not None:
-            allow, width = frontier.allow, frontier.tokens.shape[1]
+            allow, width = frontier.attention_mask, frontier.tokens.shape[1]
             if allow is None:
                 allow = torch.ones(1, width, self._before + width, dtype=torch.bool).tril(self._before)
             self._before += width

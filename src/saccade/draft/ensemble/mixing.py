@@ -106,12 +106,12 @@ class MixedGrowth:
         new = self._growth.expand(mixture(every, self._shares))
         if new is None:
             return None
-        tokens, allow = new.tokens, new.allow
+        tokens, mask = new.tokens, new.attention_mask
         if len(self._pairs) > 1 or rows > 1:
             places = on_device([place for _, place in self._pairs], tokens.device)
             tokens = tokens[places]
-            allow = allow if allow is None or len(allow) == 1 else allow[places]
-        return Frontier(tokens, allow, new.depth, self._rows)
+            mask = mask if mask is None or len(mask) == 1 else mask[places]
+        return Frontier(tokens, mask, new.depth, self._rows)
 
     def tree(self) -> DraftTree:
         return self._growth.tree()

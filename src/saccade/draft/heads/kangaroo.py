@@ -162,9 +162,9 @@ class KangarooDraftSession(HeadDraftSession):
         return super()._catch_up(rows, new, width)
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
-        allow = None if frontier.allow is None else pad(frontier.allow, (1, 0), value=True)
+        allow = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
         states = self._early(rows, frontier.tokens, allow, frontier.depth)
-        return self._forward(rows, states, frontier.tokens, frontier.allow, frontier.depth - 1, 0)
+        return self._forward(rows, states, frontier.tokens, frontier.attention_mask, frontier.depth - 1, 0)
 
     def _early(self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None, depth: int) -> Tensor:
         """``[A, W, d]`` states of pending tokens, ``allow`` ``[A or 1, W, T]`` as in `Context.forward`."""

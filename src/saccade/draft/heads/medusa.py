@@ -234,11 +234,11 @@ def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:
     Args:
         ran: ``[B, 1 + F + W]`` the root, the nodes that were run before, and the frontier.
     """
-    if frontier.allow is None:  # a chain
+    if frontier.attention_mask is None:  # a chain
         return ran[:, None]
     order = torch.arange(1, ran.shape[1], device=ran.device)
     behind = ran.shape[1]
-    seen = torch.where(frontier.allow, order, behind).sort(-1).values[..., : frontier.depth]
+    seen = torch.where(frontier.attention_mask, order, behind).sort(-1).values[..., : frontier.depth]
     places = pad(seen.clamp(max=behind - 1), (1, 0))  # [B or 1, W, depth + 1]
     batch, width = frontier.tokens.shape
     return ran.gather(1, places.expand(batch, -1, -1).flatten(1)).view(batch, width, -1)

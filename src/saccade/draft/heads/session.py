@@ -226,16 +226,16 @@ class HeadDraftSession:
         """States ``[A, W, d]`` of a frontier, each node fed the state of its parent among those that ``ran``."""
         width = frontier.tokens.shape[1]
         before = ran.shape[1] - 1  # the root is no entry of the frontier's own
-        if frontier.allow is None:
+        if frontier.attention_mask is None:
             features = ran[:, -1:]
         else:
             # Entries stand in the order of their levels: the last one that a node sees before its level is its parent.
             number = torch.arange(1, before + 1, device=self._device)
-            seen = frontier.allow[..., :before] * number
+            seen = frontier.attention_mask[..., :before] * number
             parent = pad(seen, (1, 0)).amax(-1).expand(ran.shape[0], width)  # [A, W] into ran
             features = ran.gather(1, parent[..., None].expand(-1, -1, ran.shape[2]))
         return self._forward(
-            rows, features, frontier.tokens, frontier.allow, frontier.depth - 1, frontier.depth
+            rows, features, frontier.tokens, frontier.attention_mask, frontier.depth - 1, frontier.depth
         )
 
     def _forward(

@@ -75,7 +75,7 @@ class _DynamicGrowth:
         self._level_sizes = [1]
         self._frontier = roots.new_zeros(batch, 1)  # node indices
         self._frontier_scores = self._scores[0]
-        self._allow = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
+        self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
 
     def expand(self, logits: Tensor) -> Frontier | None:
         batch, width, _ = logits.shape
@@ -94,11 +94,11 @@ class _DynamicGrowth:
             min(self._policy.top, width * top), -1
         )  # [B, W']
         count = picked.shape[1]
-        above = self._allow.gather(1, (picked // top)[..., None].expand(-1, -1, self._allow.shape[2]))
+        above = self._mask.gather(1, (picked // top)[..., None].expand(-1, -1, self._mask.shape[2]))
         self_seen = torch.eye(count, dtype=torch.bool, device=logits.device).expand(batch, -1, -1)
-        self._allow = torch.cat([above, self_seen], 2)
+        self._mask = torch.cat([above, self_seen], 2)
         self._frontier = first + picked
-        return Frontier(self._tokens[-1].gather(1, picked), self._allow, depth)
+        return Frontier(self._tokens[-1].gather(1, picked), self._mask, depth)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
@@ -182,7 +182,7 @@ class _Beam:
         self._parents = [roots.new_zeros(batch, 1)]
         self._scores = torch.zeros(batch, 1, device=device)  # log-probabilities of the last depth's paths
         self._first = 0  # node index of the last depth's first node
-        self._allow = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
+        self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
 
     def expand(self, logits: Tensor) -> Frontier | None:
         batch = logits.shape[0]
@@ -197,10 +197,10 @@ class _Beam:
         depth = len(self._tokens) - 1
         if depth == self._policy.max_depth:
             return None
-        seen = self._allow.gather(1, above[..., None].expand(-1, -1, self._allow.shape[2]))
+        seen = self._mask.gather(1, above[..., None].expand(-1, -1, self._mask.shape[2]))
         itself = torch.eye(picked.shape[1], dtype=torch.bool, device=logits.device).expand(batch, -1, -1)
-        self._allow = torch.cat([seen, itself], 2)
-        return Frontier(new, self._allow, depth)
+        self._mask = torch.cat([seen, itself], 2)
+        return Frontier(new, self._mask, depth)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)

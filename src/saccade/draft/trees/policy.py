@@ -21,15 +21,15 @@ class Frontier:
 
     Attributes:
         tokens: ``[B, W]`` ids.
-        allow: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where each
-            sees all before it and itself.
+        attention_mask: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where
+            every node sees all entries before it and itself.
         depth: of the frontier below the root (host integer).
         rows: rows of the draft model that run them, where a policy has several for one tree; None for those that the
             trees were begun with.
     """
 
     tokens: Tensor
-    allow: Tensor | None
+    attention_mask: Tensor | None
     depth: int
     rows: Sequence[int] | None = None
 
@@ -47,7 +47,7 @@ class Growth(Protocol):
         ...
 
 
-class Shaping(Protocol):
+class PolicySession(Protocol):
     """A tree policy at work on the rows of one session."""
 
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
@@ -91,7 +91,7 @@ class TreePolicy(Protocol):
         """Whether children may be drawn from q; only exact when the form does not depend on what was drawn."""
         ...
 
-    def open(self, batch: int, device: torch.device) -> Shaping:
+    def open(self, batch: int, device: torch.device) -> PolicySession:
         """Start on ``batch`` rows."""
         ...
 

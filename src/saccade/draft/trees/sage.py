@@ -129,8 +129,8 @@ class SageTree:
     def _deepest(self) -> int:
         return self.ceiling if self.window else self.d_max
 
-    def open(self, batch: int, device: torch.device) -> SageShaping:
-        return SageShaping(self, batch, device)
+    def open(self, batch: int, device: torch.device) -> SageSession:
+        return SageSession(self, batch, device)
 
     def depth_at(self, confidence: float, deepest: int) -> float:
         """``D(alpha)`` (Eq. 10)."""
@@ -224,7 +224,7 @@ class _Row:
     accepted: tuple[_Arriving, int] | None = None
 
 
-class SageShaping:
+class SageSession:
     """Confidence and history of every row, on the host.
 
     What a step says of a row waits with that row: rows whose trees begin in another call neither wait for it nor lose

@@ -13,7 +13,7 @@ from saccade.draft.trees.policy import Frontier
 from saccade.tree import DraftTree, ancestors_of
 
 if TYPE_CHECKING:
-    from saccade.draft.trees.sage import SageShaping
+    from saccade.draft.trees.sage import SageSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SageGrowth:
     are read off where the host computes anyway; an accelerator gets the bounds instead of being waited for.
     """
 
-    def __init__(self, shaping: SageShaping, rows: Sequence[int], roots: Tensor) -> None:
+    def __init__(self, shaping: SageSession, rows: Sequence[int], roots: Tensor) -> None:
         batch, device = roots.shape[0], roots.device
         self._shaping, self._policy = shaping, shaping.policy
         self._rows = list(rows)
@@ -87,7 +87,7 @@ class SageGrowth:
         self._kept = [1] * batch  # of them, those that are no padding; on the host where sizes are exact
         self._nodes = self._parents[0]  # of the frontier
         self._form: Tensor | None = self._nodes  # places in the static first tree
-        self._allow = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
+        self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
         # Where the last accepted node's confidence is wanted: what was said after every node that was run, and which of
         # it is nearest to each node.
         self._keeps_tops = self._policy.alpha_of == "accepted"
@@ -152,9 +152,9 @@ class SageGrowth:
             self._sources[-1] = self._sources[-1].scatter(
                 1, places, self._ran + order.expand(len(scores), -1)
             )
-        seen = self._allow.gather(1, above[..., None].expand(-1, -1, self._allow.shape[2]))
-        self._allow = torch.cat([seen, itself.expand(len(scores), -1, -1)], 2)
-        return Frontier(taken(new), self._allow, self._level)
+        seen = self._mask.gather(1, above[..., None].expand(-1, -1, self._mask.shape[2]))
+        self._mask = torch.cat([seen, itself.expand(len(scores), -1, -1)], 2)
+        return Frontier(taken(new), self._mask, self._level)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)

@@ -150,7 +150,7 @@ class _Level:
         pick: ``[n]`` which of the ``W * width`` candidates become nodes.
         parents: ``[n]`` places, within the frontier, of the new nodes' parents.
         run: places, within the new nodes, of those that have children themselves.
-        allow: ``[1, W', F + W']`` for the next frontier; None where each sees all before it and itself.
+        attention_mask: ``[1, W', F + W']`` for the next frontier; None where each sees all before it and itself.
     """
 
     width: int
@@ -158,7 +158,7 @@ class _Level:
     run: list[int]
     run_index: Tensor
     run_nodes: Tensor
-    allow: Tensor | None
+    attention_mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class _Plan:
                     run=run,
                     run_index=sent(torch.tensor(run, dtype=torch.long), device),
                     run_nodes=sent(torch.tensor(nodes_run, dtype=torch.long), device),
-                    allow=None if bool(allow.all()) else sent(allow, device),
+                    attention_mask=None if bool(allow.all()) else sent(allow, device),
                 )
             )
         return cls(
@@ -236,7 +236,7 @@ class _StaticGrowth:
             return None
         self._expanding = level.run_nodes
         tokens = new if len(level.run) == new.shape[1] else new[:, level.run_index]
-        return Frontier(tokens, level.allow, self._depth)
+        return Frontier(tokens, level.attention_mask, self._depth)
 
     def tree(self) -> DraftTree:
         plan, tokens = self._plan, torch.cat(self._tokens, 1)
