@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from prompt_lines import asks, talks
 
-from saccade.distill.conversations import located, opened, parse, text_of
 from saccade.distill.planning import Seen
 from saccade.errors import InputError
+from saccade.inputs.conversations import parse_conversation, resolve, resolve_media, text_of
 
 IMAGE = {"type": "image", "image": "a.png"}
 
 
 def told(row: Any) -> list[dict[str, Any]]:
-    return parse(json.dumps(row)).messages
+    return parse_conversation(json.dumps(row)).messages
 
 
 def words(text: str) -> dict[str, Any]:
@@ -71,11 +71,11 @@ def test_images_stand_where_their_marks_are_and_videos_too() -> None:
 
 
 def test_every_assistant_turn_is_a_question_and_so_is_an_open_end() -> None:
-    conversation = parse(json.dumps(talks("x", ("One?", "1"), ("Two?", "2"))))
+    conversation = parse_conversation(json.dumps(talks("x", ("One?", "1"), ("Two?", "2"))))
     assert [text_of(conversation.messages[i]) for i in conversation.questions] == ["One?", "Two?"]
     roles = ["system", "assistant", "user", "user", "assistant", "user"]
     row = {"messages": [{"role": role, "content": "."} for role in roles]}
-    assert parse(json.dumps(row)).questions == [3, 5]
+    assert parse_conversation(json.dumps(row)).questions == [3, 5]
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_every_assistant_turn_is_a_question_and_so_is_an_open_end() -> None:
         ('{"id": 1}', "either conversations"),
         ('{"messages": 3}', "must be a list"),
         ('{"messages": []}', "is empty"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', "nobody asks anything"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "it has no question"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
         ('{"conversations": [{"from": "human"}]}', "from and value"),
-        ('{"conversations": [{"from": "robot", "value": "x"}]}', "unknown speaker 'robot'"),
+        ('{"conversations": [{"from": "robot", "value": "x"}]}', "unknown role 'robot'"),
         (json.dumps(talks("x", ("<image> <image>", "a"), image="a.png")), "<image> 2 times, but 1 files"),
         (json.dumps(talks("x", ("<image>", "a"))), "<image> 1 times, but 0 files"),
         (json.dumps(asks("?", "https://example.com/a.png")), "on the network"),
@@ -101,7 +101,7 @@ def test_every_assistant_turn_is_a_question_and_so_is_an_open_end() -> None:
 )
 def test_lines_of_another_form_are_refused_with_the_reason(line: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        parse(line)
+        parse_conversation(line)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_lines_of_another_form_are_refused_with_the_reason(line: str, reason: st
 )
 def test_paths_are_relative_to_the_folder_of_the_media(source: str, place: str) -> None:
     root, image = Path("/media"), {"type": "image", "image": source}
-    assert located(source, root) == place
+    assert resolve(source, root) == place
     frames = {"type": "video", "video": [source, source]}
-    assert opened([user(image, words("?"), frames)], root) == [
+    assert resolve_media([user(image, words("?"), frames)], root) == [
         user({"type": "image", "image": place}, words("?"), {"type": "video", "video": [place, place]})
     ]
 

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from saccade.bench.environment import PeakMemory
+import torch
+
 from saccade.bench.questions import Question, Turn
 from saccade.bench.record import Record
 from saccade.errors import SaccadeError, SaccadeWarning
@@ -207,3 +208,39 @@ def _tree(vlm: VLM, tree: TreeTrace) -> dict[str, Any]:
 @cache
 def _piece(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([token]))
+
+
+_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_RESET_PEAK = "5"  # see proc(5)
+
+
+class PeakMemory:
+    """Peak memory of the device, or of the process on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._works = device.type == "cuda" or _reset()
+
+    def start(self) -> None:
+        """Reset the peak."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._works:
+            _reset()
+
+    def read(self) -> int | None:
+        """Largest number of bytes in use since `start`; None where the system does not report it."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if not self._works:
+            return None
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+
+
+def _reset() -> bool:
+    try:
+        _CLEAR.write_text(_RESET_PEAK)
+        return "VmHWM:" in _STATUS.read_text()
+    except OSError:
+        return False

@@ -9,11 +9,11 @@ from typing import Any
 
 from saccade import methods
 from saccade.bench import questions
-from saccade.bench.environment import environment, fingerprint, head_facts, model_facts
 from saccade.bench.questions import Question
 from saccade.bench.sameness import digest
 from saccade.bench.suite import MethodEntry, Suite
 from saccade.draft.heads.head import Head
+from saccade.environment import dtype_name, environment, fingerprint, model_facts
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.vlm import VLM
 
@@ -75,9 +75,9 @@ class Prepared:
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and the heads that are used, a digest of their weights among them."""
         target, drafter = self.names
-        found = {"target": _facts(self.vlm.target.model, target), "drafter": None}
+        found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
         if self.vlm.draft_model is not None:
-            found["drafter"] = _facts(self.vlm.draft_model.model, drafter or target)
+            found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
         found["heads"] = {name: head_facts(head, name) for name, head in self.heads.items()}
         return as_json(found)
 
@@ -145,8 +145,19 @@ def lacking(entry: MethodEntry) -> str:
     return ""
 
 
-def _facts(model: Any, name: str) -> dict[str, Any]:
-    return {**model_facts(model, name), "digest": fingerprint(model)}
+def head_facts(head: Head, name: str) -> dict[str, Any]:
+    """Kind, size, options, dtype and fingerprint of a head."""
+    return {
+        "name": name,
+        "type": head.kind,
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "layers": head.blocks,
+        "width": head.config.hidden_size,
+        "vocabulary": head.config.vocab_size,
+        "options": dict(head.config.options),
+        "digest": fingerprint(head),
+        "dtype": dtype_name(head),
+    }
 
 
 def _refused(vlm: VLM, group: list[Question]) -> str:

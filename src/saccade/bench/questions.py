@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.bench.suite import Suite, TaskEntry
-from saccade.distill.conversations import check_media, conversation_of, opened, parts_with_media, row_of
 from saccade.errors import InputError, SaccadeError
+from saccade.inputs.conversations import check_media, media_parts, parse_row, read_conversation, resolve_media
 
 Score = Callable[[str], dict[str, float]]
 """Marks an answer: for every kind of fact a number from 0 to 1."""
@@ -218,13 +218,13 @@ def turns_of(messages: Sequence[Mapping[str, Any]], count: int, reference: Any =
 
 
 def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Question:
-    row = row_of(line)
+    row = parse_row(line)
     unknown = sorted(set(row) - _KEYS)
     if unknown:
         raise InputError(f"unknown key {unknown[0]!r}; expected {', '.join(sorted(_KEYS))}")
-    conversation = conversation_of(row)
+    conversation = read_conversation(row)
     check_media(conversation.messages, folder)
-    messages, count = opened(conversation.messages, folder), entry.turns or 1
+    messages, count = resolve_media(conversation.messages, folder), entry.turns or 1
     if "conversations" in row and count == 1:
         first = next(i for i, message in enumerate(messages) if message["role"] == "user")
         messages = messages[: first + 1]
@@ -233,7 +233,7 @@ def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Questio
 
 
 def _turn(messages: Sequence[Mapping[str, Any]], reference: Any = None) -> Turn:
-    images = [p["image"] for p in parts_with_media(messages) if p["type"] == "image"]
+    images = [p["image"] for p in media_parts(messages) if p["type"] == "image"]
     texts = [part["text"] for part in messages[-1]["content"] if part["type"] == "text"]
     said, score = " ".join(texts).strip(), reference_score(reference)
     return Turn(tuple(messages), said, tuple(images), score, reference)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.distill.conversations import Messages, opened
 from saccade.distill.options import Options
 from saccade.distill.planning import Item, Prompts, asked_messages
 from saccade.errors import InputError
+from saccade.inputs.conversations import Messages, resolve_media
 from saccade.inputs.families import visual_ids
 from saccade.output import Output
 from saccade.text import decode
@@ -67,7 +67,7 @@ class Asker:
 
     def _generate(self, asked: Sequence[tuple[Item, Messages]], sampled: bool) -> list[Output]:
         outputs: list[Output] = self.vlm.generate(
-            [opened(messages, self.prompts.root) for _, messages in asked],
+            [resolve_media(messages, self.prompts.root) for _, messages in asked],
             seed=[self.options.seed_of(item.id) for item, _ in asked],
             **self.options.decoding(sampled),
         )
@@ -78,7 +78,7 @@ class Asker:
         sound = []
         for item, messages in asked:
             try:
-                prompt = self.vlm.processor.prompt(opened(messages, self.prompts.root))
+                prompt = self.vlm.processor.prompt(resolve_media(messages, self.prompts.root))
                 self.vlm.target.check_length(len(prompt) + self.options.max_new_tokens)
             except InputError as problem:
                 self.refuse(item, str(problem).rstrip("."))

@@ -14,9 +14,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.distill.conversations import Messages, opened
 from saccade.distill.pocket_source import FILE as DRAWN
 from saccade.errors import SaccadeError
+from saccade.inputs.conversations import Messages, resolve_media
 
 HEADER = "distill.json"
 ANSWERS = "answers.jsonl"
@@ -294,7 +294,7 @@ class Answers(Sequence[Answered]):
             line = file.read(int(self._ends[number]) - start)
         try:
             row = json.loads(line)
-            row["messages"] = opened(row["messages"], self._root)
+            row["messages"] = resolve_media(row["messages"], self._root)
             return Answered(**row)
         except (ValueError, KeyError, TypeError):
             raise SaccadeError(

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from saccade.distill import pocket_source
-from saccade.distill.conversations import (
+from saccade.distill.options import Options
+from saccade.errors import InputError, SaccadeError
+from saccade.inputs.conversations import (
     Conversation,
     Messages,
     check_media,
-    files_of,
-    located,
-    parse,
-    parts_with_media,
+    media_parts,
+    parse_conversation,
+    resolve,
+    sources_of,
     text_of,
 )
-from saccade.distill.options import Options
-from saccade.errors import InputError, SaccadeError
 
 
 class Seen:
@@ -44,7 +44,7 @@ class Seen:
 
     def first(self, name: str, messages: Sequence[dict[str, Any]]) -> str:
         """The name under which this question came first; its own when it is new."""
-        sources = [located(s, self._root) for part in parts_with_media(messages) for s in files_of(part)]
+        sources = [resolve(s, self._root) for part in media_parts(messages) for s in sources_of(part)]
         rough = _hash(_bare(messages), [_size(s) for s in sources])
         if rough not in self._alike:
             self._alike[rough] = (name, sources)
@@ -65,7 +65,7 @@ def _bare(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             **message,
             "content": [
-                p if p["type"] == "text" else {"type": p["type"], "files": len(files_of(p))}
+                p if p["type"] == "text" else {"type": p["type"], "files": len(sources_of(p))}
                 for p in message["content"]
             ],
         }
@@ -172,7 +172,7 @@ class Prompts:
         """The conversation of the line that starts there."""
         with self.path.open("rb") as file:
             file.seek(offset)
-            return parse(file.readline().decode())
+            return parse_conversation(file.readline().decode())
 
     def where(self, line: int) -> str:
         """A line, for messages."""
@@ -240,7 +240,7 @@ def refuse(problems: list[str], sentence: str, on_bad_line: str) -> None:
 
 def _read(line: bytes, root: Path) -> Conversation:
     try:
-        conversation = parse(line.decode())
+        conversation = parse_conversation(line.decode())
     except UnicodeDecodeError:
         raise InputError("it is not UTF-8 text") from None
     check_media(conversation.messages, root)

@@ -12,12 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from saccade.bench.environment import fingerprint, model_facts
 from saccade.distill import pocket_source
 from saccade.distill.asking import Asker
 from saccade.distill.folder import SCHEMA, Folder
 from saccade.distill.options import Options
 from saccade.distill.planning import Item, Plan, Prompts, make_plan, refuse
+from saccade.environment import model_facts
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.target.adapter import Target
 from saccade.vlm import VLM
@@ -53,7 +53,7 @@ def header(
 
 def _facts(target: Target) -> dict[str, Any]:
     model = target.model
-    return {**model_facts(model, str(model.config._name_or_path)), "digest": fingerprint(model)}
+    return model_facts(model, str(model.config._name_or_path))
 
 
 class Setup:
@@ -207,7 +207,7 @@ def distill(
 
     Args:
         vlm: the target; its method must be lossless.
-        source: a file of conversations (see `saccade.distill.conversations.parse`), or ``pocket:TASK,TASK``, or
+        source: a file of conversations (see `saccade.inputs.conversations`), or ``pocket:TASK,TASK``, or
             ``pocket:all``.
         out: folder for ``answers.jsonl`` and ``distill.json``.
         media_root: folder of the prompt set's media; the file's own when None.

@@ -11,10 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from saccade.distill.conversations import located
 from saccade.distill.folder import ANSWERS, HEADER
 from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.inputs.chat import normalise
+from saccade.inputs.conversations import resolve
 from saccade.inputs.padded import visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.train.samples import Sample
@@ -274,4 +274,4 @@ def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
 def _place(source: Any, folder: Path) -> Any:
     if isinstance(source, list):  # a video as a list of frames
         return [_place(frame, folder) for frame in source]
-    return located(source, folder) if isinstance(source, str) else source
+    return resolve(source, folder) if isinstance(source, str) else source

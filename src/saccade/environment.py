@@ -1,0 +1,95 @@
+"""Facts that identify a run: software versions, device, git revision and models."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("saccade", "torch", "transformers", "numpy")
+_SAMPLED_WEIGHTS = 32
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, platform, git revision, threads and the name of the target's device."""
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        **{name: metadata.version(name) for name in PACKAGES},
+        "revision": revision(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Name such as ``cpu (AVX512)`` or ``cuda (NVIDIA H200)``."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({torch.backends.cpu.get_cpu_capability()})"
+    return device.type
+
+
+def revision() -> str | None:
+    """Git revision of Saccade's own checkout, followed by ``+`` when files are modified; None outside a checkout."""
+    folder = Path(__file__).parent
+    found = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if not found or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None  # installed without git, or below someone else's repository
+    return found + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else "")
+
+
+def model_facts(model: Any, name: str) -> dict[str, Any]:
+    """Kind, size, dtype and fingerprint of a model.
+
+    Args:
+        model: a loaded Hugging Face model.
+        name: as given by the user; a folder is reduced to its last part.
+    """
+    text = model.config.get_text_config(decoder=True)
+    path = Path(name)
+    return {
+        "name": path.resolve().name if path.is_dir() else name,
+        "type": model.config.model_type,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": text.num_hidden_layers,
+        "width": text.hidden_size,
+        "vocabulary": text.vocab_size,
+        "dtype": dtype_name(model),
+        "digest": fingerprint(model),
+    }
+
+
+def dtype_name(model: torch.nn.Module) -> str:
+    """Dtype of the first parameter, such as ``float32``."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Hash of the names, shapes and first weights of one row of every parameter; any training changes it."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for name, weight in sorted(model.named_parameters()):
+        hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
+        if weight.numel() and weight.device.type != "meta":
+            row = (
+                weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
+            )
+            hasher.update(row.detach().reshape(-1)[:_SAMPLED_WEIGHTS].float().cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command; None when it fails or git is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

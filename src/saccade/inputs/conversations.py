@@ -1,0 +1,222 @@
+"""Conversations from JSON lines (LLaVA's and OpenAI's form), and the places of their images and videos."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from saccade.errors import InputError
+from saccade.inputs.chat import normalise
+
+Messages = list[dict[str, Any]]
+_MARK = re.compile(r"(<image>|<video>)\n?")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Content of a line.
+
+    Attributes:
+        id: as given; None without one.
+        messages: with lists of parts as content; an image part is ``{"type": "image", "image": source}``, a video
+            part likewise, where the source may also be a list of frames. Sources are as given.
+    """
+
+    id: str | None
+    messages: Messages
+
+    @property
+    def questions(self) -> list[int]:
+        """Indices of the messages that precede an assistant's turn or end the conversation."""
+        roles = [m["role"] for m in self.messages]
+        first = roles.index("user") if "user" in roles else len(roles)
+        return [
+            i
+            for i in range(first, len(roles))
+            if roles[i] != "assistant" and (i + 1 == len(roles) or roles[i + 1] == "assistant")
+        ]
+
+
+def parse_conversation(line: str) -> Conversation:
+    """Parse a line: `parse_row`, then `read_conversation`.
+
+    Raises:
+        InputError: the line has another form; the message does not name the line.
+    """
+    return read_conversation(parse_row(line))
+
+
+def parse_row(line: str) -> dict[str, Any]:
+    """Parse a line as an object with either ``conversations`` or ``messages``.
+
+    Raises:
+        InputError: as in `parse_conversation`.
+    """
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError("it holds half of a surrogate pair; write the text as whole characters") from None
+    except (ValueError, RecursionError):
+        raise InputError("it is not valid JSON; expected one object per line") from None
+    if not isinstance(row, dict) or ("conversations" in row) == ("messages" in row):
+        raise InputError("expected an object with either conversations (LLaVA) or messages (OpenAI)")
+    return row
+
+
+def read_conversation(row: Mapping[str, Any]) -> Conversation:
+    """Read the conversation of a row.
+
+    ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` is LLaVA's form, where
+    ``image`` and ``video`` may be lists and precede the text unless ``<image>`` marks their place;
+    ``{"messages": [...]}`` is OpenAI's or Hugging Face's form. Other keys are ignored.
+
+    Raises:
+        InputError: as in `parse_conversation`.
+    """
+    messages = _openai(row["messages"]) if "messages" in row else _llava(row)
+    for part in media_parts(messages):
+        _check(part)
+    given = row.get("id")
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
+        raise InputError(f"the id must be a text or a whole number, not {given!r}")
+    conversation = Conversation(None if given is None else str(given), messages)
+    if not conversation.questions:
+        raise InputError("it has no question; expected a message of the user (human)")
+    return conversation
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Concatenated text parts of a message."""
+    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Image and video parts, in order."""
+    for message in messages:
+        yield from (part for part in message["content"] if part["type"] != "text")
+
+
+def sources_of(part: Mapping[str, Any]) -> list[str]:
+    """Sources of a part: one, or a video's frames."""
+    source = part[part["type"]]
+    return list(source) if isinstance(source, list) else [source]
+
+
+def resolve(source: str, root: Path) -> str:
+    """Resolve a source against the folder ``root``; ``file://`` may precede a relative path, ``data:`` URIs remain."""
+    if source.startswith("data:"):
+        return source
+    if source.startswith("file://"):
+        given = urlsplit(source)
+        source = unquote(given.path if given.netloc == "localhost" else given.netloc + given.path)
+    return str(root / source)
+
+
+def resolve_media(messages: Sequence[Mapping[str, Any]], root: Path) -> Messages:
+    """Messages whose media can be opened from any working directory."""
+    return [{**m, "content": [_resolve_part(part, root) for part in m["content"]]} for m in messages]
+
+
+def check_media(messages: Sequence[dict[str, Any]], root: Path) -> None:
+    """Raise `InputError`, without naming the line, when a media file is missing or empty."""
+    for part in media_parts(messages):
+        for source in sources_of(part):
+            if source.startswith("data:"):
+                continue
+            path = Path(resolve(source, root))
+            if not path.is_file():
+                raise InputError(f"the {part['type']} {source} does not exist in {root}")
+            if not path.stat().st_size:
+                raise InputError(f"the {part['type']} {source} is empty")
+
+
+def _resolve_part(part: dict[str, Any], root: Path) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    paths = [resolve(source, root) for source in sources_of(part)]
+    return {**part, part["type"]: paths if isinstance(part[part["type"]], list) else paths[0]}
+
+
+def _check(part: Mapping[str, Any]) -> None:
+    kind = part["type"]
+    sources = sources_of(part) if kind == "video" else [part[kind]]
+    if not sources:
+        raise InputError("a video has no frames; give the path of a file, or of at least one frame")
+    for source in sources:
+        if not isinstance(source, str) or not source:
+            raise InputError(
+                f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}"
+            )
+        if "://" in source[:16] and not source.startswith("file://"):
+            raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
+
+
+def _openai(given: Any) -> Messages:
+    if not isinstance(given, list):
+        raise InputError("messages must be a list")
+    try:
+        messages, slots = normalise(given)
+    except InputError as problem:
+        raise InputError(str(problem).rstrip(".")) from problem
+    media = iter(slots)
+    filled = []
+    for message in messages:
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+        for index, part in enumerate(parts):
+            if part["type"] != "text":
+                slot = next(media)
+                parts[index] = {"type": slot.kind, slot.kind: slot.source}
+        filled.append({**message, "content": parts})
+    return filled
+
+
+def _llava(row: Mapping[str, Any]) -> Messages:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("value"), str) for m in turns
+    ):
+        raise InputError("conversations must be a list of objects with from and value, both texts")
+    media = {f"<{kind}>": _llava_media(row, kind) for kind in ("image", "video")}
+    marked = [mark for m in turns for mark in _MARK.findall(m["value"])]
+    for mark, parts in media.items():
+        if marked.count(mark) not in (0, len(parts)):
+            raise InputError(
+                f"the text has {mark} {marked.count(mark)} times, but {len(parts)} files are given for it"
+            )
+    unmarked = [part for mark, parts in media.items() if mark not in marked for part in parts]
+    rest = {mark: iter(parts) for mark, parts in media.items()}
+    messages: Messages = []
+    for turn in turns:
+        role = _ROLES.get(str(turn.get("from")))
+        if role is None:
+            raise InputError(f"unknown role {turn.get('from')!r}; expected human, gpt or system")
+        content: list[dict[str, Any]] = []
+        if role == "user":
+            content, unmarked = unmarked, []
+        for piece in _MARK.split(turn["value"]):
+            if piece in rest:
+                content = [*content, next(rest[piece])]
+            elif piece.strip():
+                content = [*content, {"type": "text", "text": piece}]
+        messages.append({"role": role, "content": content})
+    return messages
+
+
+def _llava_media(row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
+    given = row.get(kind, row.get(f"{kind}s"))
+    sources = [] if given is None else given if isinstance(given, list) else [given]
+    return [{"type": kind, kind: source} for source in sources]
