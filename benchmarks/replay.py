@@ -13,8 +13,8 @@ from torch import Tensor
 from clock import Clock
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
+from saccade.target.forward import TokenBlock
 from saccade.target.layout import Layout, Span
-from saccade.target.pieces import Piece
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Replay:
         self.calls.clear()
         original, calls = self._original, self.calls
 
-        def noted(model: Target, cache: RowCache, pieces: Sequence[Piece]) -> Any:
+        def noted(model: Target, cache: RowCache, pieces: Sequence[TokenBlock]) -> Any:
             (piece,) = pieces
             layout, positions, wanted = original(model, cache, pieces)
             calls.append(Call(model, piece.tokens, positions, wanted, layout, cache.slots))

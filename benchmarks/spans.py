@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import saccade.engine.work
+import saccade.engine.step_runner
 from clock import Clock
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.trees.static import _StaticGrowth
 from saccade.engine.batch import RunningBatch
-from saccade.engine.work import Work
+from saccade.engine.step_runner import StepRunner
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.context import Context
@@ -38,11 +38,11 @@ class Spans:
         (Context, "commit", "commit"),
         (Processing, "__call__", "logits processors"),
         (Greedy, "judge", "acceptance rule"),
-        (saccade.engine.work, "pack", "verdict to the host"),
-        (saccade.engine.work, "to_host", "verdict to the host"),
+        (saccade.engine.step_runner, "pack", "verdict to the host"),
+        (saccade.engine.step_runner, "to_host", "verdict to the host"),
         (RunningBatch, "_admit", "rows come and go"),
-        (Work, "_settle", "rows emit"),
-        (Work, "_count_seconds", "stage timers"),
+        (StepRunner, "_settle", "rows emit"),
+        (StepRunner, "_count_seconds", "stage timers"),
     )
 
     def __init__(self, clock: Clock) -> None:

@@ -91,15 +91,15 @@ def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
     under_test, taken = row(), list[int]()
     for block in blocks:
         under_test.emit(block, block_marks(0, len(block)))
-        taken += under_test.take_new()
+        taken += under_test.pop_new_tokens()
     assert taken == under_test.output
 
 
 def test_a_drafter_that_guesses_before_any_token_gets_the_prompts_last_one() -> None:
     under_test = row()
-    assert under_test.take_new() == PROMPT[-1:]
+    assert under_test.pop_new_tokens() == PROMPT[-1:]
     under_test.emit([2, 4], block_marks(1, 1))
-    assert under_test.take_new() == [2, 4]
+    assert under_test.pop_new_tokens() == [2, 4]
 
 
 def test_a_row_that_has_ended_has_no_room() -> None:
@@ -139,7 +139,7 @@ def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     under_test.emit([1], block_marks(0, 1))  # prefill
     under_test.stats.prefill_tokens = 1
     for accepted in (0, 3, 1, 3):
-        under_test.count_pass(accepted)
+        under_test.record_pass(accepted)
         under_test.emit([1] * (accepted + 1), block_marks(accepted, 1))
     stats = under_test.stats
     assert stats.accepted_histogram == [1, 1, 0, 2]
@@ -154,7 +154,7 @@ def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
     under_test.emit([1], block_marks(0, 1))
     under_test.stats.prefill_tokens = 1
     for block in ([1, 1, 1, 1], [1, 9, 1, 1]):
-        under_test.count_pass(3)
+        under_test.record_pass(3)
         under_test.emit(block, block_marks(3, 1))
     stats = under_test.finish().stats
     assert stats.accepted_histogram == [0, 0, 0, 2]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
-from saccade.engine.rooms import SHARE, free_memory
 from saccade.engine.row import Row, RowStep
+from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.requests import Asked, Question, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
-from saccade.target.media import MEDIA_BYTES
+from saccade.target.media_cache import MEDIA_BYTES
 from saccade.text import Detokenizer, text_of
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Batch:
     ) -> None:
         self._vlm = vlm
         if kv_memory is None:
-            kv_memory = int(SHARE * free_memory(vlm.target.device))
+            kv_memory = int(KV_MEMORY_SHARE * free_memory(vlm.target.device))
         self._running = vlm.engine.open(
             max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache
         )

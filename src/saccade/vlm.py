@@ -38,7 +38,7 @@ from saccade.methods.compositions import Parts
 from saccade.methods.drafters import Heads
 from saccade.stream import Stream
 from saccade.target.adapter import Target
-from saccade.target.media import MEDIA_BYTES
+from saccade.target.media_cache import MEDIA_BYTES
 from saccade.tickets import Batch
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from commands import Shell
 from rich.console import Console
+from saccade.engine.work import Work
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
 from saccade.cli import screen
 from saccade.draft import pruning
-from saccade.engine.work import Work
 from saccade.inputs.prompt import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of

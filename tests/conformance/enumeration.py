@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.target.pieces import Reading
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rule
 
@@ -128,7 +128,7 @@ class Trial:
         levels, width = self.rule.uniforms(tree.max_depth, tree.max_children)
         numbers = self.uniforms.take(levels * width).view(rows, levels, width)
         scores = self._scores(tree)
-        verdict = self.rule.judge(range(rows), tree, scores, numbers, Reading(scores))
+        verdict = self.rule.judge(range(rows), tree, scores, numbers, ForwardOutput(scores))
         accepted = tree.tokens.gather(1, verdict.path)[:, 1:]
         blank = torch.zeros(rows, length + 1, dtype=torch.long)
         blank[:, : accepted.shape[1]] = accepted

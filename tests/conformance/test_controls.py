@@ -18,12 +18,12 @@ from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
+from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.target.masks import MaskPlan
-from saccade.target.pieces import Piece, Reading
 
 NEW = 32
 TREES = ("static", "dynamic")
-Change = Callable[[Piece], Piece]
+Change = Callable[[TokenBlock], TokenBlock]
 
 
 def answers(name: str, target: Target, policy: str, kind: str | None = None) -> list[list[int]]:
@@ -44,7 +44,7 @@ def with_pieces(name: str, change: Change) -> Target:
     target = Target(FAMILIES[name].model())
     honest = target.forward
 
-    def forward(cache: Any, pieces: Sequence[Piece], *more: Any) -> list[Reading]:
+    def forward(cache: Any, pieces: Sequence[TokenBlock], *more: Any) -> list[ForwardOutput]:
         return honest(cache, [change(p) if p.positions is None else p for p in pieces], *more)
 
     target.forward = forward  # type: ignore[method-assign]
@@ -60,7 +60,7 @@ def test_without_a_planted_mistake_the_same_code_is_right(policy: str) -> None:
 @pytest.mark.parametrize("policy", TREES)
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> None:
-    def leak(piece: Piece) -> Piece:
+    def leak(piece: TokenBlock) -> TokenBlock:
         return piece if piece.allow is None else replace(piece, allow=torch.ones_like(piece.allow).tril())
 
     assert answers(name, with_pieces(name, leak), policy) != expected(name)
@@ -69,7 +69,7 @@ def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> Non
 @pytest.mark.parametrize("policy", TREES)
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_positions_by_node_index_are_noticed(name: str, policy: str) -> None:
-    def number(piece: Piece) -> Piece:
+    def number(piece: TokenBlock) -> TokenBlock:
         assert piece.depth is not None
         return replace(piece, depth=torch.arange(piece.depth.shape[1])[None])
 
@@ -92,7 +92,7 @@ def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> N
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_missing_rope_delta_is_noticed(name: str, kind: str, policy: str) -> None:
-    def forget(piece: Piece) -> Piece:
+    def forget(piece: TokenBlock) -> TokenBlock:
         assert all(piece.deltas)
         return replace(piece, deltas=[0] * len(piece.rows))
 

@@ -14,7 +14,7 @@ from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 32
@@ -67,7 +67,7 @@ def test_a_second_turn_with_a_new_image_equals_one_shot(name: str, drafter: str)
     inputs = case.continued("image", 0, answer.tokens)
     (longer,) = prompts(case, inputs)
     drafting: Any = session.drafting
-    reads: list[PromptRead] = []
+    reads: list[PrefillResult] = []
     load = drafting.context.load
     drafting.context.load = lambda *given: reads.append(load(*given)) or reads[-1]
     (output,) = under_test.generate([Request(longer)], max_new_tokens=NEW, session=session)

@@ -29,7 +29,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.output import Output
-from saccade.target.pieces import Reading
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
 from saccade.verify.lvspec import RandomLoosening
@@ -176,11 +176,11 @@ def _numbers_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Sampling.judge
 
     def judge(
-        self: Sampling, rows: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor, reading: Reading
+        self: Sampling, rows: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor, output: ForwardOutput
     ) -> Verdict:
         levels, width = self.uniforms(tree.max_depth, tree.max_children)
         packed = uniforms.flatten(1)[:, : levels * width].unflatten(1, (levels, width))
-        return right(self, rows, tree, scores, packed, reading)
+        return right(self, rows, tree, scores, packed, output)
 
     monkeypatch.setattr(Sampling, "judge", judge)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saccade.draft.trees.policy import Frontier, Growth
-from saccade.target.pieces import Reading
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -87,7 +87,7 @@ def draft_tree(rows: Sequence[NaiveTree], q: Tensor | None = None) -> DraftTree:
 
 def judged(judge: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor | None = None) -> Verdict:
     """What a rule at work says of trees of as many rows as there are scores."""
-    verdict: Verdict = judge.judge(range(len(scores)), tree, scores, uniforms, Reading(scores))
+    verdict: Verdict = judge.judge(range(len(scores)), tree, scores, uniforms, ForwardOutput(scores))
     return verdict
 
 

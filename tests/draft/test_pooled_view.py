@@ -26,7 +26,7 @@ from saccade.inputs.padded import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.pieces import Piece, Reading
+from saccade.target.forward import ForwardOutput, TokenBlock
 
 ANYRES = ("llava_next", "llava_onevision")
 RESIZED = [
@@ -130,7 +130,7 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
     ran: list[tuple[Tensor, Tensor]] = []
     run = opened.context.run
 
-    def noted(pieces: Sequence[Piece]) -> list[Reading]:
+    def noted(pieces: Sequence[TokenBlock]) -> list[ForwardOutput]:
         (piece,), (reading,) = pieces, run(pieces)
         assert list(piece.rows) == [0, 1, 2]
         ran.append((piece.tokens.clone(), reading.logits.clone()))
@@ -285,7 +285,7 @@ def test_pooled_features_are_the_averages_made_by_hand(name: str) -> None:
     expected = projected(name, by_hand.flatten(1, 2))
     view, opened = pooled(model(name)), session(name)
     seen = view.read(prompt)
-    opened.context.needs.add_layers(0)  # what enters the first layer
+    opened.context.requirements.add_layers(0)  # what enters the first layer
     entered = states(view, opened, seen)[visual_mask(model(name).config, seen.ids)]
     if name in ANYRES:  # the tiles follow, unpadded and with newlines
         assert torch.allclose(entered[: expected.shape[1]], expected[0], atol=1e-5)
@@ -318,7 +318,7 @@ def test_a_model_that_keeps_its_class_token_is_pooled_behind_it() -> None:
     seen = view.read(prompt)
     assert seen.ids == (1, *[IMAGE] * 5, 20)
     opened = ModelDraftSession(ModelDrafter(keeping, Chain(2)), 1, Context(keeping, 1))
-    opened.context.needs.add_layers(0)
+    opened.context.requirements.add_layers(0)
     entered = states(view, opened, seen)
     tower: list[Tensor] = []
     projector = stock.base_model.multi_modal_projector

@@ -104,11 +104,11 @@ def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
         _, context = loaded(
             PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava")
         )
-        assert (context.needs.attention is not None) == expected
+        assert (context.requirements.attention is not None) == expected
     _, context = loaded(
         PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=(-1,))), "llava", prompt("llava")
     )
-    assert (context.needs.attention, context.needs.queries) == ((-1,), "words")
+    assert (context.requirements.attention, context.requirements.queries) == ((-1,), "words")
 
 
 def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:

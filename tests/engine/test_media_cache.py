@@ -16,7 +16,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine
 from saccade.target.adapter import Target
-from saccade.target.media import tower_of
+from saccade.target.media_cache import tower_of
 
 
 @contextmanager

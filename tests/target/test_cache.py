@@ -44,7 +44,7 @@ def new_cache() -> RowCache:
 
 def write(cache: RowCache, parts: list[tuple[list[int], list[list[int]]]]) -> None:
     """A forward: per part its rows and the new entries of each, equally many within a part."""
-    cache.lay([(rows, len(numbers[0]), NO_MASKS) for rows, numbers in parts])
+    cache.plan_layout([(rows, len(numbers[0]), NO_MASKS) for rows, numbers in parts])
     packed = [n for _, numbers in parts for new in numbers for n in new]
     for layer in range(len(SHAPES)):
         cache.layers[layer].write(entries(packed, layer, "key"), entries(packed, layer, "value"))
@@ -121,7 +121,7 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
             cache.release(row)
             reference.rows[row], reference.pending[row] = [], []
         else:
-            cache.expect(data.draw(st.integers(1, 600)))
+            cache.preallocate(data.draw(st.integers(1, 600)))
         assert_holds(cache, reference)
 
 
@@ -142,7 +142,7 @@ def test_a_forward_of_several_rows_writes_each_ones_entries_behind_its_own() -> 
 
 def test_a_row_that_grows_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, reference = new_cache(), Reference()
-    cache.expect(4 * QUANTUM)
+    cache.preallocate(4 * QUANTUM)
     add(cache, reference, 0, 5)
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(cache, "_copy", lambda *given: copied.append(given))
@@ -194,7 +194,7 @@ def test_the_last_row_grows_where_it_stands() -> None:
 
 def test_the_arena_grows_by_no_more_than_is_needed_beyond_the_most() -> None:
     cache = RowCache([torch.device("cpu")], 4)
-    cache.most = 3 * QUANTUM
+    cache.max_slots = 3 * QUANTUM
     for row in range(4):
         cache.reserve(row, QUANTUM)
         assert cache.slots == (row + 1) * QUANTUM
@@ -204,7 +204,7 @@ def test_memory_is_what_was_asked_for() -> None:
     cache = RowCache([torch.device("cpu")] * 2, ROWS)
     assert cache.nbytes == 0
     cache.reserve(0, 2)
-    cache.lay([([0], 2, NO_MASKS)])
+    cache.plan_layout([([0], 2, NO_MASKS)])
     cache.layers[0].write(torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))
     per_slot = 2 * 2 * (4 + 4) * 4  # layers, heads, keys and values, bytes of a float
     assert cache.nbytes == QUANTUM * per_slot
@@ -241,8 +241,8 @@ def test_a_row_is_exported_as_it_was_committed() -> None:
 def test_entries_beyond_the_capacity_are_an_error_not_an_overwrite() -> None:
     cache = new_cache()
     with pytest.raises(ModelError, match="has no room yet"):
-        cache.lay([([0], 1, NO_MASKS)])
+        cache.plan_layout([([0], 1, NO_MASKS)])
     cache.reserve(0, 4)
-    cache.lay([([0], QUANTUM, NO_MASKS)])
+    cache.plan_layout([([0], QUANTUM, NO_MASKS)])
     with pytest.raises(ModelError, match=f"has {QUANTUM} slots but {QUANTUM + 1} are needed"):
-        cache.lay([([0], 1, NO_MASKS)])
+        cache.plan_layout([([0], 1, NO_MASKS)])

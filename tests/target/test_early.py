@@ -24,7 +24,7 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     prompts = split(target.config, case.inputs("image", rows=3))
     context = Context(target, 3)
     layer = len(target.layers) - 1
-    context.needs.add_layers(layer)
+    context.requirements.add_layers(layer)
     for row, prompt in enumerate(prompts):
         context.cache.reserve(row, len(prompt) + 8)
         context.load(row, prompt)
@@ -33,8 +33,10 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     hooks = [len(module._forward_pre_hooks) for module in target.model.modules()]
     reading = context.forward(rows, tokens, TREE, DEPTH)
     context.cache.drop(rows)
-    first = context.early(rows, tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
-    rest = context.early(rows, tokens[:, 1:], TREE[:, 1:], DEPTH, layer)  # behind the first, which is pending
+    first = context.early_exit(rows, tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
+    rest = context.early_exit(
+        rows, tokens[:, 1:], TREE[:, 1:], DEPTH, layer
+    )  # behind the first, which is pending
     torch.testing.assert_close(torch.cat([first, rest], 1), reading.hidden[layer], rtol=1e-4, atol=1e-3)
     context.cache.drop(rows)
     torch.testing.assert_close(context.forward(rows, tokens, TREE, DEPTH).logits, reading.logits)

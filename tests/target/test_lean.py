@@ -315,8 +315,8 @@ def test_hidden_states_are_the_same_from_lean_and_stock_decoders(
         target = Target(case.model(), lean=lean)
         prompts = split(target.config, case.inputs(kind, rows=2))
         context = Context(target, 2)
-        context.needs.add_layers(0, 1, len(target.layers))
-        context.needs.final = final
+        context.requirements.add_layers(0, 1, len(target.layers))
+        context.requirements.final = final
         for row, prompt in enumerate(prompts):
             context.cache.reserve(row, len(prompt) + 4)
             found = context.load(row, prompt)

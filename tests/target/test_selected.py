@@ -15,9 +15,15 @@ from saccade.errors import ModelError
 from saccade.inputs.padded import media_spans, split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PromptRead
-from saccade.target.features import FeatureTap
-from saccade.target.pieces import Needs, given_instead, held_of, kept_of, shift_of
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import (
+    Requirements,
+    num_cached,
+    replaced_embeddings,
+    retained_positions,
+    slot_shifts,
+)
+from saccade.target.hidden_states import FeatureTap
 from saccade.tree import TreeShape, ancestors_of
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
@@ -72,9 +78,9 @@ def opened(own: Target, rows: int = 1) -> Context:
     return context
 
 
-def pruned(name: str, given: Prompt, dropped: Sequence[int]) -> tuple[Context, PromptRead]:
+def pruned(name: str, given: Prompt, dropped: Sequence[int]) -> tuple[Context, PrefillResult]:
     context = opened(target(name))
-    context.needs.add_layers(*range(len(target(name).layers) + 1))
+    context.requirements.add_layers(*range(len(target(name).layers) + 1))
     return context, context.load(0, given, dropped)
 
 
@@ -83,7 +89,7 @@ def test_kept_positions_have_the_states_of_a_masked_forward(name: str, kind: str
     given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
     dropped = dropped_of(name, given)
     (context, read), full = pruned(name, given, dropped), masked(name, inputs, dropped)
-    kept = kept_of(0, len(given), dropped)
+    kept = retained_positions(0, len(given), dropped)
     assert context.lengths == [len(kept)]
     for layer, states in read.hidden.items():
         assert len(states) == len(kept) < len(given)
@@ -132,7 +138,7 @@ def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str
     context, _ = pruned(name, first, dropped)
     read = context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
     full = masked(name, inputs, [*dropped, *later])
-    kept = kept_of(len(first), len(longer), later)
+    kept = retained_positions(len(first), len(longer), later)
     assert read.start == len(first)
     assert context.lengths == [len(longer) - len(dropped) - len(later)]
     for layer, states in read.hidden.items():
@@ -192,10 +198,10 @@ def test_rows_with_and_without_gaps_share_a_batch(name: str) -> None:
 
 
 def test_gaps_are_counted_back_from_the_end() -> None:
-    assert kept_of(2, 7, [1, 3, 4]) == [2, 5, 6]
-    assert held_of(5, [1, 3, 4]) == 2
-    assert shift_of(6, [1, 3, 4]) == [-3, -2, 0]
-    assert shift_of(4, []) == [0, 0, 0, 0]
+    assert retained_positions(2, 7, [1, 3, 4]) == [2, 5, 6]
+    assert num_cached(5, [1, 3, 4]) == 2
+    assert slot_shifts(6, [1, 3, 4]) == [-3, -2, 0]
+    assert slot_shifts(4, []) == [0, 0, 0, 0]
 
 
 # --------------------------------------------------------------------------- attention of the prompt's words
@@ -215,7 +221,7 @@ def test_words_behind_the_image_are_asked_what_they_look_at(
 ) -> None:
     own, given, inputs = target(name), prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
     context = opened(own)
-    context.needs.add_attention(layers, "words")
+    context.requirements.add_attention(layers, "words")
     read = context.load(0, given)
     first = int(visual_mask(own.config, given.ids).nonzero()[-1]) + 1
     expected = eager_columns(
@@ -232,7 +238,7 @@ def test_a_follow_up_in_words_looks_at_the_image_of_the_turn_before(name: str) -
     inputs = FAMILIES[name].continued("image", 0, MORE, follow_up="text")
     (longer,) = split(own.config, inputs)
     context = opened(own)
-    context.needs.add_attention(None, "words")
+    context.requirements.add_attention(None, "words")
     context.load(0, first)
     read = context.load(0, longer)
     expected = eager_columns(name, inputs, range(len(first), len(longer)), range(len(own.layers)))
@@ -242,7 +248,7 @@ def test_a_follow_up_in_words_looks_at_the_image_of_the_turn_before(name: str) -
 
 def test_a_prompt_without_images_has_nothing_to_look_at() -> None:
     context = opened(target("llava"))
-    context.needs.add_attention(None, "words")
+    context.requirements.add_attention(None, "words")
     for kind in ("image", "text"):
         read = context.load(0, prompt("llava", kind))
     assert read.columns is None
@@ -250,7 +256,7 @@ def test_a_prompt_without_images_has_nothing_to_look_at() -> None:
 
 
 def test_two_that_read_other_attention_are_refused() -> None:
-    needs = Needs()
+    needs = Requirements()
     needs.add_attention((-1,), "words")
     needs.add_attention((-1,), "words")
     with pytest.raises(ModelError, match="is read in layers"):
@@ -273,14 +279,14 @@ def test_decoders_whose_arguments_are_not_understood_are_refused(
     args: tuple[Any, ...], more: dict[str, Any]
 ) -> None:
     decoder, embeddings = Wrapper(), torch.zeros(1, 5, 3)
-    instead = given_instead(decoder, embeddings, torch.zeros(1))
+    instead = replaced_embeddings(decoder, embeddings, torch.zeros(1))
     with pytest.raises(ModelError, match="is not called with positions by name"), instead:
         decoder(*args, inputs_embeds=embeddings, **more)
     assert len(decoder._forward_pre_hooks) == 0
 
 
 def test_a_decoder_that_is_passed_by_is_noticed() -> None:
-    instead = given_instead(Wrapper(), torch.zeros(1, 1, 3), torch.zeros(1))
+    instead = replaced_embeddings(Wrapper(), torch.zeros(1, 1, 3), torch.zeros(1))
     with pytest.raises(ModelError, match="was called 0 times"), instead:
         pass
 

@@ -24,7 +24,7 @@ CLOSE = {"rtol": 0.0, "atol": 1e-4}
 def drafting(name: str, sample: Sample, layers: tuple[int, ...]) -> dict[int, Tensor]:
     """States as the engine gives them: the prompt in one prefill, the answer in one verification pass."""
     context = Context(target(name), 1)
-    context.needs.add_layers(*layers)
+    context.requirements.add_layers(*layers)
     context.cache.reserve(0, len(sample.ids))
     first = context.load(0, sample.prompt).hidden
     after = context.forward([0], torch.tensor([sample.answer])).hidden

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.target.pieces import Reading
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
 from saccade.verify.processing import Processing
@@ -81,10 +81,10 @@ class Warped:
         return numbers
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Any, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Any, output: ForwardOutput
     ) -> Verdict:
         processed = self._processing(tree, scores, [[0]] * len(scores))
-        verdict: Verdict = self._rule.judge(rows, tree, processed, uniforms, reading)
+        verdict: Verdict = self._rule.judge(rows, tree, processed, uniforms, output)
         return verdict
 
 

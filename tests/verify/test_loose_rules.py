@@ -21,8 +21,8 @@ from saccade.errors import InputError
 from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Needs, Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput, Requirements
 from saccade.tree import DraftTree
 from saccade.verify.loosening import FLy
 from saccade.verify.lossless import Greedy
@@ -144,14 +144,14 @@ class Still(Context):
     def __init__(self, nodes: torch.Tensor, visual: list[torch.Tensor]) -> None:
         self.cache: Any = type("Cache", (), {"rows": len(visual)})()
         self.target: Any = type("T", (), {"layers": [0, 1], "device": torch.device("cpu"), "config": None})()
-        self.needs = Needs()
+        self.requirements = Requirements()
         self._nodes, self._visual = nodes, visual
 
     def judge(self, rule: LVSpec, tree: DraftTree, scores: torch.Tensor) -> Verdict:
         judge = rule.open(self)
-        assert self.needs.layers == (2,)
+        assert self.requirements.layers == (2,)
         judge._seen = [(list(range(len(v))), F.normalize(v, dim=-1)) for v in self._visual]
-        return judge.judge(range(len(scores)), tree, scores, None, Reading(scores, {2: self._nodes}))
+        return judge.judge(range(len(scores)), tree, scores, None, ForwardOutput(scores, {2: self._nodes}))
 
 
 @given(
@@ -246,7 +246,7 @@ def test_lvspec_compares_with_the_visual_tokens_of_the_row_s_own_prompt_alone(
     def read(row: int, ids: list[int], start: int) -> torch.Tensor:
         states = torch.randn(len(ids) - start, 5, generator=generator)
         prompt = Prompt(tuple(ids))
-        judge.read(row, prompt, PromptRead(prompt, start, hidden={2: states}))
+        judge.read(row, prompt, PrefillResult(prompt, start, hidden={2: states}))
         return F.normalize(states, dim=-1)
 
     neighbour = read(1, [1, 1, 1], 0)

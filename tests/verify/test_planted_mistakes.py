@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.draft.trees.policy import DrawProposer, TopProposer
 from saccade.draft.trees.static import Chain, StaticTree
-from saccade.target.pieces import Reading
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify import lossless
 from saccade.verify.lossless import Sampling
@@ -24,9 +24,9 @@ class BonusWithoutTemperature(Sampling):
     """Draws the token after the path from a distribution of another temperature."""
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Any, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Any, output: ForwardOutput
     ) -> Verdict:
-        verdict = super().judge(rows, tree, scores, uniforms, reading)
+        verdict = super().judge(rows, tree, scores, uniforms, output)
         last = verdict.path.gather(1, verdict.count[:, None])
         raw = (scores * 0.6).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
         bonus = lossless.draw(raw.softmax(-1), torch.rand(len(raw)))

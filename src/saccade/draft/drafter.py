@@ -9,8 +9,8 @@ from torch import Tensor
 
 from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -28,11 +28,11 @@ class DraftSession(Protocol):
         """Make room for ``capacity`` tokens of a row."""
         ...
 
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         """Take in a row's prompt; what it shares with the row's earlier content may be reused.
 
         Args:
-            read: what the target has read of its own prompt; None where the drafter is `Drafter.early` and the target
+            prefill: the target's pass over its own prompt; None where the drafter is `Drafter.early` and the target
                 has not read it yet. The prompt then lacks its last token, which comes as the first root.
         """
         ...
@@ -52,7 +52,7 @@ class DraftSession(Protocol):
         ...
 
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         """Take in the outcome of the last proposal for these rows.
 
@@ -60,7 +60,7 @@ class DraftSession(Protocol):
             tree: as proposed, on the target's device.
             scores: ``[A, N, V]`` the target's processed logits after every node.
             verdict: how far every row went.
-            reading: what the target's forward gave, hidden states ``[A, N, d]`` included where asked for.
+            output: what the target's forward gave, hidden states ``[A, N, d]`` included where asked for.
         """
         ...
 
@@ -102,7 +102,7 @@ class Drafter(Protocol):
 
         Args:
             target: the target's context; a drafter that reads hidden states, attention or embeddings of the target
-                asks for them here (``target.needs``).
+                asks for them here (``target.requirements``).
         """
         ...
 

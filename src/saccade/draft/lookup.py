@@ -11,8 +11,8 @@ from torch import Tensor
 from saccade.draft.trees.policy import Proposer
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import on_device
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -77,7 +77,7 @@ class LookupSession:
     def reserve(self, row: int, capacity: int) -> None:
         """Lists grow by themselves."""
 
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         self.forget(row)
         self._append(row, prompt.ids)
 
@@ -94,7 +94,7 @@ class LookupSession:
         return chains([tokens[-1] for tokens in new], guesses, self._drafter.device)
 
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         """What was emitted comes with the next call."""
 

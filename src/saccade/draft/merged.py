@@ -11,8 +11,8 @@ from torch import Tensor
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.trees.policy import Proposer, TopProposer
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree, ancestors_of
 from saccade.verify.rule import Verdict
 
@@ -86,9 +86,9 @@ class MergedSession:
         for session in self._sessions:
             session.reserve(row, capacity + self._block)
 
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         for session in self._sessions:
-            session.load(row, prompt, read)
+            session.load(row, prompt, prefill)
         self.reading_seconds = sum(session.reading_seconds for session in self._sessions)
 
     @torch.inference_mode()
@@ -99,10 +99,10 @@ class MergedSession:
         return union(first, second.to(first.tokens.device), self._total)
 
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         for session in self._sessions:
-            session.observe(rows, tree, scores, verdict, reading)
+            session.observe(rows, tree, scores, verdict, output)
 
     def forget(self, row: int) -> None:
         for session in self._sessions:

@@ -13,8 +13,8 @@ from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Piece, Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -61,7 +61,7 @@ class ModelDraftSession:
     def reserve(self, row: int, capacity: int) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
 
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         self.read(row, prompt)
 
     def read(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
@@ -108,14 +108,14 @@ class ModelDraftSession:
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
-        pieces: list[Piece] = []
+        pieces: list[TokenBlock] = []
         for count, places in groups.items():
             emitted = self._tensor([self._readable(new[place]) for place in places])
             piece = self.context.piece([rows[place] for place in places], emitted)
             pieces.append(replace(piece, logits_from=0 if whole else count - 1))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
-        for places, reading in zip(groups.values(), self.context.run(pieces), strict=True):
-            for place, logits in zip(places, self._cut(reading.logits), strict=True):
+        for places, output in zip(groups.values(), self.context.run(pieces), strict=True):
+            for place, logits in zip(places, self._cut(output.logits), strict=True):
                 found[place] = logits
         return found
 
@@ -137,15 +137,15 @@ class ModelDraftSession:
         while frontier is not None and not (capped and frontier.depth >= limit):
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
             running = rows if frontier.rows is None else frontier.rows
-            reading = self.context.forward(
+            output = self.context.forward(
                 running, frontier.tokens, frontier.attention_mask, self._depth(levels)
             )
-            frontier = growth.expand(self._cut(reading.logits))
+            frontier = growth.expand(self._cut(output.logits))
         self.context.cache.drop(rows)
         return growth.tree()
 
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         self._shaping.observe(rows, verdict)
 

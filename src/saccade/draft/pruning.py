@@ -23,7 +23,7 @@ from saccade.inputs.families import family_of, visual_ids
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 
 Grid = tuple[int, int, int]
 """Frames (or tiles), rows and columns of a medium's tokens, which come in that order."""
@@ -261,8 +261,8 @@ class PrunedDraftSession(ModelDraftSession):
         """Room is made when a prompt is loaded and its gaps are known: most of it would never be written."""
         self._room[row] = capacity
 
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
-        dropped = dropped_of(self, row, prompt, self._pruning, self._target, read)
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+        dropped = dropped_of(self, row, prompt, self._pruning, self._target, prefill)
         super().reserve(row, self._room[row] - len(dropped))
         self.read(row, prompt, dropped)
 
@@ -274,7 +274,7 @@ def ask_attention(pruning: Pruning, target: Context) -> None:
         ModelError: another asks for other layers or tokens.
     """
     if pruning.needs_attention:
-        target.needs.add_attention(pruning.layers, "words")
+        target.requirements.add_attention(pruning.layers, "words")
 
 
 def dropped_of(
@@ -283,7 +283,7 @@ def dropped_of(
     prompt: Prompt,
     pruning: Pruning,
     target: Context,
-    read: PromptRead | None,
+    prefill: PrefillResult | None,
 ) -> list[int]:
     """Positions of a prompt that a row of a draft session is not to see.
 
@@ -293,6 +293,6 @@ def dropped_of(
     if pruning.needs_attention and prompt.media and not session.goes_on(row, prompt):
         session.context.empty(row)
     config = session.context.target.config
-    if read is None:
+    if prefill is None:
         return pruning.dropped(config, prompt)
-    return pruning.dropped(config, prompt, read.prompt, read.columns, target.target.config)
+    return pruning.dropped(config, prompt, prefill.prompt, prefill.columns, target.target.config)

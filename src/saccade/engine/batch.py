@@ -17,14 +17,14 @@ import torch
 
 from saccade.draft.drafter import DraftSession
 from saccade.engine.generation import RowPlan
-from saccade.engine.rooms import Rooms
 from saccade.engine.row import Request, Row, RowStep
-from saccade.engine.work import Work
+from saccade.engine.slots import SlotAllocator
+from saccade.engine.step_runner import StepRunner
 from saccade.errors import InputError
 from saccade.output import FinishReason
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PromptReader
-from saccade.target.media import MEDIA_BYTES, MediaCache
+from saccade.target.context import Context, Prefill
+from saccade.target.media_cache import MEDIA_BYTES, MediaCache
 from saccade.verify.rule import Judge, Rule
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class RunningBatch:
         self._waiting: deque[Row] = deque()
         self._dropped: deque[Row] = deque()
         self.active: list[Row] = []
-        self.readers: dict[int, PromptReader] = {}
+        self.readers: dict[int, Prefill] = {}
         self._owner: int | None = None
         self._closed = False
         self.steps = 0
@@ -95,7 +95,7 @@ class RunningBatch:
                 self.context.media.share(self._models)
         self._judges: dict[bool, tuple[Rule, Judge]] = {}
         self.judge(False)  # which says what it needs of every forward
-        self._rooms = Rooms(self.context, self.drafter, self.drafting, self._kv_memory)
+        self._rooms = SlotAllocator(self.context, self.drafter, self.drafting, self._kv_memory)
 
     # -- rows come and go ----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class RunningBatch:
             self._waiting.remove(row)
         else:
             # Drafters and rules that need more than tokens have not been given it of a prompt under way.
-            self.leave(row, empty=row.slot in self.readers and self.context.needs.any)
+            self.leave(row, empty=row.slot in self.readers and self.context.requirements.any)
         row.steps.append(RowStep((), (), True))
 
     def drop(self, rows: Iterable[Row]) -> None:
@@ -223,7 +223,7 @@ class RunningBatch:
             with torch.inference_mode(), ExitStack() as models:
                 for model in self._models:
                     models.enter_context(model.pinned())
-                Work(self).run()
+                StepRunner(self).run()
         except BaseException as error:
             for row in list(self.active):
                 if isinstance(error, Exception):
@@ -238,7 +238,7 @@ class RunningBatch:
     def _admit(self) -> None:
         fresh = list(self._waiting)[: self._max_rows - len(self.active)]
         if len(fresh) > 1 and not self.active and self._kv_memory is None:
-            self._rooms.expect(fresh)
+            self._rooms.preallocate(fresh)
         while self._waiting and self._rooms.admit(self._waiting[0]):
             row = self._waiting.popleft()
             assert row.slot is not None

@@ -67,7 +67,7 @@ class Row:
         slot: of the batch's caches; None before it is admitted and after it has ended.
         steps: what the steps gave, oldest first; whoever reads takes them out.
         generator: of its random numbers, on the host.
-        is_drafted: whether the drafter has read its prompt ahead of the target.
+        drafter_prefilled: whether the drafter has read its prompt ahead of the target.
     """
 
     def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class Row:
         self.steps: list[RowStep] = []
         self.processing = RowProcessing(plan.processors, plan.eos)
         self.generator = torch.Generator().manual_seed(request.seed)
-        self.is_drafted = False
+        self.drafter_prefilled = False
         self._device = device
         self._reason: FinishReason | None = None
         self._taken = 0
@@ -109,12 +109,12 @@ class Row:
         self.slot = slot
         self._begun = time.perf_counter()
 
-    def take_new(self) -> list[int]:
+    def pop_new_tokens(self) -> list[int]:
         """Tokens emitted since the last call; the prompt's last one where the first tree is guessed before any."""
         new, self._taken = self.output[self._taken :], len(self.output)
         return new or self.ids[-1:]
 
-    def count_pass(self, accepted: int) -> None:
+    def record_pass(self, accepted: int) -> None:
         """Note one verification pass behind prefill."""
         stats = self.stats
         stats.target_passes += 1

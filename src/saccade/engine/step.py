@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from saccade.engine.row import Row
 from saccade.output import TreeTrace
-from saccade.target.context import Context, PromptReader
-from saccade.target.pieces import Piece, Reading
+from saccade.target.context import Context, Prefill
+from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
@@ -128,10 +128,10 @@ class Chunk:
     """
 
     row: Row
-    reader: PromptReader
+    reader: Prefill
     stop: int
     guessed: bool = False
-    piece: Piece | None = None
+    piece: TokenBlock | None = None
 
     @property
     def is_last(self) -> bool:
@@ -139,7 +139,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Ballot:
+class VerificationGroup:
     """Rows that one rule judges together: their trees, and what the target said about them.
 
     Attributes:
@@ -157,7 +157,7 @@ class Ballot:
     processing: Processing
     uniforms: Uniforms | None
     drafted: bool
-    reading: Reading | None = None
+    reading: ForwardOutput | None = None
     scores: Tensor | None = None
     verdict: Verdict | None = None
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -214,7 +214,7 @@ def tree_of(tree: DraftTree, places: Sequence[int]) -> DraftTree:
     )
 
 
-def tree_piece(context: Context, slots: Sequence[int], tree: DraftTree) -> Piece:
+def tree_piece(context: Context, slots: Sequence[int], tree: DraftTree) -> TokenBlock:
     """The trees of rows whose prompts are in the cache; ``tree`` may hold further rows behind theirs."""
     count = len(slots)
 
@@ -226,7 +226,7 @@ def tree_piece(context: Context, slots: Sequence[int], tree: DraftTree) -> Piece
     return context.piece(slots, tree.tokens[:count], allow, mine(tree.depth))
 
 
-def with_tree(context: Context, chunk: Piece, length: int, tree: DraftTree, place: int) -> Piece:
+def with_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTree, place: int) -> TokenBlock:
     """The last chunk of a prompt of ``length`` tokens with the guesses behind it: its last token is their root."""
     target, count, nodes = context.target, chunk.count, tree.size - 1
     device = target.device
@@ -243,7 +243,7 @@ def with_tree(context: Context, chunk: Piece, length: int, tree: DraftTree, plac
     embeddings = chunk.embeddings
     if embeddings is not None:
         embeddings = torch.cat([embeddings, target.embed(tokens)[None].to(embeddings)], 1)
-    return Piece(
+    return TokenBlock(
         rows=chunk.rows,
         tokens=torch.cat([chunk.tokens, tokens[None]], 1),
         allow=allow[None],
@@ -256,7 +256,7 @@ def with_tree(context: Context, chunk: Piece, length: int, tree: DraftTree, plac
     )
 
 
-def joined(readings: Sequence[Reading], firsts: Sequence[int]) -> Reading:
+def joined(readings: Sequence[ForwardOutput], firsts: Sequence[int]) -> ForwardOutput:
     """One reading of several rows' trees.
 
     Args:
@@ -268,4 +268,4 @@ def joined(readings: Sequence[Reading], firsts: Sequence[int]) -> Reading:
         layer: torch.cat([r.hidden[layer][:, first:] for r, first in zip(readings, firsts, strict=True)])
         for layer in readings[0].hidden
     }
-    return Reading(torch.cat([r.logits for r in readings]), hidden)
+    return ForwardOutput(torch.cat([r.logits for r in readings]), hidden)

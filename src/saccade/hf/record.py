@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Judge, Rule, Verdict
 
@@ -143,15 +143,20 @@ class _Rule:
         self._judge = self._rule.open(context)
         return self
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
-        self._judge.read(row, prompt, read)
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        self._judge.read(row, prompt, prefill)
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
-        verdict = self._judge.judge(rows, tree, scores, uniforms, reading)
+        verdict = self._judge.judge(rows, tree, scores, uniforms, output)
         at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])
-        along = (t.gather(1, at).float().unbind() for t in (scores, reading.logits))
+        along = (t.gather(1, at).float().unbind() for t in (scores, output.logits))
         for row, kept, raw in zip(rows, *along, strict=True):
             self.latest[row] = kept, raw
         return verdict

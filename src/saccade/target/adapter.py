@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from saccade.errors import ModelError
 from saccade.inputs.padded import join
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import RowCache, on_device, sent
+from saccade.target.cache import RowCache, on_device, to_device
 from saccade.target.families import Family
-from saccade.target.features import FeatureTap, leaving_before
+from saccade.target.forward import ForwardOutput, Requirements, TokenBlock, replaced_embeddings
+from saccade.target.hidden_states import FeatureTap, early_exit
 from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
 from saccade.target.packed import can_pack, labels, packing
-from saccade.target.pieces import Needs, Piece, Reading, given_instead
 from saccade.target.positions import rope_positions
 
 
@@ -110,7 +110,9 @@ class Target:
         return embedded
 
     @torch.inference_mode()
-    def forward(self, cache: RowCache, pieces: Sequence[Piece], needs: Needs | None = None) -> list[Reading]:
+    def forward(
+        self, cache: RowCache, pieces: Sequence[TokenBlock], needs: Requirements | None = None
+    ) -> list[ForwardOutput]:
         """Run new tokens of some rows behind their committed and pending entries, as one packed sequence.
 
         Where the model cannot take such a sequence, rows run one after the other. Rows on different sides of a
@@ -119,12 +121,12 @@ class Target:
         Returns:
             One reading per piece.
         """
-        needs = needs or Needs()
+        needs = needs or Requirements()
         if self.family.limits.turn is None:
             return self._packed(cache, pieces, needs)
         parts = [list(_rows_of(piece)) for piece in pieces]
         singles = [single for part in parts for single in part]
-        readings: dict[int, Reading] = {}
+        readings: dict[int, ForwardOutput] = {}
         for chosen in self._sides(cache, singles):
             found = self._packed(cache, [singles[i] for i in chosen], needs)
             readings.update(zip(chosen, found, strict=True))
@@ -132,7 +134,7 @@ class Target:
         return [_together([next(ordered) for _ in part]) for part in parts]
 
     @torch.inference_mode()
-    def early(self, cache: RowCache, piece: Piece, layer: int) -> Tensor:
+    def early_exit(self, cache: RowCache, piece: TokenBlock, layer: int) -> Tensor:
         """As `forward`, but no further than what enters ``layer``, ``[A, n, d]``.
 
         The later layers' entries are not written, so that these pending entries can only be dropped.
@@ -142,7 +144,7 @@ class Target:
         for chosen in self._sides(cache, singles):
             if not self.is_lean:
                 for place in chosen:
-                    with leaving_before(self.layers[layer]) as entering:
+                    with early_exit(self.layers[layer]) as entering:
                         self._stock(cache, singles[place])
                     states[place] = entering[0].to(self.device)
                 continue
@@ -155,13 +157,13 @@ class Target:
                 states[place] = state[None]
         return torch.cat(states)
 
-    def _sides(self, cache: RowCache, pieces: Sequence[Piece]) -> list[list[int]]:
+    def _sides(self, cache: RowCache, pieces: Sequence[TokenBlock]) -> list[list[int]]:
         """Pieces of one row each that may share a pass."""
         sides = [self._is_long(cache, piece) for piece in pieces]
         groups = [[i for i, side in enumerate(sides) if side is wanted] for wanted in (False, True)]
         return [group for group in groups if group]
 
-    def _is_long(self, cache: RowCache, piece: Piece) -> bool:
+    def _is_long(self, cache: RowCache, piece: TokenBlock) -> bool:
         """On which side of a longrope embedding's turn a piece's row stands, by what it holds after it."""
         limits = self.family.limits
         if limits.turn is None:
@@ -170,7 +172,9 @@ class Target:
         new = 0 if piece.positions is None else min(piece.logits_from + 1, piece.count)
         return limits.is_long(cache.lengths[piece.rows[0]] + new)
 
-    def _packed(self, cache: RowCache, pieces: Sequence[Piece], needs: Needs) -> list[Reading]:
+    def _packed(
+        self, cache: RowCache, pieces: Sequence[TokenBlock], needs: Requirements
+    ) -> list[ForwardOutput]:
         if not self.is_lean and (sum(len(p.rows) for p in pieces) == 1 or not self._packs):
             return [self._row_by_row(cache, piece, needs) for piece in pieces]
         layout, positions, wanted = self._laid(cache, pieces)
@@ -193,13 +197,13 @@ class Target:
             inputs["logits_to_keep"] = wanted
         instead: AbstractContextManager[Any] = nullcontext()
         if any(piece.embeddings is not None for piece in pieces):
-            instead = given_instead(self.decoder, x[None], inputs["attention_mask"], _added(pieces))
+            instead = replaced_embeddings(self.decoder, x[None], inputs["attention_mask"], _added(pieces))
         with packing(self.decoder, cache), self._tapped(needs) as states, instead:
             logits = self.model(**inputs).logits[0].to(self.device)
         return _apart(pieces, logits, {i: s[0] for i, s in states.items()})
 
     @contextmanager
-    def _tapped(self, needs: Needs) -> Iterator[dict[int, Tensor]]:
+    def _tapped(self, needs: Requirements) -> Iterator[dict[int, Tensor]]:
         """Hooks on the stock modules for the states that are wanted, if any."""
         if not needs.layers:
             yield {}
@@ -213,10 +217,10 @@ class Target:
             return places[0]
         return places.expand(3, -1, -1)
 
-    def _laid(self, cache: RowCache, pieces: Sequence[Piece]) -> tuple[Layout, Tensor, Tensor | None]:
+    def _laid(self, cache: RowCache, pieces: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and which tokens' logits are wanted (None: all of them)."""
         positions = [self._positions(cache, piece).flatten(1) for piece in pieces]
-        layout = cache.lay([(piece.rows, piece.count, self._masks(cache, piece)) for piece in pieces])
+        layout = cache.plan_layout([(piece.rows, piece.count, self._masks(cache, piece)) for piece in pieces])
         if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
             positions = [p.expand(3, -1) for p in positions]
         joint = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
@@ -227,9 +231,9 @@ class Target:
             for _ in piece.rows:
                 wanted.append(torch.arange(at + piece.logits_from, at + piece.count))
                 at += piece.count
-        return layout, joint, sent(torch.cat(wanted), self.device)
+        return layout, joint, to_device(torch.cat(wanted), self.device)
 
-    def _masks(self, cache: RowCache, piece: Piece) -> dict[str, Tensor | None]:
+    def _masks(self, cache: RowCache, piece: TokenBlock) -> dict[str, Tensor | None]:
         rows = piece.rows
         return self.family.masks.build(
             piece.allow,
@@ -242,7 +246,7 @@ class Target:
             piece.shift,
         )
 
-    def _positions(self, cache: RowCache, piece: Piece) -> Tensor:
+    def _positions(self, cache: RowCache, piece: TokenBlock) -> Tensor:
         """``[3 or 1, A, n]`` where a piece's tokens stand."""
         if piece.positions is not None:
             return piece.positions
@@ -266,7 +270,7 @@ class Target:
 
     # -- the stock modules, a row at a time ----------------------------------------------------------------
 
-    def _row_by_row(self, cache: RowCache, piece: Piece, needs: Needs) -> Reading:
+    def _row_by_row(self, cache: RowCache, piece: TokenBlock, needs: Requirements) -> ForwardOutput:
         logits: list[Tensor] = []
         states: list[dict[int, Tensor]] = []
         for single in _rows_of(piece):
@@ -274,9 +278,9 @@ class Target:
                 logits.append(self._stock(cache, single))
             states.append(found)
         hidden = {i: torch.cat([s[i] for s in states]) for i in needs.layers}
-        return Reading(torch.cat(logits), hidden)
+        return ForwardOutput(torch.cat(logits), hidden)
 
-    def _stock(self, cache: RowCache, piece: Piece) -> Tensor:
+    def _stock(self, cache: RowCache, piece: TokenBlock) -> Tensor:
         """Logits ``[1, n - logits_from, V]`` of a piece of one row."""
         layout, positions, _ = self._laid(cache, [piece])
         (span,) = layout.spans
@@ -295,18 +299,18 @@ class Target:
         if piece.embeddings is None:
             logits: Tensor = self.model(**inputs).logits
         else:
-            with given_instead(self.decoder, piece.embeddings, inputs["attention_mask"], piece.added):
+            with replaced_embeddings(self.decoder, piece.embeddings, inputs["attention_mask"], piece.added):
                 logits = self.model(**inputs).logits
         return logits[:, logits.shape[1] - (piece.count - piece.logits_from) :].to(self.device)
 
     @torch.inference_mode()
-    def whole(self, cache: RowCache, row: int, prompt: Prompt, needs: Needs) -> Reading:
+    def whole(self, cache: RowCache, row: int, prompt: Prompt, needs: Requirements) -> ForwardOutput:
         """Run a whole prompt through the stock model, media as they are, behind nothing; its entries are pending.
 
         For families whose placeholders nobody knows; `InputError` and `ModelError` as the model raises them.
         """
         ids = torch.tensor([prompt.ids], device=self.device)
-        piece = Piece([row], ids, logits_from=len(prompt) - 1)
+        piece = TokenBlock([row], ids, logits_from=len(prompt) - 1)
         self._laid(cache, [piece])
         inputs: dict[str, Any] = {
             name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
@@ -320,7 +324,7 @@ class Target:
             inputs["position_ids"] = positions
         with self._tapped(needs) as states:
             logits = self.model(input_ids=ids, **inputs).logits
-        return Reading(logits, states)
+        return ForwardOutput(logits, states)
 
     def _all_seen(self, span: Span) -> Tensor:
         return torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
@@ -345,7 +349,7 @@ class Target:
         return rope_positions(self._rope_index, self.config, ids, prompt)
 
 
-def _rows_of(piece: Piece) -> Iterator[Piece]:
+def _rows_of(piece: TokenBlock) -> Iterator[TokenBlock]:
     """The rows of a piece, one by one."""
     if len(piece.rows) == 1:
         yield piece
@@ -356,7 +360,7 @@ def _rows_of(piece: Piece) -> Iterator[Piece]:
         def mine(tensor: Tensor | None, one: slice = one) -> Tensor | None:
             return tensor if tensor is None or tensor.shape[0] == 1 else tensor[one]
 
-        yield Piece(
+        yield TokenBlock(
             rows=[row],
             tokens=piece.tokens[one],
             allow=mine(piece.allow),
@@ -369,15 +373,15 @@ def _rows_of(piece: Piece) -> Iterator[Piece]:
         )
 
 
-def _together(readings: Sequence[Reading]) -> Reading:
+def _together(readings: Sequence[ForwardOutput]) -> ForwardOutput:
     """The readings of a piece's rows as one."""
     if len(readings) == 1:
         return readings[0]
     hidden = {layer: torch.cat([r.hidden[layer] for r in readings]) for layer in readings[0].hidden}
-    return Reading(torch.cat([r.logits for r in readings]), hidden)
+    return ForwardOutput(torch.cat([r.logits for r in readings]), hidden)
 
 
-def _apart(pieces: Sequence[Piece], logits: Tensor, states: dict[int, Tensor]) -> list[Reading]:
+def _apart(pieces: Sequence[TokenBlock], logits: Tensor, states: dict[int, Tensor]) -> list[ForwardOutput]:
     """The readings of pieces from what a packed forward gave.
 
     Args:
@@ -390,12 +394,12 @@ def _apart(pieces: Sequence[Piece], logits: Tensor, states: dict[int, Tensor]) -
         hidden = {i: s[at : at + rows * count].view(rows, count, -1) for i, s in states.items()}
         size = rows * (count - piece.logits_from)
         part = logits[said : said + size].view(rows, count - piece.logits_from, logits.shape[-1])
-        readings.append(Reading(part, hidden))
+        readings.append(ForwardOutput(part, hidden))
         at, said = at + rows * count, said + size
     return readings
 
 
-def _added(pieces: Sequence[Piece]) -> list[Tensor]:
+def _added(pieces: Sequence[TokenBlock]) -> list[Tensor]:
     """Per layer ``[T, d]`` what is added to the packed sequence behind it; empty where nothing is."""
     layers = max(len(piece.added) for piece in pieces)
     joint = []

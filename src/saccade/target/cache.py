@@ -121,7 +121,7 @@ class RowCache(Cache):
         self.pending = [0] * rows
         self.layout = Layout([], slice(0, 0))
         self.slots = 0
-        self.most = sys.maxsize
+        self.max_slots = sys.maxsize
         self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)
         self._stores: dict[tuple[Any, ...], _Store] = {}
@@ -147,7 +147,7 @@ class RowCache(Cache):
             raise ModelError(f"Row {row} of the KV cache has no room yet; reserve it first.")
         return segment.start
 
-    def lay(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
+    def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
         """Say where the next forward writes and what its tokens see; the entries are pending from now on.
 
         Args:
@@ -180,7 +180,7 @@ class RowCache(Cache):
             self.layout = Layout(spans, slice(first, first + at), self.slots)
         else:
             device = self._devices[0] if self._devices else torch.device("cpu")  # a cache may have no layers
-            self.layout = Layout(spans, sent(torch.cat(slots), device), self.slots)
+            self.layout = Layout(spans, to_device(torch.cat(slots), device), self.slots)
         return self.layout
 
     # -- room --------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class RowCache(Cache):
             self._copy(old.start, start, held)
         self._segments[row] = fresh
 
-    def expect(self, slots: int) -> None:
+    def preallocate(self, slots: int) -> None:
         """Make the arena ``slots`` large at once, when what is coming is known."""
         self._enlarge(rounded(slots))
 
@@ -248,7 +248,7 @@ class RowCache(Cache):
 
     def _generous(self, slots: int) -> int:
         """``slots``, or half as many again as there are, because growing copies everything that is held."""
-        return max(slots, min(self.slots + self.slots // 2, self.most))
+        return max(slots, min(self.slots + self.slots // 2, self.max_slots))
 
     def _enlarge(self, slots: int) -> None:
         if slots <= self.slots:
@@ -342,10 +342,10 @@ def rounded(slots: int) -> int:
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     """Host integers on a device, without making the host wait for it."""
-    return sent(torch.tensor(values), device)
+    return to_device(torch.tensor(values), device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on a device, from pinned memory, without making the host wait for it."""
     if device.type == "cpu":
         return tensor

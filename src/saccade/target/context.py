@@ -14,8 +14,15 @@ from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache, on_device
-from saccade.target.media import MediaCache
-from saccade.target.pieces import Needs, Piece, Reading, held_of, kept_of, shift_of
+from saccade.target.forward import (
+    ForwardOutput,
+    Requirements,
+    TokenBlock,
+    num_cached,
+    retained_positions,
+    slot_shifts,
+)
+from saccade.target.media_cache import MediaCache
 from saccade.target.positions import check_types
 from saccade.target.probe import reading_attention
 
@@ -33,7 +40,7 @@ class _Held:
         dropped: positions that were left out.
         is_long: whether they were read with a longrope embedding's long factors.
         delta: what to add to the row's length to get its next text position.
-        shift: gaps between entries (`shift_of`), where windows ask for them; None without gaps.
+        shift: gaps between entries (`slot_shifts`), where windows ask for them; None without gaps.
         asked: length of the prompt that was read last; 0 until all of it has been.
     """
 
@@ -47,7 +54,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class PromptRead:
+class PrefillResult:
     """What reading a prompt gave.
 
     Attributes:
@@ -72,14 +79,14 @@ class Context:
     """A model with its KV cache for up to ``rows`` rows.
 
     Attributes:
-        needs: what every forward is to return besides logits; drafters and rules add to it when they open.
+        requirements: what every forward is to return besides logits; drafters and rules add to it when they open.
         media: features of images and videos.
     """
 
     def __init__(self, target: Target, rows: int, media: MediaCache | None = None) -> None:
         self.target = target
         self.cache: RowCache = target.new_cache(rows)
-        self.needs = Needs()
+        self.requirements = Requirements()
         self.media = media or MediaCache()
         self._held = [_Held() for _ in range(rows)]
 
@@ -101,7 +108,7 @@ class Context:
         """How many leading ids of a prompt a row holds."""
         return _shared(self._held[row].ids, self._held[row].media, prompt.ids, self._marks(prompt))
 
-    def read(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> PromptReader:
+    def read(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
         """Begin to read a prompt into a row: what it shares with the row's content is reused.
 
         Nothing is, once the prompt has become so long that its rotary embedding is another one.
@@ -122,9 +129,11 @@ class Context:
         start = _shared(held.ids, held.media, prompt.ids, marks) if is_long == held.is_long else 0
         if prompt.media and kind_of(self.target.config) not in FAMILIES:
             start = 0  # nobody knows which of its placeholders are whose
-        if self.needs.attention is not None and marks and not 0 < held.asked <= start:
+        if self.requirements.attention is not None and marks and not 0 < held.asked <= start:
             # No later turn of the same conversation: all that ask of this prompt are to run, as in a fresh row.
-            start = min(start, max(last for _, last, _ in marks)) if self.needs.queries == "words" else 0
+            start = (
+                min(start, max(last for _, last, _ in marks)) if self.requirements.queries == "words" else 0
+            )
         gone = [*(d for d in held.dropped if d < start), *(d for d in dropped if d >= start)]
         self._held[row] = _Held(
             ids=list(prompt.ids[:start]),
@@ -134,10 +143,10 @@ class Context:
             delta=held.delta,
             shift=held.shift,
         )
-        self.cache.crop(row, held_of(start, gone))
-        return PromptReader(self, row, prompt, marks, start, gone)
+        self.cache.crop(row, num_cached(start, gone))
+        return Prefill(self, row, prompt, marks, start, gone)
 
-    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> PromptRead:
+    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> PrefillResult:
         """Make a row hold a prompt, at once."""
         reader = self.read(row, prompt, dropped)
         self.cache.reserve(row, reader.entries)
@@ -157,26 +166,26 @@ class Context:
 
     def forward(
         self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None = None, depth: Tensor | None = None
-    ) -> Reading:
-        """Run new tokens of some rows; arguments as of `Piece`."""
+    ) -> ForwardOutput:
+        """Run new tokens of some rows; arguments as of `TokenBlock`."""
         (reading,) = self.run([self.piece(rows, tokens, allow, depth)])
         return reading
 
-    def run(self, pieces: Sequence[Piece]) -> list[Reading]:
+    def run(self, pieces: Sequence[TokenBlock]) -> list[ForwardOutput]:
         """Run pieces together."""
-        return self.target.forward(self.cache, pieces, self.needs)
+        return self.target.forward(self.cache, pieces, self.requirements)
 
-    def early(
+    def early_exit(
         self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None, depth: Tensor, layer: int
     ) -> Tensor:
-        """What enters ``layer``, ``[A, n, d]``; see `Target.early`."""
-        return self.target.early(self.cache, self.piece(rows, tokens, allow, depth), layer)
+        """What enters ``layer``, ``[A, n, d]``; see `Target.early_exit`."""
+        return self.target.early_exit(self.cache, self.piece(rows, tokens, allow, depth), layer)
 
     def piece(
         self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None = None, depth: Tensor | None = None
-    ) -> Piece:
+    ) -> TokenBlock:
         """Tokens behind what the rows hold."""
-        return Piece(rows, tokens, allow, depth, self.deltas(rows), self._shift(rows))
+        return TokenBlock(rows, tokens, allow, depth, self.deltas(rows), self._shift(rows))
 
     def commit(
         self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]
@@ -202,7 +211,7 @@ class Context:
         return on_device(table, self.target.device)
 
 
-class PromptReader:
+class Prefill:
     """A prompt on its way into a row, in one pass or in chunks between other rows' steps.
 
     Attributes:
@@ -222,14 +231,14 @@ class PromptReader:
         self._context, self._target = context, context.target
         self.row, self.prompt = row, prompt
         self.at = start
-        self.result = PromptRead(prompt, start)
+        self.result = PrefillResult(prompt, start)
         self._marks, self._dropped = marks, list(dropped)
         ids = torch.tensor([prompt.ids], device=self._target.device)
         self._ids = ids
         self._positions, self._delta = self._target.positions(ids, prompt)
         self._hidden: list[dict[int, Tensor]] = []
         self._embeddings: list[Tensor] = []
-        self._pending: tuple[int, Piece] | None = None
+        self._pending: tuple[int, TokenBlock] | None = None
         self._seen = 0
 
     @property
@@ -257,7 +266,7 @@ class PromptReader:
     @property
     def needs_attention(self) -> bool:
         """Whether attention has to be read while it runs, which takes a pass of its own."""
-        return self._context.needs.attention is not None and bool(self.prompt.media)
+        return self._context.requirements.attention is not None and bool(self.prompt.media)
 
     @property
     def _is_opaque(self) -> bool:
@@ -300,13 +309,13 @@ class PromptReader:
             if first < stop and last > self.at
         ]
 
-    def piece(self, stop: int, final: bool = True) -> Piece:
+    def piece(self, stop: int, final: bool = True) -> TokenBlock:
         """The tokens up to ``stop``, to be run now.
 
         Args:
             final: whether the logits after its last token are wanted.
         """
-        kept = kept_of(self.at, stop, self._dropped)
+        kept = retained_positions(self.at, stop, self._dropped)
         chosen = None if len(kept) == stop - self.at else torch.tensor(kept, device=self._target.device)
         embeddings, added = self._given(stop)
         tokens = self._ids[:, self.at : stop]
@@ -318,7 +327,7 @@ class PromptReader:
         row = self.row
         self._pending = (
             stop,
-            Piece(
+            TokenBlock(
                 rows=[row],
                 tokens=tokens,
                 allow=self._allowed(kept),
@@ -332,7 +341,7 @@ class PromptReader:
         )
         return self._pending[1]
 
-    def took(self, reading: Reading) -> None:
+    def took(self, reading: ForwardOutput) -> None:
         """Commit the piece that has run.
 
         Args:
@@ -341,9 +350,9 @@ class PromptReader:
         assert self._pending is not None
         stop, piece = self._pending
         count, held = piece.count, self._context._held[self.row]
-        if self._context.needs.layers:
+        if self._context.requirements.layers:
             self._hidden.append({i: s[0, :count] for i, s in reading.hidden.items()})
-        if self._context.needs.embeddings:
+        if self._context.requirements.embeddings:
             given = piece.embeddings
             self._embeddings.append(self._target.embed(piece.tokens)[0] if given is None else given[0])
         if stop == len(self.prompt):
@@ -354,7 +363,7 @@ class PromptReader:
         held.dropped = [d for d in self._dropped if d < stop]
         self.at, self._pending = stop, None
 
-    def run(self, stop: int) -> PromptRead:
+    def run(self, stop: int) -> PrefillResult:
         """Run everything up to ``stop`` alone and commit it."""
         context = self._context
         if self._is_opaque:
@@ -374,7 +383,7 @@ class PromptReader:
     def _finish(self, held: _Held) -> None:
         held.delta, held.asked = self.delta, len(self.prompt)
         gaps = self._dropped and self._target.family.masks.window is not None
-        held.shift = shift_of(len(self.prompt), self._dropped) if gaps else None
+        held.shift = slot_shifts(len(self.prompt), self._dropped) if gaps else None
         if self._hidden:
             self.result.hidden = {i: torch.cat([h[i] for h in self._hidden]) for i in self._hidden[0]}
         if self._embeddings:
@@ -426,7 +435,7 @@ class PromptReader:
         """Gaps before this piece, which windows have to know of."""
         if self._target.family.masks.window is None or not any(d < self.at for d in self._dropped):
             return None
-        gaps = shift_of(self.at, self._dropped)
+        gaps = slot_shifts(self.at, self._dropped)
         return torch.tensor([gaps], device=self._target.device, dtype=torch.long)
 
     def _places(self, kept: Sequence[int], chosen: Tensor | None) -> Tensor:
@@ -439,11 +448,11 @@ class PromptReader:
             return self._positions[..., chosen]
         return self._positions[..., kept[0] : kept[-1] + 1]
 
-    def _whole(self) -> tuple[Reading, Piece]:
+    def _whole(self) -> tuple[ForwardOutput, TokenBlock]:
         """The whole prompt through the stock model, media and all, for families outside the table."""
-        piece = Piece([self.row], self._ids[:, self.at :], logits_from=len(self.prompt) - self.at - 1)
+        piece = TokenBlock([self.row], self._ids[:, self.at :], logits_from=len(self.prompt) - self.at - 1)
         self._pending = len(self.prompt), piece
-        reading = self._target.whole(self._context.cache, self.row, self.prompt, self._context.needs)
+        reading = self._target.whole(self._context.cache, self.row, self.prompt, self._context.requirements)
         return reading, piece
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from saccade.target.cache import RowCache
 from saccade.target.families import ordinary_ids
+from saccade.target.forward import Requirements, TokenBlock
 from saccade.target.layout import Layout
 from saccade.target.limits import Thresholds
-from saccade.target.module_guard import Watch
-from saccade.target.pieces import Needs, Piece
+from saccade.target.module_guard import ModuleGuard
 from saccade.tree import ancestors_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -60,7 +60,7 @@ class _Block:
 
 
 @dataclass(slots=True)
-class Found:
+class DecoderOutput:
     """What a forward of the lean decoder leaves.
 
     Attributes:
@@ -90,12 +90,12 @@ class LeanDecoder:
         self._sections: list[int] = list(rope.get("mrope_section", ()))
         fused = [m for layer in decoder.layers for group in _groups(layer) for m in group]
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
-        self._watch = Watch(model, (decoder, self._head), joined)
+        self._guard = ModuleGuard(model, (decoder, self._head), joined)
 
     @property
     def is_current(self) -> bool:
         """Whether the model is still built of the modules and weights that were fused, and without hooks on them."""
-        return self._watch.is_current
+        return self._guard.is_current
 
     def __call__(
         self,
@@ -103,10 +103,10 @@ class LeanDecoder:
         positions: Tensor,
         cache: RowCache,
         layout: Layout,
-        needs: Needs | None = None,
+        needs: Requirements | None = None,
         added: Sequence[Tensor] = (),
         until: int | None = None,
-    ) -> Found:
+    ) -> DecoderOutput:
         """Run a packed sequence.
 
         Args:
@@ -117,7 +117,7 @@ class LeanDecoder:
             added: per first layers ``[T, d]`` what is added to the stream behind each.
             until: a layer, at which to end: what enters it is returned in place of what leaves the last.
         """
-        needs = needs or Needs()
+        needs = needs or Requirements()
         wanted = needs.layers
         states: dict[int, Tensor] = {}
         count, width = x.shape
@@ -144,11 +144,11 @@ class LeanDecoder:
             if index < len(added):
                 x = x + added[index]
         if until is not None:
-            return Found(x, states)
+            return DecoderOutput(x, states)
         normed = F.rms_norm(x, (width,), self._norm, self._eps)
         if len(self._blocks) in wanted:
             states[len(self._blocks)] = normed if needs.final == "post" else x
-        return Found(normed, states)
+        return DecoderOutput(normed, states)
 
     def logits(self, normed: Tensor) -> Tensor:
         """``[n, V]`` after normed states ``[n, d]``."""
@@ -240,13 +240,13 @@ def gives_stock_logits(target: Any) -> bool:
     ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
     cache = target.new_cache(1)
     cache.reserve(0, len(ids))
-    target.forward(cache, [Piece([0], torch.tensor([ids[:7]], device=target.device), logits_from=6)])
+    target.forward(cache, [TokenBlock([0], torch.tensor([ids[:7]], device=target.device), logits_from=6)])
     cache.commit([0], [range(7)])
     tokens = torch.tensor([ids[7:]], device=target.device)
     parents = [0, 0, 0, 1, *(0 for _ in far)]
     allow = ancestors_of(torch.tensor([parents], device=target.device), 2)
     depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
-    tree = Piece([0], tokens, allow, depth)
+    tree = TokenBlock([0], tokens, allow, depth)
     with target.stock():
         stock = target.forward(cache, [tree])[0].logits.float()
     cache.drop([0])

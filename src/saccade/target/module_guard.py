@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 
-class Watch:
+class ModuleGuard:
     """What a model's decoder and head are built of, to be compared with at every forward.
 
     Args:

@@ -21,16 +21,16 @@ from saccade.inputs.padded import visual_mask
 from saccade.target.adapter import Target
 
 if TYPE_CHECKING:
-    from saccade.target.context import Context, PromptReader
+    from saccade.target.context import Context, Prefill
 
 
 @contextmanager
-def reading_attention(context: Context, reader: PromptReader, stop: int) -> Iterator[None]:
+def reading_attention(context: Context, reader: Prefill, stop: int) -> Iterator[None]:
     """Read the attention of a prompt's asking tokens in the pass up to ``stop`` that happens while this is open.
 
     What is read is added to ``reader.result.columns``; `Needs` says which layers and whose attention count.
     """
-    needs, prompt, at = context.needs, reader.prompt, reader.at
+    needs, prompt, at = context.requirements, reader.prompt, reader.at
     visual = visual_mask(context.target.config, prompt.ids).nonzero()[:, 0].tolist()
     first = at
     if needs.queries == "words":

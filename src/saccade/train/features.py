@@ -20,7 +20,7 @@ from saccade.inputs.padded import media_spans, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.features import FeatureTap
+from saccade.target.hidden_states import FeatureTap
 from saccade.target.probe import AttentionProbe
 from saccade.train.batches import forward_passes
 from saccade.train.checkpoint import identity
@@ -70,7 +70,7 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
     """Run the target over prompts and answers: together where its family is known and their media fit together.
 
     Args:
-        layers: which states are wanted besides the last, as in `saccade.target.features.FeatureTap`.
+        layers: which states are wanted besides the last, as in `saccade.target.hidden_states.FeatureTap`.
     """
     wanted = sorted({0, *layers, len(target.layers)})
     read: list[Features] = []
@@ -131,7 +131,7 @@ class Finding:
 
     Attributes:
         layer: index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
-            `saccade.target.pieces.Needs`.
+            `saccade.target.forward.Needs`.
         dropped: ascending positions of visual tokens that have no entry.
     """
 

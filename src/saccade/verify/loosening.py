@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Verdict, path_to
 
@@ -130,11 +130,16 @@ class FLy:
     def open(self, context: Context) -> FLy:
         return self
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Nothing to remember of a prompt."""
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         guesses = drafted(tree)

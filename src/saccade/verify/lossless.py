@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.randomness import draw
 from saccade.verify.rule import Verdict, path_to
@@ -27,11 +27,16 @@ class Greedy:
     def open(self, context: Context) -> Greedy:
         return self
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Nothing to remember of a prompt."""
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         choice = scores.max(-1).indices  # [B, N]; argmax would do, but is slow in bfloat16 on CPUs
         if tree.size == 1:
@@ -67,11 +72,16 @@ class Sampling:
     def open(self, context: Context) -> Sampling:
         return self
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Nothing to remember of a prompt."""
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         assert uniforms is not None
         # Level 0 holds the last token's number, level d that of the children at depth d, each at its rank.

@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.loosening import drafted, guarded, in_line, least, target_tokens, walk
 from saccade.verify.rule import Verdict
@@ -83,14 +83,14 @@ class LVSpecJudge:
         self._rule = rule
         self._config = context.target.config
         self._layer = len(context.target.layers) if rule.space == "hidden" else 0
-        context.needs.add_layers(self._layer)
+        context.requirements.add_layers(self._layer)
         # Per row the places of its visual tokens in the prompt and their normalised states [n, d].
         self._seen: list[tuple[list[int], Tensor] | None] = [None] * context.rows
         self._gathered: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Keep the states of the visual tokens that were just read; those of reused ids stay, all others go."""
-        start, states = read.start, read.hidden[self._layer]
+        start, states = prefill.start, prefill.hidden[self._layer]
         mask = visual_mask(self._config, prompt.ids)
         places = mask.nonzero()[:, 0].tolist()
         new = F.normalize(states[mask[start:].to(states.device)].float(), dim=-1)
@@ -103,7 +103,12 @@ class LVSpecJudge:
         self._gathered = None
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         if tree.size == 1:
@@ -115,17 +120,17 @@ class LVSpecJudge:
         sees = self._gather(rows)[1].any(1)[:, None]
         forgivable = guesses & ~barred & sees
         line = in_line(tree)
-        loose = least(self.relevance(rows, tree, reading), line, self._rule.share) & forgivable
+        loose = least(self.relevance(rows, tree, output), line, self._rule.share) & forgivable
         shifted = torch.zeros_like(match)
         if self._rule.shift:
             elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & line
             shifted = elsewhere.any(-1) & forgivable
         return walk(tree, choice, match, loose, shifted)
 
-    def relevance(self, rows: Sequence[int], tree: DraftTree, reading: Reading) -> Tensor:
+    def relevance(self, rows: Sequence[int], tree: DraftTree, output: ForwardOutput) -> Tensor:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
         visual, real = self._gather(rows)
-        nodes = F.normalize(reading.hidden[self._layer].float(), dim=-1)
+        nodes = F.normalize(output.hidden[self._layer].float(), dim=-1)
         similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [A, N, V]
         best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
         found = torch.isfinite(best)
@@ -175,11 +180,16 @@ class RandomLoosening:
     def open(self, context: Context) -> RandomLoosening:
         return self
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Nothing to remember of a prompt."""
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         assert uniforms is not None
         choice, wanted = target_tokens(tree, scores)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.target.cache import sent
+from saccade.target.cache import to_device
 
 
 class Uniforms:
@@ -37,7 +37,7 @@ class Uniforms:
         drawn = torch.stack(
             [torch.rand(own + drafting, generator=g, dtype=torch.float64) for g in generators]
         )
-        values = sent(drawn.to(torch.float32).clamp_(max=1 - 2**-24), device)
+        values = to_device(drawn.to(torch.float32).clamp_(max=1 - 2**-24), device)
         self.judging = values[:, :own].view(-1, levels, width)
         self._drafting = values[:, own:]
         self._used = 0

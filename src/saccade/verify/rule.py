@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 
 STRICT, LOOSE, SHIFTED = range(3)
@@ -40,12 +40,17 @@ class Verdict:
 class Judge(Protocol):
     """A rule at work on the rows of one session."""
 
-    def read(self, row: int, prompt: Prompt, read: PromptRead) -> None:
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Called when the target has read a row's prompt, with the hidden states that the rule asked for."""
         ...
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, reading: Reading
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         """Judge some rows.
 
@@ -54,7 +59,7 @@ class Judge(Protocol):
             scores: ``[A, N, V]`` the target's processed logits after every node.
             uniforms: ``[A, L, C]`` this step's random numbers in [0, 1), as many as `Rule.uniforms` asks for; None if
                 it asks for none. Which of them decides on a node must follow from that row's tree alone.
-            reading: what the target's forward gave for the trees' nodes.
+            output: what the target's forward gave for the trees' nodes.
         """
         ...
 
@@ -77,7 +82,7 @@ class Rule(Protocol):
         ...
 
     def open(self, context: Context) -> Judge:
-        """Start on a batch's rows; a rule that looks at hidden states asks for them here (``context.needs``)."""
+        """Start on a batch's rows; a rule that looks at hidden states asks for them here (``context.requirements``)."""
         ...
 
 

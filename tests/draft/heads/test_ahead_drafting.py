@@ -24,7 +24,7 @@ from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.methods.compositions import Parts
-from saccade.target.pieces import Reading
+from saccade.target.forward import ForwardOutput
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""
@@ -149,7 +149,7 @@ def _state_of_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def before(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
         hidden = {layer: states.roll(1, 1) for layer, states in reading.hidden.items()}
-        right(self, rows, tree, scores, verdict, Reading(reading.logits, hidden))
+        right(self, rows, tree, scores, verdict, ForwardOutput(reading.logits, hidden))
 
     monkeypatch.setattr(under_test.AheadDraftSession, "observe", before)
 

@@ -208,10 +208,10 @@ def test_the_target_s_attention_is_read_only_to_compress(keep: float, reads: boo
     drafter = HeadDrafter(dream("llava", keep=keep), target("llava"), POLICIES["chain"])
     context = Context(target("llava"), 1)
     assert isinstance(drafter.open(1, context), DreamDraftSession)
-    assert context.needs.attention == ((-1,) if reads else None)
-    assert not reads or context.needs.queries == "all"
+    assert context.requirements.attention == ((-1,) if reads else None)
+    assert not reads or context.requirements.queries == "all"
     other = Context(target("llava"), 1)
-    other.needs.add_attention((-1,), "words")
+    other.requirements.add_attention((-1,), "words")
     if reads:
         with pytest.raises(ModelError, match="choose the same for all that read it"):
             drafter.open(1, other)
@@ -227,7 +227,7 @@ def test_all_tokens_of_a_prompt_are_asked_what_they_look_at() -> None:
     with torch.no_grad():
         weights = model(**inputs, output_attentions=True).attentions[-1][0]
     context = Context(own, 1)
-    context.needs.add_attention((-1,), "all")
+    context.requirements.add_attention((-1,), "all")
     read = context.load(0, prompts(case, inputs)[0])
     assert read.columns is not None
     torch.testing.assert_close(read.columns, weights.mean(0).sum(0), rtol=0, atol=1e-5)

@@ -140,7 +140,7 @@ def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
             lengths = cache.lengths
             count = last - first
             masks = MASKS.build(None, lengths, count, 0, None, features.dtype, features.device)
-            cache.lay([(range(2), count, masks)])
+            cache.plan_layout([(range(2), count, masks)])
             parts.append(
                 head(
                     features[:, here],

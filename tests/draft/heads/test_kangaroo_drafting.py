@@ -173,9 +173,11 @@ def _guesses_that_do_not_see_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _all_guesses_at_the_root_s_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Context.early
+    right = Context.early_exit
     monkeypatch.setattr(
-        Context, "early", lambda self, rows, t, a, depth, layer: right(self, rows, t, a, depth * 0, layer)
+        Context,
+        "early_exit",
+        lambda self, rows, t, a, depth, layer: right(self, rows, t, a, depth * 0, layer),
     )
 
 

@@ -17,8 +17,8 @@ from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -126,7 +126,7 @@ class EnsembleSession:
             self._notes.forget(row)
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         asked, self._asked[row] = self._asked[row], prompt
         going_on = asked is not None and goes_on(asked, prompt)
         if not going_on:
@@ -148,7 +148,7 @@ class EnsembleSession:
             slot, seen = view * self._count + row, given[view]
             # A caption may be longer than what it stands for.
             self._session.reserve(slot, self._room[row] + len(seen) - len(prompt))
-            views[view].load(self._session, slot, seen, self._target, read)
+            views[view].load(self._session, slot, seen, self._target, prefill)
 
     def _views_of(self, row: int) -> range:
         return range(1 if self._alike[row] else len(self._drafter.views))
@@ -205,7 +205,7 @@ class EnsembleSession:
 
     @torch.inference_mode()
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         self._mixture.observe(rows, verdict)
         roots = self._roots.pop(rows[0])

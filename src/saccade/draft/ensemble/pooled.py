@@ -22,7 +22,7 @@ from saccade.inputs.families import family_of, kind_of
 from saccade.inputs.halving import RESIZABLE, half, halved
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 
 KEPT = 16
 """Halved pictures that are kept for later turns."""
@@ -155,10 +155,15 @@ class PooledFeatures(PlainView):
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
         with self._pooling():
-            session.load(row, prompt, read)
+            session.load(row, prompt, prefill)
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
         """Placeholders of one grid of a medium, and how many are left of them."""

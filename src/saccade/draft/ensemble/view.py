@@ -6,7 +6,7 @@ from typing import Protocol
 
 from saccade.draft.model import ModelDraftSession
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 
 
 class View(Protocol):
@@ -34,12 +34,17 @@ class View(Protocol):
         ...
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
         """Make a row of the draft session hold what `read` returned.
 
         Args:
-            read: what the target has read of its own prompt; None where it has not yet, and every view is early.
+            prefill: what the target has read of its own prompt; None where it has not yet, and every view is early.
         """
         ...
 
@@ -55,6 +60,11 @@ class PlainView:
         """Nothing is asked of the target."""
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
-        session.load(row, prompt, read)
+        session.load(row, prompt, prefill)

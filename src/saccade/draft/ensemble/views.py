@@ -15,7 +15,7 @@ from saccade.inputs.blind import without_media
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 
 
 def by_names(
@@ -105,6 +105,11 @@ class Pruned:
         return prompt
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, read: PromptRead | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
-        session.read(row, prompt, dropped_of(session, row, prompt, self._pruning, target, read))
+        session.read(row, prompt, dropped_of(session, row, prompt, self._pruning, target, prefill))

@@ -26,7 +26,7 @@ class HeadConfig:
         kv_heads: key and value heads.
         head_dim: of each.
         vocab_size: rows of the target's LM head.
-        layers: indices of the target's states that it reads (as in `saccade.target.pieces.Needs`).
+        layers: indices of the target's states that it reads (as in `saccade.target.forward.Needs`).
         target_class: class name of the target model.
         target_layers: decoder layers of the target.
         rope: rotary parameters, as transformers writes them (``rope_theta``, ``rope_type``, scaling factors).

@@ -19,7 +19,7 @@ from saccade.draft.trees.policy import Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 from saccade.target.layout import ALL, Layout, Span
 from saccade.target.masks import additive
 from saccade.tree import DraftTree
@@ -191,7 +191,7 @@ class DreamDraftSession(HeadDraftSession):
         self._dropped: list[list[int]] = [[] for _ in range(rows)]
         self.memory: RowCache = drafter.head.new_memory(rows)
         if self._pruning.needs_attention:
-            target.needs.add_attention(self._pruning.layers, "all")
+            target.requirements.add_attention(self._pruning.layers, "all")
 
     def forget(self, row: int) -> None:
         super().forget(row)
@@ -199,9 +199,9 @@ class DreamDraftSession(HeadDraftSession):
         self._dropped[row] = []
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         self.memory.reserve(row, self._room[row] + self._slack)
-        super().load(row, prompt, read)
+        super().load(row, prompt, prefill)
 
     @torch.inference_mode()
     def propose(
@@ -211,25 +211,25 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.drop(rows)
         return tree
 
-    def _entries(self, row: int, prompt: Prompt, read: PromptRead) -> tuple[Tensor, Tensor]:
-        self._dropped[row] = self._choose(row, prompt, read)
+    def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
+        self._dropped[row] = self._choose(row, prompt, prefill)
         seen = torch.ones(len(prompt), dtype=torch.bool)
         seen[self._dropped[row]] = False
         tokens = seen.nonzero()[:, 0]
         tokens = tokens[tokens > 0]
-        held = min(self.cache.lengths[row], int((tokens < read.start).sum()))
+        held = min(self.cache.lengths[row], int((tokens < prefill.start).sum()))
         self.memory.crop(row, int(tokens[held - 1]) if held else 0)
         return tokens, tokens - 1
 
-    def _choose(self, row: int, prompt: Prompt, read: PromptRead) -> list[int]:
+    def _choose(self, row: int, prompt: Prompt, prefill: PrefillResult) -> list[int]:
         """Visual tokens without entries; before where the target went on they stay what they were."""
         config = self._drafter.target.config
-        before = [place for place in self._dropped[row] if place < read.start]
-        if not self._pruning.needs_attention or read.columns is None:
+        before = [place for place in self._dropped[row] if place < prefill.start]
+        if not self._pruning.needs_attention or prefill.columns is None:
             return before
-        dropped = self._pruning.dropped(config, prompt, read.prompt, read.columns, config)
+        dropped = self._pruning.dropped(config, prompt, prefill.prompt, prefill.columns, config)
         # The last token always has an entry: it brings the features of all dropped ones before it.
-        return before + [place for place in dropped if read.start <= place < len(prompt) - 1]
+        return before + [place for place in dropped if prefill.start <= place < len(prompt) - 1]
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
         tokens = tokens.to(self._device)

@@ -120,7 +120,7 @@ class Head(nn.Module, ABC):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the target's states that it is fed, side by side (as in `saccade.target.pieces.Needs`)."""
+        """Indices of the target's states that it is fed, side by side (as in `saccade.target.forward.Needs`)."""
         return self.config.layers
 
     @property

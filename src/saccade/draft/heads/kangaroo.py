@@ -18,7 +18,7 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device
 from saccade.target.context import Context
-from saccade.target.features import final_norm
+from saccade.target.hidden_states import final_norm
 from saccade.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class KangarooDraftSession(HeadDraftSession):
         """``[A, W, d]`` states of pending tokens, ``allow`` ``[A or 1, W, T]`` as in `Context.forward`."""
         self._depths += [depth] * tokens.shape[1]
         depths = on_device([self._depths], self._device)
-        return self._context.early(rows, tokens, allow, depths, self._layer).to(self._features[0])
+        return self._context.early_exit(rows, tokens, allow, depths, self._layer).to(self._features[0])
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._features[0].new_empty(*tokens.shape, 0)

@@ -18,8 +18,8 @@ from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device
-from saccade.target.context import Context, PromptRead
-from saccade.target.pieces import Reading
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -170,7 +170,7 @@ class AheadDraftSession:
         weight = next(self._head.parameters())
         self._state = weight.new_zeros(rows, self._head.config.hidden_size)  # at the token before the root
         self._going = self._state[:0]  # [A, d] of the rows that are guessed for
-        target.needs.add_layers(*self._head.layers)
+        target.requirements.add_layers(*self._head.layers)
 
     def reserve(self, row: int, capacity: int) -> None:
         """One state per row is all there is."""
@@ -180,11 +180,11 @@ class AheadDraftSession:
         self._shaping.restart(row)
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
-        assert read is not None
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+        assert prefill is not None
         (layer,) = self._head.layers
-        self._state[row] = read.hidden[layer][-1].to(self._state)
-        if read.start < self._prompts[row]:  # no next turn of the same conversation
+        self._state[row] = prefill.hidden[layer][-1].to(self._state)
+        if prefill.start < self._prompts[row]:  # no next turn of the same conversation
             self._shaping.restart(row)
         self._prompts[row] = len(prompt)
 
@@ -207,11 +207,11 @@ class AheadDraftSession:
 
     @torch.inference_mode()
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         last = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
         (layer,) = self._head.layers
-        states = reading.hidden[layer].to(self._state)  # [A, N, d]
+        states = output.hidden[layer].to(self._state)  # [A, N, d]
         at = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
         self._state[on_device(list(rows), self._device)] = at
         self._shaping.observe(rows, verdict)

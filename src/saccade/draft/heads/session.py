@@ -18,9 +18,9 @@ from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache, on_device
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
 from saccade.target.masks import MaskPlan
-from saccade.target.pieces import Reading
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -99,8 +99,8 @@ class HeadDraftSession:
         width = self._head.config.hidden_size
         # Per row [S, d], of the target's states at every token.
         self._features = [weight.new_zeros(0, width) for _ in range(rows)]
-        target.needs.add_layers(*self._head.layers)
-        target.needs.embeddings |= self._head.is_shown_visual
+        target.requirements.add_layers(*self._head.layers)
+        target.requirements.embeddings |= self._head.is_shown_visual
 
     def reserve(self, row: int, capacity: int) -> None:
         self._room[row] = capacity
@@ -116,20 +116,20 @@ class HeadDraftSession:
         self._shaping.restart(row)
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, read: PromptRead | None) -> None:
-        assert read is not None
-        start, count = read.start, len(prompt)
-        states = torch.cat([read.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+        assert prefill is not None
+        start, count = prefill.start, len(prompt)
+        states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
         if states.shape[0] != count - start or start > self._fed[row]:
             raise ModelError(
                 "The head has not been fed all that the target has read; give both the same prompt, in one session."
             )
         self._features[row][start:count] = self._head.fuse(states)
-        tokens, sources = self._entries(row, prompt, read)
+        tokens, sources = self._entries(row, prompt, prefill)
         self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < start).sum()))
         self.cache.crop(row, held)
-        embedded = self._embedded(row, prompt, read, tokens[held:])
+        embedded = self._embedded(row, prompt, prefill, tokens[held:])
         for at in range(held, len(tokens), CHUNK):
             part = slice(at, at + CHUNK)
             self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
@@ -170,9 +170,9 @@ class HeadDraftSession:
 
     @torch.inference_mode()
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, reading: Reading
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
-        states = self._states(reading)  # [A, N, F]
+        states = self._states(output)  # [A, N, F]
         along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [A, D + 1, F]
         along = self._head.fuse(along)  # [A, D + 1, d]
         # Beyond what was accepted they are overwritten before they are read.
@@ -182,15 +182,15 @@ class HeadDraftSession:
             self._fed[row] = first + along.shape[1]
         self._shaping.observe(rows, verdict)
 
-    def _states(self, reading: Reading) -> Tensor:
+    def _states(self, output: ForwardOutput) -> Tensor:
         """What the head reads of a forward of the target, ``[A, N, F]``."""
-        parts = [reading.hidden[layer] for layer in self._head.layers]
+        parts = [output.hidden[layer] for layer in self._head.layers]
         return torch.cat(parts, -1).to(self._features[0])
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)
 
-    def _entries(self, row: int, prompt: Prompt, read: PromptRead) -> tuple[Tensor, Tensor]:
+    def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
         """As `Head.entries`, of a prompt that the target has read."""
         return self._head.entries(self._visual(prompt))
 
@@ -208,7 +208,7 @@ class HeadDraftSession:
         lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
         dtype = self._features[0].dtype
         masks = MASKS.build(allow, lengths, count, pending, None, dtype, self._device)
-        cache.lay([(rows, count, masks)])
+        cache.plan_layout([(rows, count, masks)])
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
         """Run what every row emitted last with the target's states; ``[A, width, d]``."""
@@ -269,22 +269,24 @@ class HeadDraftSession:
         """The target's embeddings of tokens, in the head's dtype."""
         return self._drafter.target.embed(tokens).to(self._features[0].dtype)
 
-    def _embedded(self, row: int, prompt: Prompt, read: PromptRead, tokens: Tensor) -> Tensor:
+    def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         """``[1, E, d]`` what the target's decoder was given for these tokens, visual features included."""
         ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
         embedded = self._words(ids)
         if not self._head.is_shown_visual or not prompt.media:
             return embedded
-        new = (tokens >= read.start).to(self._device)
-        given = self._given(read)
-        embedded[0, new] = given[tokens[tokens >= read.start].to(given.device) - read.start].to(embedded)
+        new = (tokens >= prefill.start).to(self._device)
+        given = self._given(prefill)
+        embedded[0, new] = given[tokens[tokens >= prefill.start].to(given.device) - prefill.start].to(
+            embedded
+        )
         return embedded
 
-    def _given(self, read: PromptRead) -> Tensor:
+    def _given(self, prefill: PrefillResult) -> Tensor:
         """``[S - start, d]`` what the target's decoder was given."""
-        if read.embeddings is None:
+        if prefill.embeddings is None:
             raise ModelError(
                 f"{type(self._drafter.target.decoder).__name__} is not given embeddings in a known way, which a head "
                 "that sees visual tokens needs; use a head that hides them."
             )
-        return read.embeddings
+        return prefill.embeddings

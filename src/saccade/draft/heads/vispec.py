@@ -18,7 +18,7 @@ from saccade.errors import ModelError
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device
-from saccade.target.context import Context, PromptRead
+from saccade.target.context import Context, PrefillResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +184,15 @@ class ViSpecDraftSession(HeadDraftSession):
         spans = media_spans(self._drafter.target.config, prompt)
         return runs_of(self._visual(prompt), [stop for _, stop in spans])
 
-    def _entries(self, row: int, prompt: Prompt, read: PromptRead) -> tuple[Tensor, Tensor]:
+    def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
         return self._vispec.entries_of(self._visual(prompt), self._runs(prompt))
 
-    def _embedded(self, row: int, prompt: Prompt, read: PromptRead, tokens: Tensor) -> Tensor:
-        start = read.start
+    def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
+        start = prefill.start
         images = [image for image in self._images[row] if image.stop <= start]
         runs = [(first, stop) for first, stop in self._runs(prompt) if stop > start]
         if runs:
-            given = self._given(read).to(self._features[0])
+            given = self._given(prefill).to(self._features[0])
             images += [Image(a, b, self._vispec.adaptor(given[a - start : b - start])) for a, b in runs]
         self._images[row] = images
         self._global[row] = images[-1].vectors[-1] if images else 0

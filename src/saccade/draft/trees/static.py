@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.trees.policy import Frontier, Growth, Proposer
-from saccade.target.cache import on_device, sent
+from saccade.target.cache import on_device, to_device
 from saccade.tree import DraftTree, TreeShape, ancestors_of
 from saccade.verify.rule import Verdict
 
@@ -195,16 +195,16 @@ class _Plan:
                     width=width,
                     pick=on_device(pick, device),
                     run=run,
-                    run_index=sent(torch.tensor(run, dtype=torch.long), device),
-                    run_nodes=sent(torch.tensor(nodes_run, dtype=torch.long), device),
-                    attention_mask=None if bool(allow.all()) else sent(allow, device),
+                    run_index=to_device(torch.tensor(run, dtype=torch.long), device),
+                    run_nodes=to_device(torch.tensor(nodes_run, dtype=torch.long), device),
+                    attention_mask=None if bool(allow.all()) else to_device(allow, device),
                 )
             )
         return cls(
             levels=tuple(levels),
-            parents=sent(parents, device),
+            parents=to_device(parents, device),
             depth=on_device([[len(p) for p in nodes]], device),
-            ancestors=sent(matrix, device),
+            ancestors=to_device(matrix, device),
             valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
             max_depth=shape.max_depth,
             max_children=shape.max_children,

@@ -16,30 +16,30 @@ from saccade.errors import ModelError
 Mask = Tensor | dict[str, Tensor]
 
 
-def kept_of(start: int, stop: int, dropped: Sequence[int]) -> list[int]:
+def retained_positions(start: int, stop: int, dropped: Sequence[int]) -> list[int]:
     """The positions from ``start`` to ``stop`` that are not among the dropped ones."""
     gone = set(dropped)
     return [i for i in range(start, stop) if i not in gone]
 
 
-def held_of(start: int, dropped: Sequence[int]) -> int:
+def num_cached(start: int, dropped: Sequence[int]) -> int:
     """Cache entries of the first ``start`` positions, ``dropped`` being ascending."""
     return start - bisect_left(dropped, start)
 
 
-def shift_of(start: int, dropped: Sequence[int]) -> list[int]:
+def slot_shifts(start: int, dropped: Sequence[int]) -> list[int]:
     """How far each cache entry of the first ``start`` positions stands before its slot (0 or less).
 
     Slots are counted back from the row's end, where slot and position agree: attention windows are measured in
     positions, and entries before a gap are further away than their slots tell.
     """
-    kept = kept_of(0, start, dropped)
+    kept = retained_positions(0, start, dropped)
     gap = start - len(kept)
     return [position - slot - gap for slot, position in enumerate(kept)]
 
 
 @contextmanager
-def given_instead(
+def replaced_embeddings(
     decoder: nn.Module, embeddings: Tensor, mask: Mask, added: Sequence[Tensor] = ()
 ) -> Iterator[None]:
     """The model's decoder is given other embeddings while this is open.
@@ -81,7 +81,7 @@ def given_instead(
 
 
 @dataclass(slots=True)
-class Piece:
+class TokenBlock:
     """New tokens of some rows, equally many of each: part of a prompt, or one step's draft trees.
 
     Attributes:
@@ -117,7 +117,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Needs:
+class Requirements:
     """What drafters and rules need of the target's forwards, besides logits.
 
     Attributes:
@@ -164,8 +164,8 @@ class Needs:
 
 
 @dataclass(slots=True)
-class Reading:
-    """What a forward gives for one `Piece`.
+class ForwardOutput:
+    """What a forward gives for one `TokenBlock`.
 
     Attributes:
         logits: ``[A, n - logits_from, V]`` in the model's dtype.

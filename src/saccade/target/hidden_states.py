@@ -105,11 +105,11 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 class _Reached(Exception):
-    """The layer is about to run; nobody but `leaving_before` sees this."""
+    """The layer is about to run; nobody but `early_exit` sees this."""
 
 
 @contextmanager
-def leaving_before(layer: nn.Module) -> Iterator[list[Tensor]]:
+def early_exit(layer: nn.Module) -> Iterator[list[Tensor]]:
     """A forward in this block ends where ``layer`` would begin: later layers, final norm and LM head never run.
 
     Yields:

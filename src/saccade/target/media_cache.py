@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.target.adapter import Target
 
 
-class Stopwatch:
+class VisionTimer:
     """Seconds spent in a model's vision tower and projector while the context is open."""
 
     TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
@@ -34,7 +34,7 @@ class Stopwatch:
         self._started = 0.0
         self.seconds = 0.0
 
-    def __enter__(self) -> Stopwatch:
+    def __enter__(self) -> VisionTimer:
         for module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._start))
             self._handles.append(module.register_forward_hook(self._stop))
@@ -66,7 +66,7 @@ TOWERS = ("vision_tower", "vision_model", "visual")
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class MediaFeatures:
     """What a model makes of one image or video before its decoder.
 
     Attributes:
@@ -84,7 +84,7 @@ class Features:
 
 
 class MediaCache:
-    """Features by model and digest; those that were used least recently go first.
+    """MediaFeatures by model and digest; those that were used least recently go first.
 
     Where two models have the same vision tower (a draft VLM around its target's frozen one), it runs once for both.
 
@@ -113,7 +113,7 @@ class MediaCache:
         self._sharing = list(models) if len(models) > 1 and _same_towers(models) else []
 
     @torch.inference_mode()
-    def features(self, model: Target, medium: Medium, ids: Sequence[int]) -> Features:
+    def features(self, model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
         """A medium's features.
 
         Args:
@@ -127,7 +127,7 @@ class MediaCache:
         self.misses += 1
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
         seen = ("tower", medium.digest)
-        with Stopwatch(model.model) as vision:
+        with VisionTimer(model.model) as vision:
             if tower is None:
                 features = encode(model, medium, ids)
             elif (outputs := self._find(seen)) is not None:
@@ -166,7 +166,7 @@ class _Reached(Exception):
     """The decoder is about to run; nobody but `encode` sees this."""
 
 
-def encode(model: Target, medium: Medium, ids: Sequence[int]) -> Features:
+def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     """Run a stock model up to its decoder on one medium's placeholders."""
     given: dict[str, Any] = {}
 
@@ -191,7 +191,7 @@ def encode(model: Target, medium: Medium, ids: Sequence[int]) -> Features:
     finally:
         handle.remove()
     embeddings = given["inputs_embeds"][0].to(model.device)
-    return Features(embeddings, tuple(_dense(given, embeddings)))
+    return MediaFeatures(embeddings, tuple(_dense(given, embeddings)))
 
 
 def _dense(given: dict[str, Any], like: Tensor) -> Iterator[Tensor]:

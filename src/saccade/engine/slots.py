@@ -14,15 +14,15 @@ from saccade.target.adapter import Target
 from saccade.target.cache import rounded
 from saccade.target.context import Context
 
-SHARE = 0.5
+KV_MEMORY_SHARE = 0.5
 """Of the free memory, what the caches may take by default."""
 
 
-WORTH = 16
+MIN_SHARED_PREFIX = 16
 """Shared tokens for which old content is given up while empty slots are left; templates alone share a few."""
 
 
-class Rooms:
+class SlotAllocator:
     """Slots for rows. A freed slot keeps its content until its place is needed.
 
     Args:
@@ -40,7 +40,7 @@ class Rooms:
         self._entry = context.target.entry_bytes + (views * model.entry_bytes if shares and model else 0)
         self._limit = limit
         if limit is not None:
-            context.cache.most = limit // self._entry
+            context.cache.max_slots = limit // self._entry
         self._rows: list[Row | None] = [None] * context.rows
         self._used = [0] * context.rows  # when each slot was freed, in calls
         self._calls = 0
@@ -78,9 +78,9 @@ class Rooms:
             self._drafting.reserve(slot, len(row.request.drafted) + row.plan.max_new_tokens)
         return True
 
-    def expect(self, rows: Sequence[Row]) -> None:
+    def preallocate(self, rows: Sequence[Row]) -> None:
         """Make the cache large enough for rows that begin together, at once."""
-        self._context.cache.expect(sum(row.entries + self._extra + 63 for row in rows))
+        self._context.cache.preallocate(sum(row.entries + self._extra + 63 for row in rows))
 
     def leave(self, row: Row, empty: bool) -> None:
         """Free a row's slot.
@@ -105,7 +105,7 @@ class Rooms:
     def _best(self, free: Sequence[int], row: Row) -> int:
         shared = {slot: self._context.shared(slot, row.request.prompt) for slot in free}
         empty = [slot for slot in free if not self._context.lengths[slot]]
-        if empty and max(shared.values()) < WORTH:
+        if empty and max(shared.values()) < MIN_SHARED_PREFIX:
             return empty[0]
         return min(free, key=lambda slot: (-shared[slot], self._used[slot]))  # of equal ones, freed first
 

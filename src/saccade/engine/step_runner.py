@@ -10,14 +10,24 @@ import torch
 
 from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
 from saccade.engine.row import Row, RowStep
-from saccade.engine.step import Ballot, Chunk, Clock, joined, pack, to_host, traces, tree_piece, with_tree
+from saccade.engine.step import (
+    Chunk,
+    Clock,
+    VerificationGroup,
+    joined,
+    pack,
+    to_host,
+    traces,
+    tree_piece,
+    with_tree,
+)
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import visual_ids
 from saccade.output import DRAFTED, TreeTrace
 from saccade.target.cache import on_device
-from saccade.target.context import PromptReader
+from saccade.target.context import Prefill
+from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.target.limits import ContextError
-from saccade.target.pieces import Piece, Reading
 from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
     from saccade.engine.batch import RunningBatch
 
 
-class Work:
+class StepRunner:
     """One step of a running batch."""
 
     def __init__(self, batch: RunningBatch) -> None:
@@ -116,10 +126,10 @@ class Work:
         if (
             chunk.is_last
             and len(row.request.drafted) > large
-            and not row.is_drafted
+            and not row.drafter_prefilled
             and self._guesses_early(row)
         ):
-            row.is_drafted = self._load(row, None)
+            row.drafter_prefilled = self._load(row, None)
             return True
         return False
 
@@ -131,11 +141,11 @@ class Work:
         ends = prompt.ids[-1] == drafted.ids[-1] and len(drafted) > 1
         return ends and prompt.ids[-1] not in visual_ids(self._batch.target.config).values()
 
-    def _ballots(self, chunks: Sequence[Chunk]) -> list[Ballot]:
+    def _ballots(self, chunks: Sequence[Chunk]) -> list[VerificationGroup]:
         """Trees for the rows under way and for those whose prompts end in this step."""
         early = []
         for chunk in chunks:
-            if chunk.guessed and (chunk.row.is_drafted or self._load(chunk.row, None)):
+            if chunk.guessed and (chunk.row.drafter_prefilled or self._load(chunk.row, None)):
                 early.append(chunk.row)
         going = [row for row in self._batch.active if row.slot not in self._batch.readers]
         ballots = []
@@ -145,7 +155,7 @@ class Work:
                 ballots.append(self._proposed(rows, do_sample))
         return ballots
 
-    def _proposed(self, rows: list[Row], do_sample: bool) -> Ballot:
+    def _proposed(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
         rule, judge = self._batch.judge(do_sample)
         processing = Processing([row.processing for row in rows])
         uniforms, draws = self._uniforms(rows, rule)
@@ -163,9 +173,13 @@ class Work:
             limit = room if rule.lossless else self._batch.drafter.max_depth
             slots = [row.slot for row in rows if row.slot is not None]
             with self._clock.stage("draft"):
-                tree = self._batch.drafting.propose(slots, [row.take_new() for row in rows], proposer, limit)
+                tree = self._batch.drafting.propose(
+                    slots, [row.pop_new_tokens() for row in rows], proposer, limit
+                )
                 tree = tree.to(self._batch.target.device)
-        return Ballot(rows, tree, rule, judge, processing, uniforms, drafted=self._batch.drafting is not None)
+        return VerificationGroup(
+            rows, tree, rule, judge, processing, uniforms, drafted=self._batch.drafting is not None
+        )
 
     def _uniforms(self, rows: Sequence[Row], rule: Rule) -> tuple[Uniforms | None, bool]:
         """This step's random numbers, and whether guesses are drawn with them."""
@@ -182,10 +196,10 @@ class Work:
         return Uniforms(generators, judging, drafting, self._batch.target.device), draws
 
     def _pieces(
-        self, chunks: Sequence[Chunk], ballots: Sequence[Ballot]
-    ) -> list[tuple[Piece, Chunk | Ballot]]:
+        self, chunks: Sequence[Chunk], ballots: Sequence[VerificationGroup]
+    ) -> list[tuple[TokenBlock, Chunk | VerificationGroup]]:
         """What the target runs in this step, and for whom."""
-        pieces: list[tuple[Piece, Chunk | Ballot]] = []
+        pieces: list[tuple[TokenBlock, Chunk | VerificationGroup]] = []
         places = {id(row): (b, i) for b in ballots for i, row in enumerate(b.rows)}
         for ballot in ballots:
             slots = [r.slot for r in ballot.rows if r.slot is not None and r.slot not in self._batch.readers]
@@ -202,7 +216,7 @@ class Work:
             pieces.append((piece, chunk))
         return pieces
 
-    def _took(self, chunk: Chunk, reading: Reading) -> None:
+    def _took(self, chunk: Chunk, reading: ForwardOutput) -> None:
         """Commit what has been read of a prompt; with guesses behind it, that waits for the verdict."""
         slot, count = chunk.reader.row, chunk.stop - chunk.reader.at
         chunk.reader.took(reading)
@@ -216,9 +230,9 @@ class Work:
 
     def _gather(
         self,
-        ballots: Sequence[Ballot],
-        pieces: Sequence[tuple[Piece, Chunk | Ballot]],
-        readings: Sequence[Reading],
+        ballots: Sequence[VerificationGroup],
+        pieces: Sequence[tuple[TokenBlock, Chunk | VerificationGroup]],
+        readings: Sequence[ForwardOutput],
     ) -> None:
         """Give every ballot what the target said about its trees."""
         for ballot in ballots:
@@ -238,7 +252,7 @@ class Work:
                 firsts.append(piece.logits_from)
             ballot.reading = joined(found, firsts)
 
-    def _first_ballots(self, read: Sequence[Chunk]) -> list[Ballot]:
+    def _first_ballots(self, read: Sequence[Chunk]) -> list[VerificationGroup]:
         """Ballots on the first tokens of rows whose prompts have been read without guesses behind them."""
         ballots = []
         for do_sample in (False, True):
@@ -257,7 +271,7 @@ class Work:
             last = on_device([row.ids[-1] for row in mine], self._batch.target.device)
             logits = torch.stack([said for _, said in rows if said is not None])[:, None]
             ballots.append(
-                Ballot(
+                VerificationGroup(
                     mine,
                     DraftTree.root_only(last),
                     rule,
@@ -265,12 +279,12 @@ class Work:
                     Processing([row.processing for row in mine]),
                     self._uniforms(mine, rule)[0],
                     drafted=False,
-                    reading=Reading(logits),
+                    reading=ForwardOutput(logits),
                 )
             )
         return ballots
 
-    def _load(self, row: Row, reader: PromptReader | None) -> bool:
+    def _load(self, row: Row, reader: Prefill | None) -> bool:
         """Let the drafter read a row's prompt, all but its last token where the target has not read it yet."""
         assert self._batch.drafting is not None
         assert row.slot is not None
@@ -298,7 +312,7 @@ class Work:
         self._clock.add("draft_prefill", -captions)
         return True
 
-    def _judged(self, ballot: Ballot) -> torch.Tensor:
+    def _judged(self, ballot: VerificationGroup) -> torch.Tensor:
         verdict = ballot.decide()
         assert ballot.reading is not None
         sampled = ballot.scores if ballot.rule.samples else None
@@ -307,7 +321,9 @@ class Work:
 
     # -- on the host ---------------------------------------------------------------------------------------
 
-    def _settle(self, ballot: Ballot, host: Sequence[Sequence[int]], guessed: dict[int, Chunk]) -> None:
+    def _settle(
+        self, ballot: VerificationGroup, host: Sequence[Sequence[int]], guessed: dict[int, Chunk]
+    ) -> None:
         """Cut every row where it ends, and commit what it keeps."""
         kept: list[list[int]] = []
         for place, (row, numbers) in enumerate(zip(ballot.rows, host, strict=True)):
@@ -325,7 +341,9 @@ class Work:
             if row.done and row.slot is not None:
                 self._batch.leave(row, empty=False)
 
-    def _emit(self, row: Row, ballot: Ballot, numbers: Sequence[int], chunk: Chunk | None) -> list[int]:
+    def _emit(
+        self, row: Row, ballot: VerificationGroup, numbers: Sequence[int], chunk: Chunk | None
+    ) -> list[int]:
         """Emit a row's block and commit its entries; returns the nodes that stay."""
         assert row.slot is not None
         count, token, drafted, unsound, barred, *rest = numbers
@@ -339,7 +357,7 @@ class Work:
         first = row.slot in self._batch.readers
         row.stats.drafted_tokens += drafted
         if not first:
-            row.count_pass(min(count, row.room))  # deeper ones are there for longer rows' sake
+            row.record_pass(min(count, row.room))  # deeper ones are there for longer rows' sake
         emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
         if barred and len(emitted) > count:
             raise InputError(
@@ -376,7 +394,7 @@ class Work:
         if within is not None:
             self._clock.add(within, -spent)
 
-    def _count_seconds(self, reading: Sequence[Chunk], ballots: Sequence[Ballot]) -> None:
+    def _count_seconds(self, reading: Sequence[Chunk], ballots: Sequence[VerificationGroup]) -> None:
         """Every row counts the stages that it took part in; rows of one step share them."""
         seconds = self._clock.read()
         pass_ = seconds.get("verify", 0.0) + seconds.get("prefill", 0.0)
