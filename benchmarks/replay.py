@@ -106,7 +106,7 @@ class Replay:
         key = id(call.model), call.slots
         if key not in self._shadows:
             self._shadows[key] = call.model.new_cache(1)
-            self._shadows[key].expect(call.slots)
+            self._shadows[key].preallocate(call.slots)
         self._shadows[key].layout = call.layout
         return self._shadows[key]
 

@@ -29,7 +29,7 @@ class Spans:
         (LeanDecoder, "logits", "forwards"),
         (Target, "embed", "forwards"),
         (MaskPlan, "build", "attention masks"),
-        (RowCache, "lay", "cache places"),
+        (RowCache, "plan_layout", "cache places"),
         (Target, "_positions", "positions"),
         (Target, "forward", "dispatch"),
         (_StaticGrowth, "expand", "children"),

@@ -15,11 +15,11 @@ import pytest
 import torch
 from commands import Shell
 from rich.console import Console
-from saccade.engine.work import Work
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
 from saccade.cli import screen
 from saccade.draft import pruning
+from saccade.engine.step_runner import StepRunner
 from saccade.inputs.prompt import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of
@@ -186,14 +186,14 @@ def test_ctrl_c_keeps_what_was_generated(
     """Every step gives six tokens, the one included in which the key was pressed, unless it reads the prompt."""
     whole = vlm("llama", "llama").generate("Tell")
     steps = iter(range(100))
-    stock = Work.run
+    stock = StepRunner.run
 
-    def interrupted(self: Work, *args: Any) -> Any:
+    def interrupted(self: StepRunner, *args: Any) -> Any:
         if next(steps) == step:
             signal.raise_signal(signal.SIGINT)
         return stock(self, *args)
 
-    monkeypatch.setattr(Work, "run", interrupted)
+    monkeypatch.setattr(StepRunner, "run", interrupted)
     arguments = ("-t", ready("llama"), "-d", ready("llama"), "Tell")
     result = shell("generate", *arguments, *(["--json"] if form == "json" else []))
     assert result.code == 130

@@ -25,7 +25,7 @@ from saccade.draft.heads.registry import HEADS, build_head
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.engine import work as work_module
+from saccade.engine import step_runner as work_module
 from saccade.engine.generation import plan
 from saccade.inputs.padded import split
 from saccade.methods import build, get
