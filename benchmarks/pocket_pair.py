@@ -13,7 +13,7 @@ from clock import CLOCKS
 from saccade.inputs.padded import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
-from saccade.pocket.first_turn import FIRST_TASKS
+from saccade.pocket.tasks.followup import FIRST_TASKS
 
 FIRST_SEED = 300_000
 """Pictures are drawn from here on; training and evaluation use other seeds."""

@@ -12,7 +12,7 @@ import torch
 
 import checkpoints
 from checkpoints import picture, ready
-from saccade import VLM, MethodError, ModelError, load
+from saccade import VLM, MethodError, ModelError, load, pocket
 from saccade.cli import screen
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
@@ -21,7 +21,6 @@ from saccade.draft.heads.store import save_head
 from saccade.draft.model import ModelDrafter
 from saccade.errors import InputError
 from saccade.methods import drafters
-from saccade.pocket import folders
 
 QUESTION = "What is this?"
 
@@ -167,7 +166,7 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
 
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """A built-in pair with these heads."""
-    monkeypatch.setattr(folders, "_WEIGHTS", tmp_path)
+    monkeypatch.setattr(pocket, "_WEIGHTS", tmp_path)
     for name in (*kinds, "target", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -243,14 +242,14 @@ def test_a_head_that_is_not_shipped_is_one_sentence(tmp_path: Path, monkeypatch:
     shipped(tmp_path, monkeypatch, "dream")
     with pytest.raises(ModelError, match=r"No trained hivis head comes .* \(shipped: dream\); train one"):
         load("pocket", method="hivis")
-    assert folders.head_path("dream") == tmp_path / "dream"
+    assert pocket.head_path("dream") == tmp_path / "dream"
 
 
 def test_the_built_in_draft_model_serves_other_targets_and_a_folder_of_its_name_is_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    drafter = str(folders.draft_path())
+    drafter = str(pocket.draft_path())
     assert drafters.with_builtin("some/model", "pocket", None, {}, {}) == ("some/model", drafter, {})
     (tmp_path / "pocket").mkdir()
     assert drafters.with_builtin("pocket", "pocket", None, {}, {}) == ("pocket", "pocket", {})
@@ -259,7 +258,7 @@ def test_the_built_in_draft_model_serves_other_targets_and_a_folder_of_its_name_
 def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:
     vlm = load("pocket", dtype="float32")  # or tokens could tie within rounding
     assert vlm.method == "chain"
-    assert list(vlm.heads) == list(folders.head_paths())
+    assert list(vlm.heads) == list(pocket.head_paths())
     expected = vlm.using("plain").generate("What does it show?", max_new_tokens=8).tokens
     for method in ("chain", *vlm.heads):
         assert vlm.using(method).generate("What does it show?", max_new_tokens=8).tokens == expected

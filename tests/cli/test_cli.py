@@ -13,7 +13,7 @@ from commands import Shell
 from checkpoints import ready
 from saccade import __version__
 from saccade.methods import METHODS
-from saccade.pocket.folders import head_paths
+from saccade.pocket import head_paths
 
 
 def test_the_version_is_one_line(shell: Shell) -> None:

@@ -12,8 +12,8 @@ from saccade.cli.pocket import app
 from saccade.errors import SaccadeError
 from saccade.inputs.video import load_video
 from saccade.pocket import WORLD, draw
-from saccade.pocket.clip import FPS
-from saccade.pocket.video_file import LEAST_PSNR, psnr, write_video
+from saccade.pocket.contact_sheet import LEAST_PSNR, psnr, write_video
+from saccade.pocket.film import FPS
 
 
 def _run(*arguments: str) -> list[str]:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from saccade.pocket import draw
-from saccade.pocket.clip import DIRECTIONS, WHATS
+from saccade.pocket.film import DIRECTIONS, WHATS
 from saccade.pocket.sample import Sample
 from saccade.pocket.words import COLOURS, SHAPES
 from tools.pocket.batches import Batch

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from saccade.pocket import WORLD, Sample, draw, score, target_path
-from saccade.pocket.album import PICTURES
-from saccade.pocket.prose import ASIDES, read_shapes
-from saccade.pocket.report import FEET, HEADS, REMARKS
+from saccade.pocket.tasks.album import PICTURES
+from saccade.pocket.tasks.prose import ASIDES, read_shapes
+from saccade.pocket.tasks.reports import FEET, HEADS, REMARKS
 from tools.pocket.tokens import content_weights
 
 GRAMMARS = ("dense", "verbose")

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from saccade.pocket import Sample, draw, score
-from saccade.pocket.clip import DIRECTIONS
+from saccade.pocket.film import DIRECTIONS
 from tools.pocket.batches import length_of, sorted_batch
 from tools.pocket.chat import FRAME_TOKENS, VIDEO, prompt_ids, video_tokens
 from tools.pocket.language import true_answers
@@ -78,7 +78,7 @@ def test_a_search_is_for_one_shape_alone(drawn: list[Sample]) -> None:
 
 def draw_all(sample: Sample) -> str:
     """An answer that tells every event."""
-    from saccade.pocket.clip import tell
+    from saccade.pocket.film import tell
 
     things = sample.facts["things"]
     return " ".join(

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from saccade.pocket import draw, score
-from saccade.pocket.first_turn import FIRST_TASKS
 from saccade.pocket.labels import IMAGE_SIZE
+from saccade.pocket.tasks.followup import FIRST_TASKS
 
 GRAMMARS = ("dense", "verbose")
 

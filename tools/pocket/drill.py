@@ -9,11 +9,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from saccade.pocket import counting, existence, video_question
-from saccade.pocket.clip import film
+from saccade.pocket.film import film
 from saccade.pocket.labels import no_labels
 from saccade.pocket.sample import WORLD, Sample
 from saccade.pocket.shapes import Thing, key, render, scatter
+from saccade.pocket.tasks import count, existence, video_question
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
 
 _TURNS = 7
@@ -44,7 +44,7 @@ def _how_many(rng: Random, things: list[Thing]) -> Found:
         asked = {k: rng.choice(list({"colour": COLOURS, "shape": SHAPES, "size": SIZES}[k])) for k in asked}
     counted = [other for other in things if all(other[k] == v for k, v in asked.items())]
     facts = {"asked": asked, "counted": counted}
-    return (_asked("count", rng, facts), counting.total(rng, facts)), counted
+    return (_asked("count", rng, facts), count.total(rng, facts)), counted
 
 
 def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:

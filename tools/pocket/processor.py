@@ -9,7 +9,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 
-from saccade.pocket.clip import FPS
+from saccade.pocket.film import FPS
 from saccade.pocket.labels import IMAGE_SIZE
 from tools.pocket.chat import PATCHES, SPECIAL_TOKENS, TEMPLATE
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from saccade.pocket.clip import DIRECTIONS, WHATS
+from saccade.pocket.film import DIRECTIONS, WHATS
 from saccade.pocket.sample import Facts, Sample
 from saccade.pocket.words import COLOURS, SHAPES
 from tools.pocket.chat import FRAME_TOKENS, VIDEO

@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
     import torch
     from transformers import CONFIG_MAPPING
 
-    from saccade.pocket.folders import draft_path, head_paths, target_path
+    from saccade.pocket import draft_path, head_paths, target_path
     from saccade.target.families import TESTED
 
     devices = [f"cpu, {torch.get_num_threads()} threads"]

@@ -45,7 +45,7 @@ def with_builtin(
         MethodError: unknown method or option.
         ModelError: the head that the method needs is not shipped, or a folder that is given holds no head.
     """
-    from saccade.pocket.folders import draft_path, head_path, head_paths, target_path
+    from saccade.pocket import draft_path, head_path, head_paths, target_path
 
     found = dict(heads)
     if is_pocket(target):

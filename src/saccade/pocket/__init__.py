@@ -3,34 +3,12 @@
 Importing this needs Pillow and NumPy only.
 """
 
-# Tasks register when imported, and the order of the shipped pair's is part of what a seed means in training.
-from saccade.pocket import chart, receipt, scene  # noqa: F401
+from pathlib import Path
 
-# isort: split
-from saccade.pocket import (  # noqa: F401
-    arithmetic,
-    caption,
-    counting,
-    detail,
-    document,
-    existence,
-    followup,
-    knowledge,
-    line,
-    story,
-    two_images,
-    vet,
-    video,
-    video_question,
-)
-
-# isort: split
-from saccade.pocket import album, long_video, prose, report  # noqa: F401
-
-# isort: split
-from saccade.pocket.caption import CAPTION_PROMPT
-from saccade.pocket.folders import draft_path, head_path, target_path
+from saccade.errors import ModelError
+from saccade.pocket import tasks  # noqa: F401  # registers them
 from saccade.pocket.sample import WORLD, Sample, Task, draw, score
+from saccade.pocket.tasks.caption import CAPTION_PROMPT
 
 __all__ = [
     "CAPTION_PROMPT",
@@ -40,6 +18,43 @@ __all__ = [
     "draft_path",
     "draw",
     "head_path",
+    "head_paths",
     "score",
     "target_path",
 ]
+
+_WEIGHTS = Path(__file__).parent / "weights"
+_MODELS = ("target", "draft")
+
+
+def target_path() -> Path:
+    """The folder of the target VLM, ready for `from_pretrained`."""
+    return _WEIGHTS / "target"
+
+
+def draft_path() -> Path:
+    """The folder of the draft VLM, ready for `from_pretrained`."""
+    return _WEIGHTS / "draft"
+
+
+def head_path(kind: str) -> Path:
+    """The folder of the target's trained head of that kind.
+
+    Raises:
+        ModelError: none of that kind is shipped.
+    """
+    found = head_paths()
+    if kind not in found:
+        raise ModelError(
+            f"No trained {kind} head comes with the built-in pair (shipped: {', '.join(found) or 'none'}); train one "
+            f"with `saccade train {kind} -t pocket`, and give its folder."
+        )
+    return found[kind]
+
+
+def head_paths() -> dict[str, Path]:
+    """The folders of all heads that are shipped, by kind."""
+    if not _WEIGHTS.is_dir():
+        return {}
+    folders = sorted(f for f in _WEIGHTS.iterdir() if f.name not in _MODELS)
+    return {f.name: f for f in folders if (f / "config.json").is_file()}

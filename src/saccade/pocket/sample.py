@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -130,8 +131,37 @@ class Task:
     longest: int = 192
 
 
+def grammars(
+    questions: tuple[str, ...] | Callable[[Random, Facts], str],
+    dense: Callable[[Random, Facts], str],
+    verbose: Callable[[Random, Facts], str],
+    earlier: Callable[[str, Facts], tuple[tuple[str, str], ...]] | None = None,
+) -> dict[str, Grammar]:
+    """Dense and verbose grammar of a task whose questions differ only in a request for full sentences.
+
+    Args:
+        earlier: earlier turns, by the name of the grammar.
+    """
+
+    def full(question: str) -> str:
+        return f"{question} Use full sentences."
+
+    in_full = (
+        tuple(map(full, questions))
+        if isinstance(questions, tuple)
+        else lambda rng, facts: full(questions(rng, facts))
+    )
+    turns = {name: earlier and partial(earlier, name) for name in ("dense", "verbose")}
+    return {
+        "dense": Grammar(questions, dense, turns["dense"]),
+        "verbose": Grammar(in_full, verbose, turns["verbose"]),
+    }
+
+
 WORLD: dict[str, Task] = {}
-"""Every task by name. Modules add theirs with `register`."""
+"""Every task by name, in the order of `saccade.pocket.tasks`."""
+UNSEEN_BY_DRAFTS = ("story", "album")
+"""Tasks that drafters are not trained on: their out-of-distribution case."""
 
 
 def register(name: str, task: Task) -> None:
@@ -189,6 +219,3 @@ def score(task: str, answer: str, facts: Facts) -> dict[str, float]:
         ValueError: the task does not exist.
     """
     return _task(task).score(answer, facts)
-
-
-UNSEEN_BY_DRAFTS = ("story", "album")

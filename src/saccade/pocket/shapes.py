@@ -3,41 +3,66 @@
 import re
 from collections.abc import Iterable, Sequence
 from random import Random
+from typing import Any
 
 from PIL import Image, ImageDraw
 
-# A scene's own brush, labels and sense of direction: one look for the whole world.
-from saccade.pocket.scene import RADIUS, Thing
-from saccade.pocket.scene import _draw_shape as draw_shape
-from saccade.pocket.scene import _label as label
-from saccade.pocket.scene import _relation as relation
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, tell
 from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES, SIZES
 
-__all__ = [
-    "RADIUS",
-    "Thing",
-    "at",
-    "draw_shape",
-    "key",
-    "label",
-    "locate",
-    "name",
-    "named",
-    "places",
-    "relation",
-    "render",
-    "room",
-    "scatter",
-    "unplaced",
-]
+Thing = dict[str, Any]
+"""A shape: `x`, `y` (its centre), `size`, `colour`, `shape`, and the words for its cell, `row` and `column`."""
 
-CELL = 32
-_BORDER = 3  # as in scenes: no centre where its cell is a matter of taste
-_SIDE = 96
+RADIUS = {"small": 7, "large": 13}
+CELL = IMAGE_SIZE // 3
+BORDER = 3  # no centre is nearer to the line between two cells, so that its place is never a matter of taste
 _HUES, _KINDS = "|".join(COLOURS), "|".join(SHAPES)
 _NAMED = re.compile(rf"\b({_HUES}) (?:(?:{'|'.join(SIZES)}) )?({_KINDS})\b")
 _PLACE = re.compile(rf"\b({'|'.join(ROWS)}) ({'|'.join(COLUMNS)})\b")
 _BESIDE = re.compile(rf"(?:above|below|to the (?:left|right) of|than|as) the (?:{_HUES}) (?:{_KINDS})")
+
+
+def draw_shape(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
+    """Draw a shape around its centre."""
+    x, y, r, ink = thing["x"], thing["y"], RADIUS[thing["size"]], COLOURS[thing["colour"]]
+    box = (x - r, y - r, x + r, y + r)
+    arm = r // 3
+    match thing["shape"]:
+        case "circle":
+            draw.ellipse(box, fill=ink)
+        case "ring":
+            draw.ellipse(box, outline=ink, width=arm + 1)
+        case "square":
+            draw.rectangle(box, fill=ink)
+        case "triangle":
+            draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=ink)
+        case "diamond":
+            draw.polygon([(x, y - r), (x - r, y), (x, y + r), (x + r, y)], fill=ink)
+        case "cross":
+            draw.rectangle((x - arm, y - r, x + arm, y + r), fill=ink)
+            draw.rectangle((x - r, y - arm, x + r, y + arm), fill=ink)
+
+
+def label(things: list[Thing]) -> Labels:
+    """Patch labels of all patches whose middle lies within a thing, `[GRID, GRID, 8]`."""
+    labels = blank_labels()
+    for thing in things:
+        reach = RADIUS[thing["size"]]
+        for i in range(GRID):
+            for j in range(GRID):
+                middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
+                if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
+                    told = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
+                    tell(labels, int(middle_x), int(middle_y), **told)
+    return labels
+
+
+def relation(this: Thing, other: Thing) -> str:
+    """Position of `this` relative to `other`: "above", "below", "to the left of" or "to the right of"."""
+    dx, dy = this["x"] - other["x"], this["y"] - other["y"]
+    if abs(dx) > abs(dy):
+        return "to the right of" if dx > 0 else "to the left of"
+    return "below" if dy > 0 else "above"
 
 
 def locate(thing: Thing, x: int, y: int) -> Thing:
@@ -48,8 +73,8 @@ def locate(thing: Thing, x: int, y: int) -> Thing:
 def room(rng: Random, size: str, others: Iterable[Thing]) -> tuple[int, int] | None:
     """A centre for a shape of that size, clear of all others and of the lines between cells; None for bad luck."""
     radius = RADIUS[size]
-    x, y = (rng.randint(radius + 1, _SIDE - radius - 2) for _ in "xy")
-    if any(min(v % CELL, -v % CELL) < _BORDER for v in (x, y)):
+    x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
+    if any(min(v % CELL, -v % CELL) < BORDER for v in (x, y)):
         return None
     for other in others:
         gap = radius + RADIUS[other["size"]] + 2
@@ -86,7 +111,7 @@ def scatter(
 
 def render(background: str, things: Iterable[Thing]) -> Image.Image:
     """The picture of the things."""
-    image = Image.new("RGB", (_SIDE, _SIDE), BACKGROUNDS[background])
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUNDS[background])
     canvas = ImageDraw.Draw(image)
     for thing in things:
         draw_shape(canvas, thing)

@@ -6,9 +6,9 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import IMAGE_SIZE, blank_labels, tell
-from saccade.pocket.printing import FONT
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
+from saccade.pocket.tasks.receipt import FONT
 from saccade.pocket.words import COLOURS, DAYS, NUMBERS, difference, sentence, shuffled
 
 _HIGHEST = 8
@@ -124,16 +124,10 @@ _QUESTIONS = (
     "Explain the line chart.",
     "What are the values of the days?",
 )
-register(
-    "line",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_QUESTIONS, _dense),
-            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
-        },
-        score=mark,
-        share=0.06,
-        decisive=r"(?i)(highest|lowest)[^.]*",
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_QUESTIONS, _dense, _verbose),
+    score=mark,
+    share=0.06,
+    decisive=r"(?i)(highest|lowest)[^.]*",
 )

@@ -1,13 +1,48 @@
 """Small documents to be read: train tables with towns and hours, and notes from one person to another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from saccade.pocket.printing import page
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from PIL import Image, ImageDraw
+
+from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, tell
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import numbers, only, overlap, sentences
+from saccade.pocket.tasks.receipt import FONT, INKS, PAPERS
 from saccade.pocket.words import DAYS, GOODS, NAMES, NUMBERS, ORDINALS, TOWNS, sentence, shuffled
+
+_LETTER = 7  # pixels from one letter to the next: one more than on receipts, so that letters do not touch
+_MARGIN, _PITCH = 5, 17
+
+
+def _page(
+    rng: Random, title: str, lines: Sequence[tuple[str, str]], told: Sequence[Mapping[str, str]]
+) -> tuple[Image.Image, Labels]:
+    """A framed sheet with a title, a rule, and lines of a left-hand and a right-hand word; and its labels.
+
+    Args:
+        told: what to name in the patches of the title and of every line, as in `tell`.
+    """
+    ink = rng.choice(INKS)
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(PAPERS))
+    canvas = ImageDraw.Draw(image)
+    canvas.fontmode = "1"
+    labels = blank_labels()
+
+    def write(x: int, y: int, text: str, words: Mapping[str, str]) -> None:
+        for i, letter in enumerate(text.upper()):
+            canvas.text((x + i * _LETTER, y), letter, font=FONT, fill=ink)
+            tell(labels, x + i * _LETTER + _LETTER // 2, y + 5, **words)
+
+    canvas.rectangle((0, 0, IMAGE_SIZE - 1, IMAGE_SIZE - 1), outline=ink)
+    write((IMAGE_SIZE - _LETTER * len(title)) // 2, 3, title, told[0])
+    canvas.line([(_MARGIN, 16), (IMAGE_SIZE - _MARGIN, 16)], fill=ink)
+    for i, (left, right) in enumerate(lines):
+        y = 20 + i * _PITCH
+        write(_MARGIN, y, left, told[i + 1])
+        write(IMAGE_SIZE - _MARGIN - _LETTER * len(right), y, right, told[i + 1])
+    return image, labels
 
 
 def _printed(
@@ -21,7 +56,7 @@ def _printed(
     numbered = [
         {**words, "ordinal": ordinal} for words, ordinal in zip(rest, ORDINALS[: len(rest)], strict=True)
     ]
-    image, labels = page(rng, title, lines, [first, *numbered])
+    image, labels = _page(rng, title, lines, [first, *numbered])
     return Picture(image, facts, labels)
 
 
@@ -153,15 +188,9 @@ _QUESTIONS = (
     "What is written here?",
     "Tell me every line of this document.",
 )
-register(
-    "document",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_QUESTIONS, _dense),
-            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
-        },
-        score=mark,
-        share=0.06,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_QUESTIONS, _dense, _verbose),
+    score=mark,
+    share=0.06,
 )

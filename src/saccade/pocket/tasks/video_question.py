@@ -6,8 +6,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from saccade.pocket.clip import DIRECTIONS, WHATS, film, read_events, tell, true_events
-from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.film import DIRECTIONS, WHATS, film, read_events, tell, true_events
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named
 from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, sentence, shuffled
@@ -198,15 +198,12 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
 def _task(choices: bool) -> Task:
     return Task(
         paint=partial(paint, choices=choices),
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
+        grammars=grammars(_question, _dense, _verbose),
         score=mark,
         share=0.06,
         decisive=CONCLUSION,
     )
 
 
-register("video-question", _task(choices=False))
-register("choice", _task(choices=True))
+OPEN = _task(choices=False)
+CHOICE = _task(choices=True)

@@ -8,9 +8,9 @@ import re
 from random import Random
 from typing import Any
 
-from saccade.pocket import caption
-from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import overlap, sentences
+from saccade.pocket.tasks import caption
 from saccade.pocket.words import NUMBERS, joined, sentence, shuffled
 
 PICTURES = 5
@@ -86,16 +86,10 @@ _QUESTIONS = (
     "Tell me what is in these five pictures, in order.",
     "Describe all five pictures, each in a line.",
 )
-register(
-    "album",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_QUESTIONS, _answer(False)),
-            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _answer(True)),
-        },
-        score=mark,
-        share=0.0,
-        longest=384,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_QUESTIONS, _answer(False), _answer(True)),
+    score=mark,
+    share=0.0,
+    longest=384,
 )

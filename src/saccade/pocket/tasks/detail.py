@@ -3,7 +3,7 @@
 from itertools import pairwise
 from random import Random
 
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, name, places, relation, render, scatter, unplaced
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, sentence
@@ -118,15 +118,9 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     }
 
 
-register(
-    "detail",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.1,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.1,
 )

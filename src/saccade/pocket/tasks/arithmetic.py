@@ -3,9 +3,9 @@
 from random import Random
 from typing import Any
 
-from saccade.pocket.first_turn import grammars, second
-from saccade.pocket.sample import Facts, Media, Task, register
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import numbers, overlap, sentences
+from saccade.pocket.tasks.followup import earlier, second
 from saccade.pocket.words import NAMES, NUMBERS, plural, sentence
 
 _COUNTED = ("cake", "pear", "plum")
@@ -112,6 +112,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"result": float(results == [_result(facts)]), "steps": overlap(told, true)}
 
 
-register(
-    "arithmetic", Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.05)
-)
+TASK = Task(paint=paint, grammars=grammars(_question, _dense, _verbose, earlier), score=mark, share=0.05)

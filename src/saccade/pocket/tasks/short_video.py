@@ -2,8 +2,8 @@
 
 from random import Random
 
-from saccade.pocket.clip import film, read_events, tell, true_events
-from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.film import film, read_events, tell, true_events
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import in_order, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named
 from saccade.pocket.words import NUMBERS, ORDINALS, a, joined, sentence, shuffled
@@ -84,15 +84,9 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     }
 
 
-register(
-    "video",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.1,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.1,
 )

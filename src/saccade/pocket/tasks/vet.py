@@ -4,10 +4,10 @@ import re
 from random import Random
 from typing import Any
 
-from saccade.pocket import chart, document, receipt, scene
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.shapes import at, name, relation
+from saccade.pocket.tasks import chart, document, receipt, scene
 from saccade.pocket.words import (
     COLOURS,
     GOODS,
@@ -195,16 +195,10 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"result": float(results == [facts["result"].lower()]), "steps": overlap(told, true)}
 
 
-register(
-    "vet",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.12,
-        decisive=CONCLUSION,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.12,
+    decisive=CONCLUSION,
 )

@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, locate, name, named, places, render, room, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, plural, sentence, shuffled
@@ -266,11 +266,6 @@ _EDIT = (
 )
 
 
-def _both(questions: tuple[str, ...], dense: Any, verbose: Any) -> dict[str, Grammar]:
-    full = tuple(f"{q} Use full sentences." for q in questions)
-    return {"dense": Grammar(questions, dense), "verbose": Grammar(full, verbose)}
-
-
 _task = partial(Task, paint=paint, score=mark, share=0.08)
-register("difference", _task(grammars=_both(_DIFFERENCE, _dense(_change, _stays), _verbose_difference)))
-register("edit", _task(grammars=_both(_EDIT, _dense(_order, _keep), _verbose_edit)))
+DIFFERENCE = _task(grammars=grammars(_DIFFERENCE, _dense(_change, _stays), _verbose_difference))
+EDIT = _task(grammars=grammars(_EDIT, _dense(_order, _keep), _verbose_edit))

@@ -3,7 +3,7 @@
 import re
 from random import Random
 
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, name, places, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, a, sentence, shuffled
@@ -108,16 +108,10 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"verdict": float(said == [{wanted}]), "reason": overlap(told, true)}
 
 
-register(
-    "existence",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.1,
-        decisive=r"(?i)\b(yes|no)\b",
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.1,
+    decisive=r"(?i)\b(yes|no)\b",
 )

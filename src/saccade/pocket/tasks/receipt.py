@@ -6,17 +6,17 @@ from random import Random
 from PIL import Image, ImageDraw, ImageFont
 
 from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, tell
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 # The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.
-_FONT = ImageFont.load_default_imagefont()
+FONT = ImageFont.load_default_imagefont()
 _LETTER = 6  # pixels from one letter to the next
 _PITCH = 17  # pixels from one line to the next
 _PRICE_END = 90
-_PAPERS = ((250, 250, 250), (250, 244, 220), (225, 240, 250))
-_INKS = ((0, 0, 0), (20, 20, 120), (120, 10, 10))
+PAPERS = ((250, 250, 250), (250, 244, 220), (225, 240, 250))
+INKS = ((0, 0, 0), (20, 20, 120), (120, 10, 10))
 
 
 class _Printer:
@@ -29,13 +29,13 @@ class _Printer:
         self.labels: Labels = blank_labels()
 
     def word(self, x: int, y: int, text: str, **told: str) -> None:
-        self.canvas.text((x, y), text, font=_FONT, fill=self.ink)
+        self.canvas.text((x, y), text, font=FONT, fill=self.ink)
         self._tell(x, y, len(text), told)
 
     def number(self, y: int, value: int, **told: str) -> None:
         digits = str(value)
         start = _PRICE_END - _LETTER * len(digits)
-        self.canvas.text((start, y), digits, font=_FONT, fill=self.ink)
+        self.canvas.text((start, y), digits, font=FONT, fill=self.ink)
         if told:
             self._tell(start, y, len(digits), told)
             return
@@ -52,8 +52,8 @@ def paint(rng: Random) -> Picture:
     """A receipt with prices from 1 to 9 dollars."""
     goods = rng.sample(GOODS, rng.randint(2, 4))
     prices = [rng.randint(1, 9) for _ in goods]
-    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(_PAPERS))
-    printer = _Printer(image, rng.choice(_INKS))
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(PAPERS))
+    printer = _Printer(image, rng.choice(INKS))
     margin, y = 4, rng.randint(2, 8)
     for item, price, ordinal in zip(goods, prices, ORDINALS[: len(goods)], strict=True):
         told = {"word": item, "number": NUMBERS[price], "ordinal": ordinal}
@@ -162,16 +162,10 @@ _QUESTIONS = (
     "Explain the receipt.",
     "What does this receipt say?",
 )
-register(
-    "receipt",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_QUESTIONS, _dense),
-            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
-        },
-        score=mark,
-        share=0.25,
-        decisive=r"(?i)\w+ items",
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_QUESTIONS, _dense, _verbose),
+    score=mark,
+    share=0.25,
+    decisive=r"(?i)\w+ items",
 )

@@ -6,11 +6,11 @@ pruning, and drafters that see no pictures, have to save. Answers are no longer 
 
 from random import Random
 
-from saccade.pocket.clip import FPS, between, plot, read_events, tell, true_events, unplaced_things
-from saccade.pocket.sample import Facts, Grammar, Media, Task, register
+from saccade.pocket.film import FPS, between, plot, read_events, tell, true_events, unplaced_things
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import in_order, overlap
 from saccade.pocket.shapes import Thing, key, name, render
-from saccade.pocket.video import cast, read_cast
+from saccade.pocket.tasks.short_video import cast, read_cast
 from saccade.pocket.words import BACKGROUNDS, NUMBERS, ORDINALS, a, joined, sentence
 
 FRAMES = (128, 160, 192, 256)
@@ -34,7 +34,7 @@ def _spans(rng: Random, frames: int, events: int) -> list[tuple[int, int]]:
 def paint(rng: Random) -> Media:
     """A video of 128 to 256 frames with three to five events, and what of it is to be told.
 
-    Facts: as of `saccade.pocket.clip.film`, the frames that every event takes (`spans`), the shape that is asked
+    Facts: as of `saccade.pocket.film.film`, the frames that every event takes (`spans`), the shape that is asked
     `about` (None for all), whether to tell `backwards`, and the events to be `told`, by their numbers, in order.
     """
     background = rng.choice(list(BACKGROUNDS))
@@ -127,15 +127,9 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     }
 
 
-register(
-    "long-video",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.0,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.0,
 )

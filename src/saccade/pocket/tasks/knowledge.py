@@ -3,9 +3,9 @@
 from itertools import pairwise
 from random import Random
 
-from saccade.pocket.first_turn import grammars, second
-from saccade.pocket.sample import Facts, Media, Task, register
+from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap, sentences
+from saccade.pocket.tasks.followup import earlier, second
 from saccade.pocket.words import DAYS, a, sentence, shuffled
 
 _CAPITALS = {
@@ -159,6 +159,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"fact": overlap(_read(answer), true)}
 
 
-register(
-    "knowledge", Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.05)
-)
+TASK = Task(paint=paint, grammars=grammars(_question, _dense, _verbose, earlier), score=mark, share=0.05)

@@ -3,17 +3,14 @@
 import re
 from collections import Counter
 from random import Random
-from typing import Any
 
-from PIL import Image, ImageDraw
-
-from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, tell
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.labels import IMAGE_SIZE
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap, sentences
+from saccade.pocket.shapes import BORDER, CELL, RADIUS, Thing, label, locate, relation, render
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,
-    COLUMNS,
     NUMBERS,
     ROWS,
     SHAPES,
@@ -25,32 +22,6 @@ from saccade.pocket.words import (
     shuffled,
 )
 
-RADIUS = {"small": 7, "large": 13}
-_CELL = IMAGE_SIZE // 3
-_BORDER = 3  # no centre is nearer to the line between two cells, so that its place is never a matter of taste
-
-Thing = dict[str, Any]
-
-
-def _draw_shape(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
-    x, y, r, ink = thing["x"], thing["y"], RADIUS[thing["size"]], COLOURS[thing["colour"]]
-    box = (x - r, y - r, x + r, y + r)
-    arm = r // 3
-    match thing["shape"]:
-        case "circle":
-            draw.ellipse(box, fill=ink)
-        case "ring":
-            draw.ellipse(box, outline=ink, width=arm + 1)
-        case "square":
-            draw.rectangle(box, fill=ink)
-        case "triangle":
-            draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=ink)
-        case "diamond":
-            draw.polygon([(x, y - r), (x - r, y), (x, y + r), (x + r, y)], fill=ink)
-        case "cross":
-            draw.rectangle((x - arm, y - r, x + arm, y + r), fill=ink)
-            draw.rectangle((x - r, y - arm, x + r, y + arm), fill=ink)
-
 
 def _place(rng: Random, things: list[Thing]) -> Thing | None:
     """A new shape that touches no other and differs from each in colour or shape, or None for bad luck."""
@@ -58,7 +29,7 @@ def _place(rng: Random, things: list[Thing]) -> Thing | None:
     radius = RADIUS[size]
     x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
     new = {"x": x, "y": y, "size": size, "colour": rng.choice(list(COLOURS)), "shape": rng.choice(SHAPES)}
-    if any(min(v % _CELL, -v % _CELL) < _BORDER for v in (x, y)):
+    if any(min(v % CELL, -v % CELL) < BORDER for v in (x, y)):
         return None
     for other in things:
         gap = radius + RADIUS[other["size"]] + 2
@@ -66,20 +37,7 @@ def _place(rng: Random, things: list[Thing]) -> Thing | None:
             return None
         if (new["colour"], new["shape"]) == (other["colour"], other["shape"]):
             return None
-    return {**new, "row": ROWS[y // _CELL], "column": COLUMNS[x // _CELL]}
-
-
-def _label(things: list[Thing]) -> Labels:
-    labels = blank_labels()
-    for thing in things:
-        reach = RADIUS[thing["size"]]
-        for i in range(GRID):
-            for j in range(GRID):
-                middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
-                if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
-                    told = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
-                    tell(labels, int(middle_x), int(middle_y), **told)
-    return labels
+    return locate(new, x, y)
 
 
 def paint(rng: Random) -> Picture:
@@ -94,24 +52,13 @@ def paint(rng: Random) -> Picture:
         if thing is not None:
             things.append(thing)
     things.sort(key=lambda thing: (ROWS.index(thing["row"]), thing["x"]))
-    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUNDS[background])
-    canvas = ImageDraw.Draw(image)
-    for thing in things:
-        _draw_shape(canvas, thing)
-    return Picture(image, {"background": background, "things": things}, _label(things))
-
-
-def _relation(this: Thing, other: Thing) -> str:
-    dx, dy = this["x"] - other["x"], this["y"] - other["y"]
-    if abs(dx) > abs(dy):
-        return "to the right of" if dx > 0 else "to the left of"
-    return "below" if dy > 0 else "above"
+    return Picture(render(background, things), {"background": background, "things": things}, label(things))
 
 
 def _comparison(rng: Random, this: Thing, other: Thing) -> str:
     name, its = f"the {this['colour']} {this['shape']}", f"the {other['colour']} {other['shape']}"
     if rng.random() < 0.5:
-        return sentence(rng, f"{name} is {_relation(this, other)} {its}.")
+        return sentence(rng, f"{name} is {relation(this, other)} {its}.")
     if this["size"] == other["size"]:
         return sentence(rng, f"{name} is the same size as {its}.")
     return sentence(rng, f"{name} is {'larger' if this['size'] == 'large' else 'smaller'} than {its}.")
@@ -174,7 +121,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
         place, name = _whereabouts(rng, thing), f"{thing['size']} {thing['colour']} {thing['shape']}"
         phrasings = [f"{place} there is a {name}.", f"a {name} sits {place}."]
         if before is not None:
-            beside = f"{_relation(thing, before)} the {before['colour']} {before['shape']}"
+            beside = f"{relation(thing, before)} the {before['colour']} {before['shape']}"
             phrasings += [f"a {name} is placed {beside}, {place}.", f"next comes a {name} {place}."]
         told.append(sentence(rng, *phrasings))
     tally = Counter(thing["shape"] for thing in things)
@@ -222,15 +169,9 @@ _QUESTIONS = (
     "List every shape and say where it is.",
     "What is drawn here?",
 )
-register(
-    "scene",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_QUESTIONS, _dense),
-            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
-        },
-        score=mark,
-        share=0.45,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_QUESTIONS, _dense, _verbose),
+    score=mark,
+    share=0.45,
 )

@@ -4,10 +4,10 @@ import re
 from random import Random
 from typing import Any
 
-from saccade.pocket import chart, document, line, receipt, scene
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap
 from saccade.pocket.shapes import name, named
+from saccade.pocket.tasks import chart, document, line, receipt, scene
 from saccade.pocket.words import COLOURS, DAYS, GOODS, NAMES, NUMBERS, TOWNS, joined, sentence, shuffled
 
 CAPTION_PROMPT = "Caption this picture."
@@ -126,15 +126,9 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"kind": float(kinds(answer) == [kind]), "content": overlap(content(answer, kind, of), true)}
 
 
-register(
-    "caption",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar((CAPTION_PROMPT,), _dense),
-            "verbose": Grammar((f"{CAPTION_PROMPT} Use full sentences.",), _verbose),
-        },
-        score=mark,
-        share=0.1,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars((CAPTION_PROMPT,), _dense, _verbose),
+    score=mark,
+    share=0.1,
 )

@@ -6,7 +6,7 @@ of taste: two models that know the picture equally well will often differ in the
 
 from random import Random
 
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, places, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES, sentence, shuffled
@@ -164,16 +164,10 @@ def _question(rng: Random, facts: Facts) -> str:
     )
 
 
-register(
-    "prose",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.0,
-        longest=384,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.0,
+    longest=384,
 )

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, label, places, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, plural, sentence, shuffled
@@ -122,16 +122,10 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"count": float(right), "which": overlap(told, true) if told or true else float(right)}
 
 
-register(
-    "count",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.1,
-        decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b",
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.1,
+    decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b",
 )

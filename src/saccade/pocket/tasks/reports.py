@@ -9,11 +9,11 @@ import re
 from random import Random
 from typing import Any
 
-from saccade.pocket import receipt
-from saccade.pocket.prose import flowing, on_shape, plainly_on_shape, read_shapes, true_shape
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, only, overlap, sentences
 from saccade.pocket.shapes import at, label, name, render, scatter
+from saccade.pocket.tasks import receipt
+from saccade.pocket.tasks.prose import flowing, on_shape, plainly_on_shape, read_shapes, true_shape
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,
@@ -183,16 +183,10 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     }
 
 
-register(
-    "report",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question, _dense),
-            "verbose": Grammar(lambda rng, facts: f"{_question(rng, facts)} Use full sentences.", _verbose),
-        },
-        score=mark,
-        share=0.0,
-        longest=384,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_question, _dense, _verbose),
+    score=mark,
+    share=0.0,
+    longest=384,
 )

@@ -6,7 +6,7 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, tell
-from saccade.pocket.sample import Facts, Grammar, Picture, Task, register
+from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
@@ -138,15 +138,9 @@ _QUESTIONS = (
     "Explain the bar chart.",
     "What are the values in this chart?",
 )
-register(
-    "chart",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_QUESTIONS, _dense),
-            "verbose": Grammar(tuple(f"{q} Use full sentences." for q in _QUESTIONS), _verbose),
-        },
-        score=mark,
-        share=0.3,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars=grammars(_QUESTIONS, _dense, _verbose),
+    score=mark,
+    share=0.3,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.sample import IMAGE_MARK, Facts, Grammar, Media, Task, register
+from saccade.pocket.sample import IMAGE_MARK, Facts, Grammar, Media, Task
 from saccade.pocket.scoring import mentioned, only, overlap, sentences
 from saccade.pocket.shapes import RADIUS, Thing, at, locate, name, named, places, relation, render, room
 from saccade.pocket.words import COLOURS, NAMES, SIZES, a, sentence, shuffled
@@ -260,15 +260,12 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return marks
 
 
-register(
-    "story",
-    Task(
-        paint=paint,
-        grammars={
-            "dense": Grammar(_question(False), _answer(False)),
-            "verbose": Grammar(_question(True), _answer(True)),
-        },
-        score=mark,
-        share=0.06,
-    ),
+TASK = Task(
+    paint=paint,
+    grammars={
+        "dense": Grammar(_question(False), _answer(False)),
+        "verbose": Grammar(_question(True), _answer(True)),
+    },
+    score=mark,
+    share=0.06,
 )

@@ -1,13 +1,42 @@
-"""Second turns on the first answer: the same things again, sorted or selected."""
+"""Second turns: their first turn, and the task that asks for the first answer again, sorted or selected."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from random import Random
 
-from saccade.pocket.first_turn import grammars, start
-from saccade.pocket.sample import Facts, Media, Task, register
+from PIL import Image
+
+from saccade.pocket.sample import Facts, Media, Task, draw, grammars
 from saccade.pocket.scoring import in_order, mentioned, numbers, overlap, sentences
 from saccade.pocket.shapes import at, name, named, places
 from saccade.pocket.words import COLOURS, GOODS, NUMBERS, SIZES, difference, joined, sentence, shuffled
+
+FIRST_TASKS = ("chart", "receipt", "scene")
+_FIRST_SEED, _LAST_SEED = 10**6, 2**48  # never those that tests and evaluation draw first turns from
+
+Earlier = Mapping[str, int | str]
+
+
+def start(rng: Random) -> tuple[Image.Image, Facts, Earlier]:
+    """A picture of one of the first tasks, its facts, and the names to draw its turn by."""
+    task = rng.choice(FIRST_TASKS)
+    seed = rng.randrange(_FIRST_SEED, _LAST_SEED)
+    sample = draw(seed, task)
+    return sample.image, sample.facts, {"task": task, "seed": seed}
+
+
+def earlier(grammar: str, facts: Facts) -> tuple[tuple[str, str], ...]:
+    """The first turn of a second one, in the same grammar."""
+    first = facts["first"]
+    sample = draw(first["seed"], first["task"], grammar)
+    return ((sample.question, sample.answer),)
+
+
+def second(rng: Random, facts: Facts) -> Media:
+    """A text-only second turn after any first one: the picture is there, and of no use."""
+    image, _, first = start(rng)
+    return Media({**facts, "first": first}, (image,))
+
 
 _CLEAR = 4  # pixels by which shapes sorted from left to right must differ
 _NOUNS = {"scene": "shapes", "chart": "bars", "receipt": "items"}
@@ -123,6 +152,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"items": items, "order": order if facts["sort"] else items}
 
 
-register(
-    "followup", Task(paint=paint, grammars=grammars(_question, _dense, _verbose), score=mark, share=0.08)
-)
+TASK = Task(paint=paint, grammars=grammars(_question, _dense, _verbose, earlier), score=mark, share=0.08)
