@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.bench.record import Header, Record, Run, Writer
+from saccade.bench.records import Header, Record, Run, Writer
 from saccade.output import Stats, Times
 
 TEXT = """a the of on and red blue green small large circle square triangle left right above below chart bar axis

@@ -13,7 +13,7 @@ from bench_kit import wrong
 from typer.testing import CliRunner
 
 import saccade
-from saccade.bench.record import FILE, read
+from saccade.bench.records import FILE, read
 from saccade.cli import screen
 from saccade.cli.bench import bench
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saccade.bench import metrics
-from saccade.bench.record import Record
+from saccade.bench.records import Record
 from saccade.bench.statistics import bootstrap, median, ratio_of_sums
 
 

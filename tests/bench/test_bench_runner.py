@@ -25,7 +25,7 @@ from saccade.bench import metrics, table
 from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
-from saccade.bench.record import FILE, read
+from saccade.bench.records import FILE, read
 from saccade.bench.runner import Progress, Runner, balanced, begun
 from saccade.draft import pruning
 from saccade.errors import SaccadeError

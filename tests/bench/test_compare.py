@@ -12,7 +12,7 @@ from fake_runs import make_run, write_run
 from typer.testing import CliRunner
 
 from saccade.bench.compare import Comparison, compare
-from saccade.bench.record import Run
+from saccade.bench.records import Run
 from saccade.cli import report as command
 from saccade.errors import SaccadeError
 

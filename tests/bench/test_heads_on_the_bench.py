@@ -18,7 +18,7 @@ from saccade.bench import cost, library, report
 from saccade.bench.cost import Costs
 from saccade.bench.predicting import predictions
 from saccade.bench.preparing import prepare
-from saccade.bench.record import Run
+from saccade.bench.records import Run
 from saccade.bench.report import content, page, tables
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig

@@ -10,7 +10,7 @@ from test_bench_metrics import record
 from saccade.bench import table
 from saccade.bench.cost import Costs
 from saccade.bench.predicting import predictions
-from saccade.bench.record import Header, Record, Run
+from saccade.bench.records import Header, Record, Run
 
 
 def run(records: list[Record], costs: Costs | None) -> Run:

@@ -14,7 +14,7 @@ from fake_runs import HOSTILE, WAYS, make_run, write_run
 from typer.testing import CliRunner
 
 from saccade.bench import report
-from saccade.bench.record import Run
+from saccade.bench.records import Run
 from saccade.bench.report import content, page, tables, traces
 from saccade.cli import report as command
 from saccade.errors import SaccadeError

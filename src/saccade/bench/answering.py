@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from saccade.bench.questions import Question, Turn
-from saccade.bench.record import Record
+from saccade.bench.records import Record
 from saccade.errors import SaccadeError, SaccadeWarning
 from saccade.inputs.media import load_image
 from saccade.output import Output, TreeTrace

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.bench.record import Record
+from saccade.bench.records import Record
 from saccade.errors import SaccadeError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from saccade.bench import metrics
-from saccade.bench.record import Record, Run
+from saccade.bench.records import Record, Run
 from saccade.bench.statistics import Array, Estimate
 from saccade.bench.suite import BASELINE
 

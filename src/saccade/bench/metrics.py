@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from saccade.bench.record import Record
+from saccade.bench.records import Record
 from saccade.bench.statistics import Estimate, ratio_of_sums
 from saccade.bench.statistics import median as median_with_interval
 from saccade.bench.suite import BASELINE

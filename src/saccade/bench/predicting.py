@@ -9,7 +9,7 @@ from typing import Any
 from saccade import theory
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
-from saccade.bench.record import Record, Run
+from saccade.bench.records import Record, Run
 from saccade.bench.suite import BASELINE
 
 

@@ -17,7 +17,7 @@ from saccade.bench.answering import Answer, ask
 from saccade.bench.check import compared, require_equal
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
-from saccade.bench.record import FILE, Header, Record, Run, Writer, read
+from saccade.bench.records import FILE, Header, Record, Run, Writer, read
 from saccade.bench.suite import BASELINE
 from saccade.errors import SaccadeError
 

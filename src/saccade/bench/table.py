@@ -10,7 +10,7 @@ from saccade.bench import metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import Predicted, predictions
-from saccade.bench.record import Run, warned
+from saccade.bench.records import Run, warned
 from saccade.bench.statistics import Estimate
 from saccade.bench.suite import BASELINE
 

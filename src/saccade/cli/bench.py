@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from saccade.bench.preparing import Prepared
-    from saccade.bench.record import Run
+    from saccade.bench.records import Run
     from saccade.bench.runner import Progress, Spent
     from saccade.bench.suite import Suite
 

@@ -95,7 +95,7 @@ def compare(
     if not 0 <= margin < 1:
         raise InputError(f"--margin must be at least 0 and below 1, not {margin}.")
     from saccade.bench.compare import compare as compare_runs
-    from saccade.bench.record import read
+    from saccade.bench.records import read
     from saccade.bench.report.content import usable
 
     before, after = usable(read(a)), usable(read(b))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from saccade.bench.record import Run, read
+from saccade.bench.records import Run, read
 from saccade.bench.report import page, tables
 from saccade.bench.report.content import Content, groups, names, usable
 from saccade.errors import SaccadeError

@@ -12,7 +12,7 @@ from typing import Any
 
 from saccade.bench import metrics
 from saccade.bench.metrics import MethodResult
-from saccade.bench.record import FILE, Record, Run
+from saccade.bench.records import FILE, Record, Run
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "prompt_id": str,

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from saccade.bench.record import warned
+from saccade.bench.records import warned
 from saccade.bench.report import figures, tables, traces
 from saccade.bench.report.content import Content
 from saccade.bench.suite import BASELINE

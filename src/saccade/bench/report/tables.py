@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import predictions
-from saccade.bench.record import Run, warned
+from saccade.bench.records import Run, warned
 from saccade.bench.report.content import Content, Group, stage_name
 from saccade.bench.report.figures import milliseconds, shares_by_depth
 from saccade.bench.statistics import Estimate

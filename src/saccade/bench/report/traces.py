@@ -11,7 +11,7 @@ from typing import Any
 
 from saccade.bench.check import first_difference
 from saccade.bench.metrics import block_efficiency
-from saccade.bench.record import Record, Run
+from saccade.bench.records import Record, Run
 
 LARGEST = 640
 """Longest side, in pixels, of a picture in the report; larger ones are scaled down."""
@@ -64,7 +64,7 @@ KNOWN_MARKS = {
     "loose": "loosened: drafted, accepted although the target would have said something else",
     "shifted": "shifted: drafted, accepted because the target's token occurs nearby in the draft",
 }
-"""What the marks of `saccade.bench.record.Record` mean."""
+"""What the marks of `saccade.bench.records.Record` mean."""
 MEANINGS = {**KNOWN_MARKS, "other": "another mark (point at the token to read it)"}
 
 

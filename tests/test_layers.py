@@ -1,0 +1,310 @@
+"""Layers of the source: package order, import circles, names and sizes of files."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "saccade"
+
+LAYERS = [
+    *("errors", "files", "formats", "environment", "inputs", "tree", "text", "output", "target", "grammar"),
+    *(
+        "processors",
+        "verify",
+        "draft",
+        "loading",
+        "methods",
+        "engine",
+        "stream",
+        "tickets",
+        "chat",
+        "vlm",
+        "hf",
+    ),
+    *("theory", "pocket", "bench", "distill", "train", "cli"),
+]
+"""Packages and modules of `saccade`; each imports only from itself and from those before it."""
+
+UPWARD = {
+    ("tickets", "vlm"): "type of an attribute",
+    ("chat", "vlm"): "type of an attribute",
+    ("methods", "engine"): "compositions make the engine that runs them",
+    ("methods", "pocket"): "the built-in target brings its own drafters",
+    ("draft", "loading"): "heads and captioners are loaded from folders",
+}
+"""Imports against the order that remain, with their reason."""
+
+CIRCLES = (
+    {"chat", "tickets", "vlm"},
+    {
+        *(
+            "draft.heads.block",
+            "draft.heads.config",
+            "draft.heads.cross",
+            "draft.heads.dream",
+            "draft.heads.eagle",
+        ),
+        *("draft.heads.head", "draft.heads.hivis", "draft.heads.kangaroo", "draft.heads.medusa"),
+        *("draft.heads.registry", "draft.heads.session", "draft.heads.vispec"),
+    },
+    {"draft.trees.sage", "draft.trees.sage_growth"},
+    {"engine.batch", "engine.engine", "engine.work"},
+    {"target.adapter", "target.features"},
+    {"target.context", "target.probe"},
+)
+"""Circles of TYPE_CHECKING and in-function imports that remain."""
+
+NAMESAKES = {
+    "cache.py": "KV cache; features cached while training",
+    "chat.py": "public class; chat templates; command",
+    "counting.py": "visual tokens; task",
+    "dream.py": "head; its objective",
+    "families.py": "inputs; targets",
+    "features.py": "of the target; read for training",
+    "media.py": "files and tensors; encodings by digest",
+    "registry.py": "heads; methods",
+    "report.py": "command; task",
+    "video.py": "frames; task",
+}
+"""File names that occur more than once, with what each file is about."""
+
+SMALL = {
+    "draft/heads/registry.py": "imports every kind of head, so that no kind imports another",
+    "errors.py": "imported by every package",
+    "formats.py": "imported by every package",
+    "pocket/folders.py": "imported without torch",
+    "pocket/printing.py": "shared by several tasks",
+    "theory/domain.py": "shared by all formulas",
+    "train/precision.py": "shared by optimiser and processes",
+}
+"""Files below `LEAST` lines, with the reason."""
+
+LARGE = {"target/context.py"}
+"""Files above `MOST` lines that still have to be divided."""
+
+LEAST, MOST = 50, 430
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import of a module of the package; ``late`` for those under TYPE_CHECKING or inside a function."""
+
+    importer: str
+    imported: str
+    late: bool
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Files of a package by module name; a package's own ``__init__`` has the package's name."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(root: Path) -> list[Import]:
+    """All imports between the modules of a package, ``from package import module`` resolved to the module."""
+    known = modules(root)
+    found = []
+    for name, path in known.items():
+        for target, late in _imported(ast.parse(path.read_text(encoding="utf-8")), late=False):
+            while target and target not in known:
+                target = target.rpartition(".")[0]
+            if target and target != name:
+                found.append(Import(name, target, late))
+    return found
+
+
+def _imported(node: ast.AST, late: bool) -> Iterator[tuple[str, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, late) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert not child.level, "relative imports are not used here"
+            yield from ((f"{child.module}.{alias.name}", late) for alias in child.names)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _imported(child, late or inside or typing)
+
+
+def upward(root: Path, layers: list[str]) -> dict[tuple[str, str], list[str]]:
+    """Imports against the order, by importing and imported layer; the package's own ``__init__`` is free."""
+    place = {name: number for number, name in enumerate(layers)}
+    found = defaultdict(list)
+    for entry in imports(root):
+        if entry.importer == root.name:
+            continue
+        ours, theirs = ([*name.split("."), "__init__"][1] for name in (entry.importer, entry.imported))
+        if (ours != layers[-1]) if theirs == "__init__" else place[theirs] > place[ours]:
+            found[ours, theirs].append(f"{entry.importer} imports {entry.imported}")
+    return dict(found)
+
+
+def circles(root: Path, *, late: bool) -> list[frozenset[str]]:
+    """Sets of modules that import each other, a package's imports of its own modules left out.
+
+    Args:
+        late: count imports under TYPE_CHECKING and inside functions, too.
+    """
+    graph: dict[str, set[str]] = {name: set() for name in modules(root)}
+    for entry in imports(root):
+        own = entry.imported.startswith(f"{entry.importer}.")
+        if not own and (late or not entry.late):
+            graph[entry.importer].add(entry.imported)
+    reach = {name: _reachable(graph, name) for name in graph}
+    found = {frozenset(b for b in reach[a] if a in reach[b]) for a in graph if a in reach[a]}
+    return sorted(found, key=sorted)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def namesakes(root: Path) -> dict[str, list[str]]:
+    """File names that occur more than once, apart from ``__init__.py``."""
+    found = defaultdict(list)
+    for path in root.rglob("*.py"):
+        found[path.name].append(str(path.relative_to(root)))
+    return {name: sorted(paths) for name, paths in found.items() if len(paths) > 1 and name != "__init__.py"}
+
+
+def lengths(root: Path) -> dict[str, int]:
+    """Lines of every file but ``__init__.py``, by path."""
+    return {
+        str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in root.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+
+
+def foreign(root: Path, package: str) -> list[str]:
+    """Modules that import a package of the repository that is not installed."""
+    found = []
+    for name, path in modules(root).items():
+        targets = (target for target, _ in _imported(ast.parse(path.read_text(encoding="utf-8")), late=False))
+        if any(target.split(".")[0] == package for target in targets):
+            found.append(name)
+    return found
+
+
+def test_every_package_has_its_place_in_the_order() -> None:
+    assert {name.split(".")[1] for name in modules(SOURCE) if "." in name} == set(LAYERS)
+
+
+def test_no_package_imports_from_a_later_one() -> None:
+    found = {pair: lines for pair, lines in upward(SOURCE, LAYERS).items() if pair not in UPWARD}
+    assert not found, "move the shared part to an earlier package"
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not circles(SOURCE, late=False)
+
+
+def test_no_modules_name_each_other_in_late_imports() -> None:
+    found = [{name.removeprefix("saccade.") for name in circle} for circle in circles(SOURCE, late=True)]
+    assert not [circle for circle in found if not any(circle <= known for known in CIRCLES)]
+
+
+def test_no_file_name_occurs_twice() -> None:
+    assert not {name: paths for name, paths in namesakes(SOURCE).items() if name not in NAMESAKES}
+
+
+def test_files_are_neither_fragments_nor_tomes() -> None:
+    sizes = lengths(SOURCE)
+    assert not {path: size for path, size in sizes.items() if size > MOST and path not in LARGE}
+    assert not {path: size for path, size in sizes.items() if size < LEAST and path not in SMALL}
+
+
+def test_the_package_never_imports_the_repositorys_tools() -> None:
+    assert not foreign(SOURCE, "tools")
+
+
+def test_listed_exceptions_still_exist() -> None:
+    """The lists of exceptions only shrink: what no longer needs an entry loses it."""
+    sizes = lengths(SOURCE)
+    assert UPWARD.keys() <= upward(SOURCE, LAYERS).keys()
+    found = [{name.removeprefix("saccade.") for name in circle} for circle in circles(SOURCE, late=True)]
+    assert all(known in found for known in CIRCLES)
+    assert NAMESAKES.keys() <= namesakes(SOURCE).keys()
+    assert SMALL.keys() <= {path for path, size in sizes.items() if size < LEAST}
+    assert {path for path, size in sizes.items() if size > MOST} >= LARGE
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A package ``house`` with the layers ``low``, ``middle`` and ``high``, which obeys every rule."""
+    root = tmp_path / "house"
+    for path, text in {
+        "__init__.py": "from house.high.attic import roof",
+        "low.py": "stone = 1",
+        "middle/__init__.py": "from house.middle.floor import board",
+        "middle/floor.py": "from house.low import stone\nfrom house import low\nboard = 1",
+        "high/__init__.py": "",
+        "high/attic.py": "import house.middle.floor\nroof = 1",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+ORDER = ["low", "middle", "high"]
+
+
+def test_a_tree_that_obeys_passes(tree: Path) -> None:
+    assert not upward(tree, ORDER)
+    assert not circles(tree, late=True)
+    assert not namesakes(tree)
+    assert not foreign(tree, "tools")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from house.high.attic import roof",
+        "from house.high import attic",
+        "from house import high",
+        "import house.high.attic as top",
+        "if TYPE_CHECKING:\n    from house.high.attic import roof",
+        "def build():\n    from house.high.attic import roof",
+        "class Floor:\n    def build(self):\n        import house.high",
+        "try:\n    from house.high import attic\nexcept ImportError:\n    pass",
+    ],
+)
+def test_a_planted_upward_import_is_found(tree: Path, line: str) -> None:
+    (tree / "middle" / "floor.py").write_text(line)
+    assert list(upward(tree, ORDER)) == [("middle", "high")]
+
+
+def test_a_planted_import_of_the_public_package_is_found(tree: Path) -> None:
+    (tree / "middle" / "floor.py").write_text("import house")
+    assert list(upward(tree, ORDER)) == [("middle", "__init__")]
+
+
+@pytest.mark.parametrize(("line", "at_import"), [("{}", True), ("def f():\n    {}", False)])
+def test_a_planted_circle_is_found(tree: Path, line: str, at_import: bool) -> None:
+    (tree / "middle" / "wall.py").write_text("from house.middle.floor import board")
+    (tree / "middle" / "floor.py").write_text(line.format("from house.middle import wall"))
+    circle = frozenset({"house.middle.wall", "house.middle.floor"})
+    assert circles(tree, late=True) == [circle]
+    assert circles(tree, late=False) == ([circle] if at_import else [])
+
+
+def test_a_planted_namesake_fragment_and_import_of_tools_are_found(tree: Path) -> None:
+    (tree / "high" / "floor.py").write_text("from tools.pocket import saw")
+    assert namesakes(tree) == {"floor.py": ["high/floor.py", "middle/floor.py"]}
+    assert lengths(tree)["high/floor.py"] == 1
+    assert foreign(tree, "tools") == ["house.high.floor"]
