@@ -124,11 +124,12 @@ def test_what_is_refused_leaves_the_conversation_as_it_was() -> None:
 
 
 def test_a_turn_whose_numbers_go_wrong_does_not_count() -> None:
-    chat = load(ready("llama"), method="plain").chat()
+    vlm = load(ready("llama"), method="plain")
+    chat = vlm.chat()
     chat.send("What?")
     said = list(chat.messages)
     with torch.no_grad():
-        chat._vlm.target.model.lm_head.weight[3] = float("nan")
+        vlm.target.model.lm_head.weight[3] = float("nan")
     with pytest.raises(ModelError, match="not finite"):
         chat.send("And?")
     assert chat.messages == said

@@ -12,7 +12,7 @@ import torch
 
 import checkpoints
 from checkpoints import picture, ready
-from saccade import VLM, MethodError, ModelError, load, pocket
+from saccade import VLM, MethodError, ModelError, load, methods, pocket
 from saccade.cli import screen
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import build_head
@@ -114,23 +114,23 @@ KINDS = {"a": "hivis", "b": "hivis", "text-only": "eagle2", "eagle2": "eagle2", 
     ],
 )
 def test_a_head_is_chosen_by_kind_or_name(method: str, name: str | None, chosen: str | None) -> None:
-    assert drafters.choose(method, method, KINDS, name) == chosen
+    assert methods.fit(method, methods.options(method, {}), True, KINDS, name) == chosen
 
 
 @pytest.mark.parametrize(
     ("method", "name", "kinds", "message"),
     [
-        ("hivis", None, KINDS, r"There are several hivis heads \(a, b\); say which one with head=NAME"),
+        ("hivis", None, KINDS, r"Method hivis can use several heads \(a, b\); choose one with head=NAME"),
         ("hivis", "eagle2", KINDS, "The head eagle2 is of the kind eagle2, which method hivis cannot use"),
         (
             "hivis",
             "c",
             KINDS,
-            r"There is no head called 'c' \(there: a \(hivis\), b \(hivis\), text-only \(eagle2\),",
+            r"No head is named 'c' \(given: a \(hivis\), b \(hivis\), text-only \(eagle2\),",
         ),
-        ("hivis", "c", {}, r"There is no head called 'c' \(there: none\)"),
-        ("hivis", None, {"dream": "dream"}, r"a trained hivis head, but there is none \(there: dream\)"),
-        ("hivis", None, {}, "Method hivis needs a trained head; give its folder"),
+        ("hivis", "c", {}, r"No head is named 'c' \(given: none\)"),
+        ("hivis", None, {"dream": "dream"}, "a trained hivis head, but only the head dream is given"),
+        ("hivis", None, {}, "Method hivis needs a trained hivis head; give its folder"),
         ("chain", "a", KINDS, "Method chain takes no head; leave out head=a"),
     ],
 )
@@ -138,7 +138,7 @@ def test_what_is_not_clear_is_refused(
     method: str, name: str | None, kinds: dict[str, str], message: str
 ) -> None:
     with pytest.raises(MethodError, match=message):
-        drafters.choose(method, method, kinds, name)
+        methods.fit(method, methods.options(method, {}), method == "chain", kinds, name)
 
 
 def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +153,17 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
         ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are called 'hivis'"),
         ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
         ({"heads": ["nowhere"]}, ModelError, "has no config.json"),
-        ({"heads": [hivis], "method": "eagle2"}, MethodError, "a trained eagle2 head, but there is none"),
-        ({"heads": [hivis], "method": "chain"}, MethodError, "Method chain needs a drafter"),
-        ({"heads": [hivis], "head": "x"}, MethodError, "no head called 'x'|takes no head"),
+        (
+            {"heads": [hivis], "method": "eagle2"},
+            MethodError,
+            "a trained eagle2 head, but only the head hivis is given",
+        ),
+        (
+            {"heads": [hivis], "method": "chain"},
+            MethodError,
+            "Method chain needs a draft model, but only the head hivis is given",
+        ),
+        ({"heads": [hivis], "head": "x"}, MethodError, "No head is named 'x'"),
     ):
         with pytest.raises(error, match=message):
             load(ready("llava"), **options)
@@ -229,10 +237,18 @@ def test_a_shipped_head_never_stands_in_for_one_that_the_user_gives() -> None:
         (
             {"heads": [blind], "method": "hivis"},
             MethodError,
-            r"needs a trained hivis head, .* \(there: blind",
+            r"needs a trained hivis head, but only the head blind \(eagle2\) is given",
         ),
-        ({"drafter": blind, "method": "hivis"}, MethodError, r"a trained hivis head, .* \(there: eagle2\)"),
-        ({"drafter": "pocket", "method": "hivis"}, MethodError, "needs a trained head, which .*draft is not"),
+        (
+            {"drafter": blind, "method": "hivis"},
+            MethodError,
+            "hivis head, but only the head eagle2 is given",
+        ),
+        (
+            {"drafter": "pocket", "method": "hivis"},
+            MethodError,
+            "hivis head, but only a draft model is given",
+        ),
     ):
         with pytest.raises(error, match=words):
             load("pocket", **arguments)

@@ -105,23 +105,23 @@ def test_a_head_s_dtype() -> None:
         (
             lambda: with_head("hivis", "eagle2"),
             MethodError,
-            "needs a trained eagle2 head, but there is none",
+            "Method eagle2 needs a trained eagle2 head, but only the head hivis is given; give its folder",
         ),
         (
             lambda: with_head("hivis", "chain"),
             MethodError,
-            "which method chain cannot use; choose method hivis",
+            "Method chain needs a draft model, but only the head hivis is given; .* choose method hivis",
         ),
         (lambda: with_head("hivis", "plain"), MethodError, "Method plain takes no drafter"),
         (
             lambda: load(ready("llava"), method="hivis"),
             MethodError,
-            "Method hivis needs a trained head; give",
+            "Method hivis needs a trained hivis head; give",
         ),
         (
             lambda: load(ready("llava"), ready("llava-draft"), "hivis"),
             MethodError,
-            "needs a trained head, which",
+            "a trained hivis head, but only a draft model is given",
         ),
         (
             lambda: load(ready("qwen"), head_folder("hivis")),
@@ -131,7 +131,7 @@ def test_a_head_s_dtype() -> None:
         (
             lambda: with_head("hivis").using("eagle2"),
             MethodError,
-            "needs a trained eagle2 head, but there is none",
+            "Method eagle2 needs a trained eagle2 head, but only the head hivis is given; give its folder",
         ),
         (lambda: with_head("hivis").using("chain"), MethodError, "Method chain needs a draft model"),
         (lambda: with_head("hivis", tree="bush"), MethodError, "tree of method hivis must be one of"),
@@ -175,7 +175,7 @@ def test_in_generate() -> None:
     with pytest.raises(MethodError, match="takes no drafter"):
         hf.speculate(head, "prompt-lookup")
     with pytest.raises(
-        MethodError, match="trained hivis head, which method eagle2 cannot use; choose method hi"
+        MethodError, match=r"a trained eagle2 head, but only the head hivis is given; .* choose method hi"
     ):
         hf.speculate(str(head_folder("hivis")), "eagle2")
     with pytest.raises(MethodError, match="no option gama; its options are: draft_with, tree, top"):

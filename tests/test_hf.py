@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,10 +17,11 @@ from transformers import (
     StoppingCriteria,
     TextStreamer,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 import saccade.hf
+import saccade.hf.speculation as speculation_module
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain
@@ -335,8 +339,8 @@ def test_a_ready_made_drafter_is_taken_as_it_is() -> None:
 
 def test_models_are_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    adapt = saccade.hf.adapt
-    monkeypatch.setattr(saccade.hf, "adapt", lambda m: seen.append(m) or adapt(m))
+    adapt = speculation_module.adapt
+    monkeypatch.setattr(speculation_module, "adapt", lambda m: seen.append(m) or adapt(m))
     drafter = FAMILIES["llama"].draft_model()
     own = speculate(drafter)
     for _ in range(3):
@@ -370,6 +374,61 @@ def test_other_callables_are_called_as_before() -> None:
     assert seen["extra"] == 7
     assert "logits_processor" in seen
     assert "visuals" not in seen
+
+
+# --------------------------------------------------------------------------- the patch of GenerationMixin
+
+
+def patched_method() -> Any:
+    return GenerationMixin._extract_generation_mode_kwargs
+
+
+@pytest.fixture
+def stock() -> Iterator[Any]:
+    """The stock method of `GenerationMixin`, in force as before any use of `saccade.hf`."""
+    saccade.hf.unpatch()
+    yield patched_method()
+    saccade.hf.patch()  # which the other tests' callables need
+
+
+def test_importing_patches_nothing() -> None:
+    code = (
+        "from transformers import GenerationMixin as m; stock = m._extract_generation_mode_kwargs; import saccade.hf; "
+        "assert m._extract_generation_mode_kwargs is stock; saccade.hf.speculate(); "
+        "assert m._extract_generation_mode_kwargs is not stock"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_first_use_patches_and_a_call_restores(stock: Any) -> None:
+    own = speculate()
+    assert patched_method() is not stock
+    saccade.hf.patch()  # once is enough, and once undone is undone
+    saccade.hf.unpatch()
+    assert patched_method() is stock
+    with pytest.raises(ValueError, match=r"not patched any more; call saccade\.hf\.patch\(\)"):
+        model("llama").generate(**inputs_of("llama", 1), max_new_tokens=2, custom_generate=own)
+    saccade.hf.patch()
+    model("llama").generate(**inputs_of("llama", 1), max_new_tokens=2, custom_generate=own)
+
+
+def test_a_block_restores_what_was_there_before(stock: Any) -> None:
+    with saccade.hf.patched():
+        own = speculate(FAMILIES["llama"].draft_model())
+        with saccade.hf.patched():
+            pass
+        model("llama").generate(**inputs_of("llama", 1), max_new_tokens=2, custom_generate=own)
+    assert patched_method() is stock
+
+
+def test_the_patch_of_another_library_is_not_lost(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as theirs:
+        saccade.hf.patch()
+        theirs.setattr(GenerationMixin, "_extract_generation_mode_kwargs", lambda *given: {})
+        with pytest.raises(ValueError, match="patched again by another library; undo that patch"):
+            saccade.hf.unpatch()
+    saccade.hf.unpatch()
+    assert patched_method() is stock
 
 
 # --------------------------------------------------------------------------- refusals
@@ -426,24 +485,31 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
     [
         (
             lambda: speculate("path/to/model"),
-            "no trained head; give the folder or hub id of one, or a loaded model",
+            "is not a trained head; give the folder or hub id of one, or a loaded model",
         ),
         (lambda: speculate(model("llama"), "prompt-lookup"), "takes no drafter"),
         (lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"), "ready-made drafter"),
         (lambda: speculate(None, "no such method"), "Unknown method"),
         (
             lambda: speculate(None, "eagle2"),
-            "needs a trained eagle2 head; give it, or its folder, as drafter",
+            "needs a trained eagle2 head; give its folder with drafter=",
         ),
         (lambda: speculate(model("llama"), "eagle2"), "needs a trained eagle2 head"),
-        (lambda: speculate(None, "chain"), "needs a draft model; give a loaded one"),
+        (lambda: speculate(None, "chain"), "needs a draft model; give one with drafter="),
         (
             lambda: speculate(model("llama"), gama=3),
             "no option gama; its options are: draft_with, tree, gamma",
         ),
         (lambda: speculate(model("llama"), gamma="3"), "gamma of method chain must be a whole number"),
+        (
+            lambda: speculate(model("llama"), assistant_model=model("llama")),
+            "drafter and assistant_model are two names",
+        ),
         (lambda: speculate(gama=3), "Method prompt-lookup has no option gama"),
-        (lambda: speculate(model("llama"), "spd"), "with its processor, which `generate` is not given"),
+        (
+            lambda: speculate(model("llama"), "spd"),
+            "rewrites the draft model's prompt and needs its processor",
+        ),
         (lambda: speculate(model("llama"), "tabed"), "use saccade.load"),
     ],
 )
@@ -460,7 +526,7 @@ def test_methods_that_rewrite_prompts_are_the_ones_that_are_refused() -> None:
         if method.needs == "head":
             continue
         if method.options.get("views"):
-            with pytest.raises(MethodError, match="needs its processor"):
+            with pytest.raises(MethodError, match=r"needs its processor; use saccade\.load\(\)"):
                 build(name, parts)
         else:
             build(name, parts)

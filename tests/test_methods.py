@@ -85,6 +85,16 @@ def test_an_option_that_nothing_would_read_is_refused(
     assert message in str(found.value)
 
 
+@pytest.mark.parametrize("name", ["num_assistant_tokens", "num_speculative_tokens"])
+def test_names_of_hugging_face_and_vllm_mean_the_same(name: str) -> None:
+    assert options("chain", {name: 7}) == options("chain", {"gamma": 7})
+    assert options("chain", {"tree": "confident", "assistant_confidence_threshold": 0.5})["confidence"] == 0.5
+    with pytest.raises(MethodError, match=f"gamma of method chain is given twice; {name} is another name"):
+        options("chain", {"gamma": 7, name: 7})
+    with pytest.raises(MethodError, match="has the option gamma with tree=chain or"):
+        options("dynamic-tree", {name: 7})
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_rule_alone_decides_whether_a_method_is_lossless(name: str) -> None:
     assert METHODS[name].lossless == (name not in ("lvspec", "fly", "random-loosening"))

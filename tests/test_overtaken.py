@@ -47,7 +47,7 @@ def test_an_overtaken_turn_leaves_the_conversation_to_the_one_that_overtook(then
     if then == "close":
         steps.close()
     else:
-        with pytest.raises(InputError, match="conversation has gone on"):
+        with pytest.raises(InputError, match="Another turn of the conversation has begun"):
             next(steps)
     assert (turn.output.tokens, turn.output.finish_reason) == (said, "interrupted")
     assert words(chat) == conversation
@@ -62,7 +62,7 @@ def test_a_turn_that_begins_when_the_conversation_has_gone_on_is_refused() -> No
     first, second = chat.stream("What?"), chat.stream("And?")
     list(first)
     conversation = words(chat)
-    with pytest.raises(InputError, match="ask it again"):
+    with pytest.raises(InputError, match="send this one again"):
         list(second)
     assert words(chat) == conversation == ["What?", first.output.text]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 
+import saccade
 from checkpoints import picture, saved_picture, says, text, vlm
 from saccade import VLM, InputError, MethodError, load
 from saccade.processors import stateless
@@ -155,6 +156,42 @@ def test_loaded_models_can_be_given() -> None:
     assert model.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
     own = VLM(vlm("llava").target.model, vlm("llava").processor)
     assert own.method == "prompt-lookup"
+
+
+def test_the_drafter_may_be_called_the_assistant_model() -> None:
+    model = load(
+        vlm("llava").target.model, assistant_model=vlm("llava-draft").target.model, num_assistant_tokens=2
+    )
+    assert (model.method, model.options["gamma"]) == ("chain", 2)
+    with pytest.raises(MethodError, match="drafter and assistant_model are two names"):
+        load("a", "b", assistant_model="b")
+
+
+@pytest.mark.parametrize(
+    ("target", "has_gpu", "given", "place"),
+    [("some/model", True, None, "cuda"), ("some/model", True, "cpu", "cpu"), ("some/model", False, None, None),
+     ("pocket", True, None, None)],
+)  # fmt: skip
+def test_models_go_to_a_gpu_unless_a_device_is_given(
+    monkeypatch: pytest.MonkeyPatch, target: str, has_gpu: bool, given: str | None, place: str | None
+) -> None:
+    places: list[Any] = []
+
+    def stop(device_map: Any) -> None:
+        places.append(device_map)
+        raise KeyError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("saccade.vlm.check_device", stop)
+    with pytest.raises(KeyError):
+        load(target, device_map=given)
+    assert places == [place]
+
+
+@pytest.mark.parametrize("name", ["batch", "asking", "options", "compositions", "drafters", "builtin"])
+def test_former_modules_are_named_with_their_new_place(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"saccade\.{name} has moved; use "):
+        getattr(saccade, name)
 
 
 # -- streams -----------------------------------------------------------------------------------------------

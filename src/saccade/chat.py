@@ -1,73 +1,97 @@
-"""Conversations whose turns go on from the KV cache of the earlier ones."""
+"""Conversations whose turns reuse the KV cache of the earlier ones."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Unpack
 
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
+from saccade.inputs.processor import InputProcessor
 from saccade.inputs.requests import kept_video, one_or_more
 from saccade.output import Output
-from saccade.stream import Chunk, Stream
-
-if TYPE_CHECKING:
-    from saccade.vlm import VLM
+from saccade.stream import Chunk, GenerationOptions, Stream
 
 
 class Chat:
-    """A conversation with one model.
+    """A conversation with one model; see `VLM.chat`.
+
+    Args:
+        stream: `VLM.stream` bound to the conversation's session.
+        processor: the target's.
+        system: system message; None for none.
 
     Attributes:
-        messages: what was said so far, in content-list form, pictures and videos as they were decoded; may be
-            cut or edited between turns.
+        messages: all turns so far, in content-list form, images and videos decoded; may be cut or edited between
+            turns.
     """
 
-    def __init__(self, vlm: VLM, system: str | None = None) -> None:
+    def __init__(
+        self, stream: Callable[..., Stream], processor: InputProcessor, system: str | None = None
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": [{"type": "text", "text": system}]})
-        self._vlm = vlm
-        self._session = vlm.engine.open(1)
+        self._stream = stream
+        self._processor = processor
         self._moves = 0  # how often a turn began or became part of the conversation
         self._turn: Turn | None = None  # the latest that began
 
     def send(
-        self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
+        self,
+        text: str,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        *,
+        seed: int | None = None,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Output:
-        """Say something and wait for the answer; arguments as in `VLM.generate`."""
-        turn = self.stream(text, images, videos, **options)
+        """Send a user message and return the answer; arguments as of `VLM.generate`."""
+        turn = self.stream(text, images, videos, seed=seed, num_frames=num_frames, fps=fps, **options)
         for _ in turn:
             pass
         return turn.output
 
     def stream(
-        self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), **options: Any
+        self,
+        text: str,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        *,
+        seed: int | None = None,
+        streamer: Any = None,
+        trace: bool = False,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Turn:
-        """Say something and read the answer as it comes; arguments as in `VLM.stream`.
+        """Send a user message and stream the answer; arguments as of `VLM.stream`.
 
-        Pictures and videos are read once: later turns see the frames that ``num_frames`` or ``fps`` chose now.
+        Images and videos are decoded once: later turns reuse the frames that ``num_frames`` or ``fps`` select now.
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
-        stopped before its first token, or is overtaken by another one, leaves the conversation as it was.
+        stopped before its first token, or is overtaken by another one, leaves the conversation unchanged.
         """
-        sampling = {name: options.get(name) for name in ("num_frames", "fps")}
-        films = [kept_video(self._vlm.processor, video, **sampling) for video in one_or_more(videos)]
+        films = [kept_video(self._processor, video, num_frames, fps) for video in one_or_more(videos)]
         content: list[dict[str, Any]] = [
             *({"type": "image", "image": load_image(i)} for i in one_or_more(images)),
             *({"type": "video", "video": film} for film in films),
             {"type": "text", "text": text},
         ]
-        asked = [*self.messages, {"role": "user", "content": content}]
-        stream = self._vlm.stream(asked, session=self._session, **options)
-        return Turn(self, asked, stream)
+        messages = [*self.messages, {"role": "user", "content": content}]
+        stream = self._stream(
+            messages, seed=seed, streamer=streamer, trace=trace, num_frames=num_frames, fps=fps, **options
+        )
+        return Turn(self, messages, stream)
 
 
 class Turn:
-    """One answer of a chat under way; iterating it raises `InputError` once another turn has begun."""
+    """One answer of a chat in progress; iterating it raises `InputError` once another turn has begun."""
 
-    def __init__(self, chat: Chat, asked: list[dict[str, Any]], stream: Stream) -> None:
+    def __init__(self, chat: Chat, messages: list[dict[str, Any]], stream: Stream) -> None:
         self._chat = chat
-        self._asked = asked
+        self._messages = messages
         self._stream = stream
         self._moves = chat._moves
 
@@ -89,14 +113,14 @@ class Turn:
             output = self.output
             if output.tokens and not failed and self._is_latest:
                 answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
-                self._chat.messages = [*self._asked, answer]
+                self._chat.messages = [*self._messages, answer]
                 self._move()
 
     def _check_latest(self) -> None:
         if not self._is_latest:
             raise InputError(
-                "The conversation has gone on since this turn was asked; ask it again, and read a turn as far as you "
-                "want it before you ask the next."
+                "Another turn of the conversation has begun since; send this one again, and read each turn before you "
+                "send the next."
             )
 
     @property

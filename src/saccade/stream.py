@@ -1,27 +1,73 @@
-"""An answer as it comes: chunks of text and tokens, then the outputs."""
+"""Generation options, and an answer in progress: chunks of text and tokens, then the outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
+from transformers import GenerationConfig
 
 from saccade.engine import Request, Run
 from saccade.output import Mark, Output, TreeTrace
 from saccade.text import Detokenizer, text_of
 
 
+class GenerationOptions(TypedDict, total=False):
+    """Hugging Face's arguments of `generate` that greedy decoding and sampling take, under their own names.
+
+    The checkpoint's ``generation_config`` fills those that are left out. Processors and criteria are called per row
+    and draft token; `saccade.processors` has the protocol.
+    """
+
+    generation_config: GenerationConfig | None
+    logits_processor: Sequence[Any]
+    stopping_criteria: Sequence[Any]
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: int | None
+    min_length: int | None
+    max_time: float | None
+    stop_strings: str | list[str] | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    top_h: float | None
+    min_p: float | None
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+    repetition_penalty: float | None
+    encoder_repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    encoder_no_repeat_ngram_size: int | None
+    bad_words_ids: list[list[int]] | None
+    sequence_bias: Any
+    suppress_tokens: list[int] | None
+    begin_suppress_tokens: list[int] | None
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | list[int] | None
+    exponential_decay_length_penalty: tuple[int, float] | None
+    renormalize_logits: bool | None
+    remove_invalid_values: bool | None
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step added.
+    """The tokens of one step.
 
     Attributes:
         text: completed characters of the first row.
         tokens: per row.
-        marks: per row, how each token came to be.
-        trees: per row the tree that was verified; empty unless traced.
+        marks: per row, the origin of each token.
+        trees: per row, the verified tree; empty unless traced.
     """
 
     text: str
@@ -31,7 +77,7 @@ class Chunk:
 
 
 class Stream:
-    """An answer under way; stop iterating whenever you like, `outputs` holds what there is."""
+    """A generation in progress; iteration may stop at any chunk, `outputs` holds the tokens so far."""
 
     def __init__(
         self,
@@ -60,15 +106,15 @@ class Stream:
                 yield Chunk(piece, step.tokens, step.marks, step.trees)
         finally:
             if self._streamer is not None:
-                self._streamer.end()  # whoever reads it in another thread must not wait for ever
+                self._streamer.end()  # or its reader in another thread would wait for ever
 
     def cancel(self) -> None:
-        """End the answer; what there is stays."""
+        """End the generation; the tokens so far remain."""
         self._run.cancel()
 
     @property
     def outputs(self) -> list[Output]:
-        """One output per row, complete up to the last step taken."""
+        """One output per row, up to the last step."""
         outputs = self._run.outputs
         for output in outputs:
             output.text = text_of(self._tokenizer, output.tokens)

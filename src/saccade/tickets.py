@@ -1,11 +1,12 @@
-"""The running batch for prompts with pictures and videos: tickets that come and go."""
+"""The public running batch: a ticket per request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
+from saccade.engine import Engine, Request
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
 from saccade.engine.row import Row, RowStep
@@ -14,11 +15,9 @@ from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.requests import Asked, Question, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
+from saccade.stream import GenerationOptions
 from saccade.target.media_cache import MEDIA_BYTES
 from saccade.text import Detokenizer, text_of
-
-if TYPE_CHECKING:
-    from saccade.vlm import VLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class TicketChunk:
     Attributes:
         text: completed characters.
         tokens: ids.
-        marks: how each token came to be.
+        marks: origin of each token.
         finished: whether the answer has ended.
-        tree: the tree that was verified, where the batch traces.
+        tree: the verified tree, where the batch traces.
     """
 
     text: str
@@ -43,8 +42,8 @@ class TicketChunk:
 class Ticket:
     """One request of a `Batch`: iterate it for its chunks, or read its `output` at any time.
 
-    Iterating runs the batch's steps as far as this answer needs them; other tickets keep their chunks until they are
-    read.
+    Iterating runs the batch's steps as far as this request needs them; other tickets buffer their chunks until they
+    are read.
     """
 
     def __init__(self, batch: Batch, row: Row, tokenizer: Any, lossless: bool) -> None:
@@ -54,23 +53,23 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether the answer has ended, in whatever way."""
+        """Whether the request has ended: complete, cancelled or failed."""
         return self._row.done
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None if it has not."""
+        """The error that ended the request; None without one."""
         return self._row.error
 
     @property
     def output(self) -> Output:
-        """The answer so far; its ``finish_reason`` says whether it has ended."""
+        """The output so far; its ``finish_reason`` is ``interrupted`` until the request ends."""
         output = self._row.finish(self._lossless)
         output.text = text_of(self._tokenizer, output.tokens)
         return output
 
     def cancel(self) -> None:
-        """End the answer before the batch's next step; it keeps what it has."""
+        """End the request before the batch's next step; its tokens so far remain."""
         self._batch._running.cancel(self._row)
 
     def __iter__(self) -> Iterator[TicketChunk]:
@@ -84,10 +83,10 @@ class Ticket:
             self._batch.step_once()
 
     def result(self) -> Output:
-        """Wait for the end of the answer.
+        """Run the request to its end and return the output.
 
         Raises:
-            Exception: what the request failed with.
+            Exception: the error that the request failed with.
         """
         for _ in self:
             pass
@@ -99,21 +98,31 @@ class Ticket:
 
 
 class Batch:
-    """Requests that come and go on one loaded model, each with its own options; see `VLM.batch`."""
+    """A running batch of requests, each with its own options; see `VLM.batch`.
+
+    Args:
+        engine: runs the steps.
+        request: makes the engine's request of a question and a seed.
+        tokenizer: the target's.
+        max_rows, kv_memory, prefill_chunk, media_cache, trace: as of `VLM.batch`.
+    """
 
     def __init__(
         self,
-        vlm: VLM,
+        engine: Engine,
+        request: Callable[[Asked, int], Request],
+        tokenizer: Any,
         max_rows: int = 8,
         kv_memory: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         media_cache: int = MEDIA_BYTES,
         trace: bool = False,
     ) -> None:
-        self._vlm = vlm
+        self._target, self._request, self._tokenizer = engine.target, request, tokenizer
+        self._lossless = engine.rule(do_sample=False).lossless
         if kv_memory is None:
-            kv_memory = int(KV_MEMORY_SHARE * free_memory(vlm.target.device))
-        self._running = vlm.engine.open(
+            kv_memory = int(KV_MEMORY_SHARE * free_memory(engine.target.device))
+        self._running = engine.open(
             max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache
         )
         self._running.trace = trace
@@ -128,39 +137,37 @@ class Batch:
         seed: int | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> Ticket:
-        """Put one request in the queue.
+        """Submit one request.
 
         Args:
             prompt: a string, a conversation, or a `Prompt`.
             images, videos, num_frames, fps: as of `VLM.generate`.
-            seed: of its random generator when sampling; None takes one from torch's global generator.
+            seed: of its random generator when sampling; None: drawn from torch's global generator.
             options: as of `VLM.generate`, for this request alone.
 
         Raises:
             InputError: it cannot be used as it is, or can never fit the model's context or the KV memory.
         """
         if is_batch(prompt):
-            raise InputError("A ticket is for one prompt; add each of the prompts for itself.")
+            raise InputError("A ticket takes one prompt; add each prompt on its own.")
         sampling = {"num_frames": num_frames, "fps": fps}
         asked = Asked(prompt, [load_image(i) for i in one_or_more(images)], one_or_more(videos), sampling)
-        request = self._vlm._request(asked, seeds_of(seed, 1)[0])
-        decoding = plan(
-            self._vlm.target, [request.prompt], tokenizer=self._vlm.processor.tokenizer, **options
-        )
+        request = self._request(asked, seeds_of(seed, 1)[0])
+        decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **options)
         row = self._running.add(request, decoding.rows[0], decoding.do_sample)
-        ticket = Ticket(self, row, self._vlm.processor.tokenizer, self._vlm.lossless)
+        ticket = Ticket(self, row, self._tokenizer, self._lossless)
         self._tickets[id(row)] = ticket
         return ticket
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no request is running or waiting."""
         return self._running.is_idle
 
     def step_once(self) -> list[Row]:
-        """Run one step; what it gave is read from the tickets."""
+        """Run one step and return its rows; the tickets buffer their chunks."""
         rows = [row for row, _ in self._running.step()]
         for row in rows:
             if row.done:
@@ -168,11 +175,7 @@ class Batch:
         return rows
 
     def step(self) -> list[tuple[Ticket, TicketChunk]]:
-        """Run one step.
-
-        Returns:
-            Which ticket got what, chunks that were left from earlier steps included.
-        """
+        """Run one step and return every ticket's chunks, buffered ones of earlier steps included."""
         tickets = dict(self._tickets)
         rows = self.step_once()
         found = []
@@ -182,7 +185,7 @@ class Batch:
         return found
 
     def close(self) -> None:
-        """Cancel what is under way and free the caches."""
+        """Cancel all requests and free the caches."""
         self._running.close()
         self._tickets.clear()
 

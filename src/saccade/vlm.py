@@ -1,12 +1,13 @@
-"""The public surface: load a model, then generate, stream or chat."""
+"""The public surface: load models, then generate, stream or chat."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
@@ -17,29 +18,33 @@ from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
 from saccade.errors import InputError
-from saccade.inputs.families import visual_ids
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.requests import Asked, Question, is_batch, per_row, seeds_of
+from saccade.inputs.requests import Asked, Messages, Question, is_batch, per_row, seeds_of
 from saccade.loading import (
     adapt,
     check_checkpoint,
     check_device,
     check_dtype,
+    default_device,
     load_model,
     name_of,
     path_of,
     shared_vocabulary,
+    vision_signature,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
 from saccade.methods import drafters
 from saccade.methods.compositions import Parts
 from saccade.methods.drafters import Heads
-from saccade.stream import Stream
+from saccade.output import Output
+from saccade.stream import GenerationOptions, Stream
 from saccade.target.adapter import Target
 from saccade.target.media_cache import MEDIA_BYTES
 from saccade.tickets import Batch
+
+OneQuestion = TypeVar("OneQuestion", str, Messages, Prompt)
 
 
 def load(
@@ -47,6 +52,7 @@ def load(
     drafter: str | Path | Any = None,
     method: str | None = None,
     *,
+    assistant_model: str | Path | Any = None,
     heads: Heads = (),
     head: str | None = None,
     dtype: str | torch.dtype = "auto",
@@ -54,39 +60,47 @@ def load(
     device_map: Any = None,
     **options: Any,
 ) -> VLM:
-    """Load a target, a drafter if the method needs one, and the method that joins them.
+    """Load a target, the drafter that the method needs, and the method that joins them.
 
     Args:
-        target: checkpoint folder, hub id, a loaded Hugging Face model, or ``pocket``, the built-in one. It brings what
-            the method needs, and its draft model and all its heads when none is named; what is given replaces them.
+        target: checkpoint folder, hub id, a loaded Hugging Face model, or ``pocket``, the built-in one. Without
+            drafter and method, ``pocket`` brings its draft model and all its heads; with a method, what that needs.
+            Drafter and heads that are given replace them.
         drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, or a trained head's folder.
         method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
             head, and ``prompt-lookup`` without a drafter.
+        assistant_model: Hugging Face's name for ``drafter``.
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
-            goes by its own name, a head that was given as drafter by its kind.
-        head: the name of the one to use; by default the one of the method's kind.
+            goes by its own name, a head given as drafter by its kind.
+        head: name of the head to use; by default the one of the method's kind.
         dtype: of the target: ``auto`` (as stored), a name, or a torch dtype.
-        draft_dtype: of drafter and heads; when None, as stored (heads: as the target), but float32 for small ones on
+        draft_dtype: of drafter and heads; None: as stored (heads: as the target), but float32 for small ones on
             a CPU.
-        device_map: of the target, as in `from_pretrained`; the drafter goes where the target's embeddings are.
-        options: override the method's defaults, for example ``gamma=7``.
+        device_map: of the target, as in `from_pretrained`; by default a CUDA GPU if there is one, except for
+            ``pocket``. The drafter is placed where the target's embeddings are, loaded models stay where they are.
+        options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
+            ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 
     Raises:
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
-        MethodError: unknown method or option.
+        MethodError: unknown method or option, or a drafter that does not fit the method.
     """
+    drafter = drafters.only(drafter, assistant_model)
+    if device_map is None and not drafters.is_pocket(target):
+        device_map = default_device()
     target, drafter, given = drafters.with_builtin(
         target, drafter, method, options, drafters.named(drafter, heads)
     )
     kinds = drafters.kinds_of(given)
     name = method or drafters.default_method(drafter, kinds, head)
-    # All that can be wrong is found before gigabytes of weights are read.
-    drafters.check(name, methods.options(name, options), drafter, kinds, head)
+    drafting = None if drafters.is_head(drafter) else drafter
+    # Every mistake is reported before gigabytes of weights are read.
+    values = methods.options(name, options)
+    methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
     check_device(device_map)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     processor = _processor(target)
-    drafting = None if drafters.is_head(drafter) else drafter
     draft_processor = None if drafting is None else _processor(drafting)
     if draft_processor is not None:
         shared_vocabulary(
@@ -112,26 +126,26 @@ def load(
 
 
 class VLM:
-    """A target model that answers speculatively.
+    """A target model with a method of speculative decoding.
 
     Args:
         model: a loaded Hugging Face model.
-        processor: its `InputProcessor`; made from the model's own checkpoint when None.
+        processor: its `InputProcessor`; None: made from the model's own checkpoint.
         drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
-        draft_processor: the drafter's; made from its checkpoint when None.
-        heads, head: see `load`.
-        draft_dtype: of heads that are read from their folders; see `load`.
+        draft_processor: the drafter's; None: made from its checkpoint.
+        heads, head: as of `load`.
+        draft_dtype: of heads that are read from their folders, as of `load`.
         method: a name of `saccade methods`.
         options: override the method's defaults.
 
     Attributes:
         draft_model: the loaded draft model; None without one.
         heads: the loaded heads by name.
-        head: the one of them that the method uses; None when it needs none.
+        head: the head that the method drafts with; None for a method without one.
         head_name: its name.
         method: name of the method.
         options: every option of the method with its value.
-        lossless: whether answers are the target's own; the rule decides, whatever the method is called.
+        lossless: whether outputs are the target's own; the rule decides, whatever the method is called.
     """
 
     def __init__(
@@ -168,7 +182,7 @@ class VLM:
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         values = methods.options(method, options)
         kinds = drafters.kinds_of(self.heads)
-        self.head_name = drafters.choose(method, values.get("draft_with"), kinds, head)
+        self.head_name = methods.fit(method, values, self.draft_model is not None, kinds, head)
         self.head = None if self.head_name is None else self.heads[self.head_name]
         parts = replace(self._parts, head=self.head)
         self.engine = methods.build(method, parts, **options)
@@ -176,33 +190,80 @@ class VLM:
         self.options = values
         self.lossless = methods.is_lossless(values)
 
+    @overload
     def generate(
         self,
-        prompt: Question | Sequence[Question],
+        prompt: Question,
+        images: Sequence[Any] = ...,
+        videos: Sequence[Any] = ...,
+        *,
+        seed: int | None = ...,
+        session: RunningBatch | None = ...,
+        streamer: Any = ...,
+        num_frames: int | None = ...,
+        fps: float | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> Output: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[OneQuestion],
+        images: Sequence[Sequence[Any]] = ...,
+        videos: Sequence[Sequence[Any]] = ...,
+        *,
+        seed: int | Sequence[int] | None = ...,
+        session: RunningBatch | None = ...,
+        streamer: Any = ...,
+        num_frames: int | None = ...,
+        fps: float | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> list[Output]: ...
+
+    def generate(
+        self,
+        prompt: Any,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         *,
         seed: int | Sequence[int] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Answer one question, or several as one batch.
+        session: RunningBatch | None = None,
+        streamer: Any = None,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Output | list[Output]:
+        """Generate the answer to one prompt, or to each of a batch.
 
         Args:
             prompt: a string, a conversation (list of messages), or a list of these for a batch.
             images: path, bytes, PIL, numpy or data URI each; for a batch, one list per row.
             videos: likewise: files (needs the ``video`` extra) or frames.
             seed: of the random generators when sampling; row b of a batch gets ``seed + b``, or its own from
-                a list. None takes one from torch's global generator.
-            options: `GenerationConfig` options (``max_new_tokens``, ``do_sample``, ``temperature``, ...),
-                ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``streamer``.
+                a list. None: drawn from torch's global generator.
+            session: KV caches of an earlier turn, whose common prefix is not prefilled again.
+            streamer: a Hugging Face `BaseStreamer` (one row only).
+            num_frames: frames sampled from a video file, instead of the checkpoint's own setting.
+            fps: frames per second sampled from a video file, likewise.
+            options: of Hugging Face's `GenerationConfig`; see `GenerationOptions`.
 
         Returns:
             An `Output`, or a list of them for a batch.
 
         Raises:
-            InputError: something asked cannot be used as it is.
+            InputError: a prompt, a medium or an option cannot be used as it is.
         """
-        stream = self.stream(prompt, images, videos, seed=seed, **options)
+        stream = self.stream(
+            prompt,
+            images,
+            videos,
+            seed=seed,
+            session=session,
+            streamer=streamer,
+            num_frames=num_frames,
+            fps=fps,
+            **options,
+        )
         for _ in stream:
             pass
         return stream.outputs if stream.is_batch else stream.outputs[0]
@@ -219,16 +280,13 @@ class VLM:
         trace: bool = False,
         num_frames: int | None = None,
         fps: float | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> Stream:
-        """Like `generate`, token by token: iterate the result, then read its `outputs`.
+        """Generate step by step: iterate the result, then read its `outputs`.
 
         Args:
-            session: caches of an earlier turn (see `chat`), from which only what is new is prefilled.
-            streamer: a Hugging Face `BaseStreamer` (one row only).
-            trace: let every chunk carry the trees that were verified.
-            num_frames: frames taken of a video file, instead of the checkpoint's own setting.
-            fps: frames a second taken of a video file, likewise.
+            trace: attach the verified trees to every chunk.
+            prompt, images, videos, seed, session, streamer, num_frames, fps, options: as of `generate`.
         """
         batch = is_batch(prompt)
         questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
@@ -243,11 +301,10 @@ class VLM:
             self._request(Asked(q, [load_image(x) for x in i], v, sampling), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
         ]
-        decoding = plan(
-            self.target, [r.prompt for r in requests], tokenizer=self.processor.tokenizer, **options
-        )
+        tokenizer = self.processor.tokenizer
+        decoding = plan(self.target, [r.prompt for r in requests], tokenizer=tokenizer, **options)
         run = self.engine.start(requests, decoding, session, trace)
-        return Stream(run, self.processor.tokenizer, batch, streamer, requests)
+        return Stream(run, tokenizer, batch, streamer, requests)
 
     def batch(
         self,
@@ -257,63 +314,67 @@ class VLM:
         media_cache: int = MEDIA_BYTES,
         trace: bool = False,
     ) -> Batch:
-        """A running batch: requests join and leave between steps, each with its own options.
+        """Open a running batch: requests join and leave between steps, each with its own options.
 
         Args:
-            max_rows: requests that run at once; further ones wait in order.
+            max_rows: rows that run at once; further requests wait in order.
             kv_memory: bytes of keys and values of target and draft model; by default half of what is free.
-            prefill_chunk: prompt tokens that a step reads beside the others' answers; images are never cut.
-            media_cache: bytes of features of pictures and videos that are kept by digest.
-            trace: let every chunk carry the tree that was verified.
+            prefill_chunk: prompt tokens prefilled per step beside the other rows; images are never cut.
+            media_cache: bytes of image and video features that are cached by digest.
+            trace: attach the verified tree to every chunk.
         """
-        return Batch(self, max_rows, kv_memory, prefill_chunk, media_cache, trace)
+        return Batch(
+            self.engine,
+            self._request,
+            self.processor.tokenizer,
+            max_rows,
+            kv_memory,
+            prefill_chunk,
+            media_cache,
+            trace,
+        )
 
     def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:
-        """The same loaded models with another method.
+        """Return a `VLM` of the same loaded models with another method.
 
         Args:
-            head: the name of the head to use; by default the only one of the method's kind, or of several the one
-                that is called like the kind.
+            head: name of the head to use; by default the only one of the method's kind, or of several the one
+                named like the kind.
+            options: override the method's defaults.
 
         Raises:
-            MethodError: unknown method, option or head, or the method needs a drafter and none is loaded.
+            MethodError: unknown method, option or head, or a method whose draft model or head is not loaded.
         """
         other = copy.copy(self)
         other._compose(method, head, options)
         return other
 
     def chat(self, system: str | None = None) -> Chat:
-        """A conversation whose turns reuse the KV cache of the earlier ones."""
-        return Chat(self, system)
+        """Open a conversation whose turns reuse the KV cache of the earlier ones."""
+        return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
 
     def _request(self, asked: Asked, seed: int) -> Request:
         prompt = asked.prompt(self.processor)
         return Request(prompt, self._draft_prompt(prompt, asked), seed)
 
     def _draft_prompt(self, prompt: Prompt, asked: Asked) -> Prompt | None:
-        """The question as the draft model sees it; text only when it has no eyes, or others for a ready prompt."""
+        """Return the prompt of the draft model.
+
+        Text alone for a language model, and for a ready-made prompt whose media another vision tower prepared.
+        """
         if self.draft_model is None or self._draft_processor is None:
             return None
         if methods.needs(self.options) != "draft model":
             return None
         if not prompt.media:
             return prompt
+        signature = vision_signature(self.draft_model.config)
         if isinstance(asked.question, Prompt):
-            alike = _eyes(self.target) == _eyes(self.draft_model)
-            return prompt if alike else self.processor.text_only(prompt)
-        if _eyes(self.draft_model) is None:
+            is_same = signature == vision_signature(self.target.config)
+            return prompt if is_same else self.processor.text_only(prompt)
+        if signature is None:
             return self.processor.text_only(prompt)
         return asked.prompt(self._draft_processor)
-
-
-def _eyes(model: Target) -> Any:
-    """What decides how a model takes a prepared image; None for a language model."""
-    config = model.config
-    if config.model_type == model.text_config.model_type:
-        return None
-    vision = getattr(config, "vision_config", config)
-    sizes = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size")
-    return config.model_type, visual_ids(config), [getattr(vision, name, None) for name in sizes]
 
 
 def _processor(given: Any) -> InputProcessor:

@@ -92,7 +92,7 @@ def test_one_run_has_them_all_and_says_which_head_was_which(made: Run) -> None:
     assert made.header.models["drafter"]["name"] == "tinier"
     (missing,) = [m for m in made.header.config["missing"] if m.startswith("Method")]
     assert missing.startswith(
-        "Method DREAM: Method dream needs a trained dream head, but there is none (there: "
+        "Method DREAM: Method dream needs a trained dream head, but only a draft model and the heads hivis, "
     )
 
 
@@ -168,7 +168,7 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
     with pytest.raises(SaccadeError, match="head of a method must be the name of one, not 3"):
         suite(methods=[{"name": "eagle2", "head": 3}])
     for entry, message in (
-        ({"name": "eagle2"}, r"There are several eagle2 heads \(text-only, all\)"),
+        ({"name": "eagle2"}, r"Method eagle2 can use several heads \(text-only, all\)"),
         ({"name": "hivis", "head": "all"}, "The head all is of the kind eagle2"),
         ({"name": "chain", "head": "all"}, "Method chain takes no head"),
     ):
@@ -185,7 +185,7 @@ def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade
     for reason in prepared.missing:
         label = reason.removeprefix("Method ").split(":")[0]
         if reason.startswith("Method ") and label in known:
-            assert "needs a trained head" in reason or "There is no head called" in reason
+            assert "needs a trained" in reason or "No head is named" in reason
 
 
 def test_the_page_says_how_heads_are_given_again(made: Run) -> None:
@@ -233,4 +233,4 @@ def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyP
     assert asked["heads"] == ["a=b", "c"]
     assert "Method text-only: eagle2" in result.stdout
     assert "head=text-only" in result.stdout
-    assert "Missing: Method visual-and-text: There is no head called 'eagle2'" in result.stdout
+    assert "Missing: Method visual-and-text: No head is named 'eagle2'" in result.stdout

@@ -167,17 +167,6 @@ def test_temperature_0_is_greedy_whatever_the_checkpoint_says(shell: Shell, tmp_
         assert json.loads(result.out)["tokens"] == vlm("llama").generate("Tell").tokens
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "asked", "place"), [(True, None, "cuda"), (True, "cpu", "cpu"), (False, None, None)]
-)
-def test_models_go_to_the_gpu_where_there_is_one_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, asked: str | None, place: str | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr("saccade.vlm.load", lambda *_, device_map: device_map)
-    assert screen.load_models("some/model", None, None, device_map=asked) == place
-
-
 @pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 12), (2, 18)])
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_ctrl_c_keeps_what_was_generated(
@@ -241,7 +230,13 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         "reads text only": ["-t", llama, "-i", image, "?"],
         "Unknown method 'nope'": ["-t", llava, "-m", "nope", "?"],
         "Method plain takes no drafter": ["-t", llava, "-d", draft, "-m", "plain", "?"],
-        "Method chain needs a drafter": ["-t", llava, "-m", "chain", "?"],
+        "Method chain needs a draft model; give one with drafter=... (--drafter": [
+            "-t",
+            llava,
+            "-m",
+            "chain",
+            "?",
+        ],
         "has another tokenizer than the target": ["-t", llava, "-d", ready("llama-swapped"), "?"],
         "Method chain has no option size; its options are: draft_with, tree, gamma": [
             "-t",

@@ -76,7 +76,7 @@ DeviceMap = Annotated[
     typer.Option(
         "--device",
         help="Where the target goes: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
-        "by default a CUDA GPU if there is one.",
+        "by default a CUDA GPU if there is one, except for `pocket`.",
         rich_help_panel="Models",
     ),
 ]

@@ -117,8 +117,6 @@ def evaluate_model(
 
     Example: `saccade pocket eval target --task chart --samples 1000`
     """
-    import torch
-
     import saccade
     from saccade.pocket import WORLD, draft_path, draw, target_path
     from saccade.pocket.evaluate import measure, table
@@ -132,8 +130,7 @@ def evaluate_model(
             raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))
     guesser = drafter or (draft_path() if model == "target" else None)
-    place = "cuda" if torch.cuda.is_available() else None
-    vlm = saccade.load(folder, guesser, method="chain" if guesser else "plain", device_map=place)
+    vlm = saccade.load(folder, guesser, method="chain" if guesser else "plain")
     for task in list(chosen):
         try:
             asked = vlm.processor.prompt(draw(0, task, grammar).messages())

@@ -73,9 +73,7 @@ def check_media(images: list[str], videos: list[str]) -> None:
 def load_models(
     target: str, drafter: str | None, method: str | None, *, heads: list[str] | None = None, **options: Any
 ) -> VLM:
-    """`saccade.load` with a waiting sign.
-
-    Models other than the built-in one go to the CUDA GPU where there is one, unless ``device_map`` says where.
+    """Call `saccade.load` behind a spinner.
 
     Args:
         heads: FOLDER or NAME=FOLDER each, to choose from.
@@ -86,14 +84,9 @@ def load_models(
         from transformers.utils import logging
 
         from saccade import load
-        from saccade.methods import drafters
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        if options.get("device_map") is None and not drafters.is_pocket(target):
-            import torch
-
-            options["device_map"] = "cuda" if torch.cuda.is_available() else None
         if heads:
             options["heads"] = _heads_by_name(heads)
         return load(target, drafter, method, **options)

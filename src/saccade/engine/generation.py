@@ -37,6 +37,8 @@ UNSUPPORTED = {
 }
 """Options of GenerationConfig that do not fit greedy decoding or sampling, with their neutral values."""
 
+ELSEWHERE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
+"""Names of options in vLLM and OpenAI's interface -> Hugging Face's, which are used here."""
 
 _WHOLE = "a whole number greater than 0"
 RANGES: dict[str, tuple[type, float, float, str]] = {
@@ -113,6 +115,11 @@ def plan(
     model = target.model
     with _refusing():
         config, unknown = model._prepare_generation_config(generation_config, **_checked(options))
+    for name in unknown:
+        if name in ELSEWHERE:
+            raise InputError(
+                f"The option {name} is called {ELSEWHERE[name]} here, as in `generate`; give that."
+            )
     if unknown:
         raise InputError(
             f"Unknown generation option{'s' if len(unknown) > 1 else ''} {', '.join(sorted(unknown))}; "

@@ -1,57 +1,24 @@
-"""Which methods draft inside `generate` with what was given."""
+"""Per-row limits, processors and criteria of a padded batch of `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation import MaxLengthCriteria
 
-from saccade import methods
 from saccade.engine.generation import RowPlan
-from saccade.errors import InputError, MethodError
+from saccade.errors import InputError
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
 
 
-def check(method: str, values: Mapping[str, Any], has_model: bool, kind: str | None) -> None:
-    """Raise `MethodError` unless a method can draft with what was given.
-
-    Args:
-        values: its options, as `methods.options` resolves them.
-        has_model: whether there is a draft model.
-        kind: of the trained head; None without one.
-    """
-    needs, drafts = methods.needs(values), values.get("draft_with")
-    if values.get("views"):
-        raise MethodError(
-            f"Method {method} makes the draft model's prompt anew with its processor, which `generate` is not given; "
-            "use saccade.load(), or choose another method."
-        )
-    if needs == "nothing" and (has_model or kind):
-        raise MethodError(f"Method {method} takes no drafter; leave it out or choose another method.")
-    if kind and kind != drafts:
-        raise MethodError(
-            f"The drafter is a trained {kind} head, which method {method} cannot use; choose method {kind}, or give "
-            "another drafter."
-        )
-    if needs == "head" and not kind:
-        raise MethodError(
-            f"Method {method} needs a trained {drafts} head; give it, or its folder, as drafter."
-        )
-    if needs == "draft model" and not has_model:
-        raise MethodError(
-            f"Method {method} needs a draft model; give a loaded one as drafter (or use prompt-lookup, which needs "
-            "none)."
-        )
-
-
 class Rows:
-    """How the rows of a padded batch are decoded, and when each ends.
+    """The plans of the rows of a padded batch.
 
-    Processors and criteria count the padding, as they do in `generate`: lengths that they were made for, or that a
-    user read off the padded prompt, stay right.
+    Processors and criteria count the padding, as they do in `generate`: lengths measured on the padded prompt stay
+    valid.
 
     Args:
         ids: ``[B, S]``, repeated for several returned sequences.
@@ -59,7 +26,7 @@ class Rows:
         each: returned sequences per prompt.
         processors: the prepared logits processors.
         criteria: the prepared stopping criteria.
-        with_scores: whether `generate` would give them the scores so far.
+        with_scores: whether `generate` would pass the scores so far to criteria.
 
     Attributes:
         run_on: whether a stopped row runs on until all have stopped, as in `generate` when there is no
@@ -112,10 +79,9 @@ class Rows:
         def stop(ids: Tensor, scores: Any) -> bool:
             ids = torch.cat([padding[None], ids.to(padding.device)], 1)
             given = [_NoScores(c) if self._with_scores else scores for c in self._criteria]
-            asked = [
-                c(ids, s) for c, s in zip(criteria, given, strict=True)
-            ]  # all of them: a criterion may count its calls
-            now = any(bool(torch.as_tensor(a).any()) for a in asked)
+            # Every criterion is called: it may count its calls.
+            ends = [c(ids, s) for c, s in zip(criteria, given, strict=True)]
+            now = any(bool(torch.as_tensor(end).any()) for end in ends)
             if not self.run_on:
                 return now
             if now and stopped[row] is None:
@@ -126,7 +92,7 @@ class Rows:
 
 
 class _Padded:
-    """A logits processor that sees each prefix with its row's padding in front."""
+    """A logits processor whose prefixes are preceded by the row's padding."""
 
     def __init__(self, processor: Any, padding: Tensor) -> None:
         self._processor = processor
@@ -142,14 +108,14 @@ class _Padded:
 
 
 class _NoScores:
-    """What criteria are given for the scores that they would have from `generate`: an error, when they look."""
+    """Placeholder for the scores that `generate` passes to criteria; reading it raises `InputError`."""
 
     def __init__(self, criterion: Any) -> None:
         self._name = name_of(criterion)
 
     def _refuse(self, *_: Any) -> Any:
         raise InputError(
-            f"The stopping criterion {self._name} reads scores, which criteria are not given in speculative decoding; "
+            f"The stopping criterion {self._name} reads scores, which speculative decoding does not pass to criteria; "
             "leave it out, or leave out custom_generate."
         )
 

@@ -1,14 +1,13 @@
 """Methods: named settings of one composition of drafter, tree, rule and pruning."""
 
+from saccade.methods.fitting import Needs, fit, needs
 from saccade.methods.registry import (
     METHODS,
     Method,
-    Needs,
     build,
     default,
     get,
     is_lossless,
-    needs,
     options,
     special_ids,
 )
@@ -19,6 +18,7 @@ __all__ = [
     "Needs",
     "build",
     "default",
+    "fit",
     "get",
     "is_lossless",
     "needs",

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saccade.errors import MethodError
-
 if TYPE_CHECKING:
     from saccade.draft.drafter import Drafter
     from saccade.draft.ensemble.captions import Captioner
@@ -46,20 +44,21 @@ class Parts:
     head: Head | None = None
 
 
-def compose(method: str, parts: Parts, values: Values) -> Engine:
-    """The engine of resolved options; ``method`` is its name in messages.
+def compose(parts: Parts, values: Values) -> Engine:
+    """Return the engine of resolved options, of parts that `saccade.methods.fitting.fit` has accepted.
 
     Raises:
-        MethodError, ValueError: options that do not go together, or parts that do not fit them.
+        ValueError: options that do not go together.
     """
     from saccade.engine import Engine
 
     if not values:
         return Engine(parts.target)
-    return Engine(parts.target, _drafter(method, parts, values), _rule(values, parts.special_ids))
+    return Engine(parts.target, _drafter(parts, values), _rule(values, parts.special_ids))
 
 
-def _drafter(method: str, parts: Parts, values: Values) -> Drafter:
+def _drafter(parts: Parts, values: Values) -> Drafter:
+    from saccade.draft.heads.session import HeadDrafter
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.merged import MergedDrafter
 
@@ -68,11 +67,12 @@ def _drafter(method: str, parts: Parts, values: Values) -> Drafter:
         return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device)
     policy = tree_policy(values)
     if drafts == "model":
-        drafter = _by_model(method, parts, policy, vocab_size, values)
+        drafter = _by_model(parts, policy, vocab_size, values)
     elif drafts == "self":
         drafter = _seeing(parts.target, policy, vocab_size, values)
     else:
-        drafter = _by_head(method, parts, policy, drafts)
+        assert parts.head is not None
+        drafter = HeadDrafter(parts.head, parts.target, policy)
     if not values["copied"]:
         return drafter
     if values.get("alpha_of") == "accepted":
@@ -84,7 +84,7 @@ def _drafter(method: str, parts: Parts, values: Values) -> Drafter:
     return MergedDrafter(drafter, copies, values["merged_total"])
 
 
-def _by_model(method: str, parts: Parts, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     from saccade.draft.ensemble.ensemble import EnsembleDrafter
     from saccade.draft.ensemble.views import by_names
     from saccade.draft.ensemble.weights import by_name
@@ -94,10 +94,7 @@ def _by_model(method: str, parts: Parts, policy: TreePolicy, vocab_size: int, va
     assert model is not None
     if not values["views"]:
         return _seeing(model, policy, vocab_size, values)
-    if processor is None:
-        raise MethodError(
-            f"{method} rewrites the draft model's prompt, so it needs its processor; use saccade.load()."
-        )
+    assert processor is not None
     reader = (
         model if visual_ids(model.config) else parts.target
     )  # a blind drafter is given the target's prompt
@@ -123,18 +120,6 @@ def _seeing(model: Target, policy: TreePolicy, vocab_size: int, values: Values) 
     if not pruning.prunes:
         return ModelDrafter(model, policy, vocab_size)
     return PrunedDrafter(model, policy, vocab_size, pruning)
-
-
-def _by_head(method: str, parts: Parts, policy: TreePolicy, kind: str) -> Drafter:
-    from saccade.draft.heads.session import HeadDrafter
-
-    assert parts.head is not None
-    if parts.head.kind != kind:
-        raise MethodError(
-            f"Method {method} needs a head of the kind {kind}, but the one given is of the kind {parts.head.kind}; "
-            f"choose method {parts.head.kind}, or give another head."
-        )
-    return HeadDrafter(parts.head, parts.target, policy)
 
 
 def tree_policy(values: Values) -> TreePolicy:

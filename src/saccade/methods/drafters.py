@@ -12,8 +12,7 @@ from saccade import methods
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
-from saccade.loading import check_dtype, name_of, path_of
-from saccade.methods.settings import HEAD_KINDS
+from saccade.loading import check_dtype, path_of
 from saccade.target.adapter import Target
 
 POCKET = "pocket"
@@ -22,6 +21,17 @@ POCKET = "pocket"
 def is_pocket(given: Any) -> bool:
     """Whether a name is the built-in one; a folder that is called like it is a folder."""
     return isinstance(given, str) and given == POCKET and not Path(given).is_dir()
+
+
+def only(drafter: Any, assistant_model: Any) -> Any:
+    """Return the drafter, which Hugging Face calls ``assistant_model``.
+
+    Raises:
+        MethodError: both are given.
+    """
+    if drafter is not None and assistant_model is not None:
+        raise MethodError("drafter and assistant_model are two names for the same; give one of them.")
+    return assistant_model if drafter is None else drafter
 
 
 def with_builtin(
@@ -134,58 +144,6 @@ def read_heads(
     return loaded
 
 
-def choose(method: str, drafts: str | None, kinds: Mapping[str, str], name: str | None = None) -> str | None:
-    """Which head a method drafts with: the named one, or that of its kind.
-
-    Of several of its kind it is the one that is called like the kind.
-
-    Args:
-        drafts: what the method drafts with (its option ``draft_with``).
-        kinds: name -> kind of every head that there is.
-        name: of the head that is wanted.
-
-    Returns:
-        Its name; None for a method that needs no head.
-
-    Raises:
-        MethodError: there is none, it is of another kind, or it is not clear which one is meant.
-    """
-    if drafts not in HEAD_KINDS:
-        if name is not None:
-            raise MethodError(f"Method {method} takes no head; leave out head={name}.")
-        return None
-    there = ", ".join(n if n == k else f"{n} ({k})" for n, k in kinds.items())
-    if name is not None and name not in kinds:
-        raise MethodError(
-            f"There is no head called {name!r} (there: {there or 'none'}); give its folder with "
-            f"heads={{{name!r}: FOLDER}} (--head {name}=FOLDER on the command line)."
-        )
-    if name is not None and kinds[name] != drafts:
-        raise MethodError(
-            f"The head {name} is of the kind {kinds[name]}, which method {method} cannot use; choose method "
-            f"{kinds[name]}, or another head."
-        )
-    if name is not None:
-        return name
-    fitting = [n for n, kind in kinds.items() if kind == drafts]
-    if not kinds:
-        raise MethodError(
-            f"Method {method} needs a trained head; give its folder with drafter=..., or with heads=... beside a draft "
-            "model (--drafter, --head on the command line)."
-        )
-    if not fitting:
-        raise MethodError(
-            f"Method {method} needs a trained {drafts} head, but there is none (there: {there}); choose another "
-            "method, or give the folder of one."
-        )
-    if len(fitting) > 1 and drafts not in fitting:
-        raise MethodError(
-            f"There are several {drafts} heads ({', '.join(fitting)}); say which one with head=NAME, or call one of "
-            f"them {drafts}."
-        )
-    return drafts if drafts in fitting else fitting[0]
-
-
 def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> str:
     """The method for a user who names none: that of the head, if there is one and no draft model."""
     if head is not None and head in kinds:
@@ -195,32 +153,6 @@ def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = No
     if drafter is None and kinds:
         return next(iter(kinds.values()))
     return methods.default(drafter is not None)
-
-
-def check(
-    method: str, values: Mapping[str, Any], drafter: Any, kinds: Mapping[str, str], head: str | None = None
-) -> None:
-    """Raise `MethodError` unless what was given is what a method needs with these options (see `methods.options`)."""
-    needs = methods.needs(values)
-    headed = is_head(drafter)
-    if drafter is not None and needs == "nothing":
-        raise MethodError(f"Method {method} takes no drafter; leave it out or choose another method.")
-    if drafter is None and needs == "draft model":
-        raise MethodError(
-            f"Method {method} needs a drafter; give one with drafter=... (--drafter on the command line)."
-        )
-    if headed and needs == "draft model":
-        kind = kind_of(drafter)
-        raise MethodError(
-            f"The drafter {name_of(drafter)} is a trained {kind} head, which method {method} cannot use; choose "
-            f"method {kind}, or another drafter."
-        )
-    if drafter is not None and needs == "head" and not kinds:
-        raise MethodError(
-            f"Method {method} needs a trained head, which {name_of(drafter)} is not; give the folder of one, or choose "
-            "another method."
-        )
-    choose(method, values.get("draft_with"), kinds, head)
 
 
 def _own_name(head: AnyHead) -> str:

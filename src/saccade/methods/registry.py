@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from saccade.errors import MethodError
-from saccade.methods.settings import HEAD_KINDS, LOSSLESS_RULE, resolved
+from saccade.methods.fitting import Needs, fit, needs
+from saccade.methods.settings import LOSSLESS_RULE, resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine
     from saccade.methods.compositions import Parts
-
-Needs = Literal["nothing", "draft model", "head"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,6 @@ class Method:
 def is_lossless(values: Mapping[str, Any]) -> bool:
     """Whether options as `options` resolves them leave the target's output as it is."""
     return bool(values.get("rule", LOSSLESS_RULE) == LOSSLESS_RULE)
-
-
-def needs(values: Mapping[str, Any]) -> Needs:
-    """What the user has to give besides the target for options as `options` resolves them."""
-    drafts = values.get("draft_with")
-    return "head" if drafts in HEAD_KINDS else "draft model" if drafts == "model" else "nothing"
 
 
 _PRUNED = {"keep_images": 0.2, "keep_videos": 0.1}
@@ -211,32 +204,23 @@ def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(name: str, parts: Parts, **given: Any) -> Engine:
-    """The engine of a method.
+    """Return the engine of a method.
 
     Args:
         given: override the method's defaults.
 
     Raises:
-        MethodError: as `options`; values that do not go together; or no draft model or head where one is needed.
+        MethodError: as `options`; values that do not go together; or parts that the method does not fit (see `fit`).
     """
     from saccade.methods.compositions import compose
 
     values = options(name, given)
-    wanted = needs(values)
-    if wanted == "draft model" and parts.draft_model is None:
-        raise MethodError(
-            f"Method {name} needs a draft model; give one with drafter=... (--drafter on the command line), or use "
-            "prompt-lookup, which needs none."
-        )
-    if wanted == "head" and parts.head is None:
-        raise MethodError(
-            f"Method {name} needs a trained head; give its folder with drafter=... (--drafter or --head on the "
-            "command line), or use prompt-lookup, which needs none."
-        )
+    kinds = {} if parts.head is None else {parts.head.kind: parts.head.kind}
+    fit(name, values, parts.draft_model is not None, kinds, has_processor=parts.draft_processor is not None)
     try:
-        return compose(name, parts, values)
+        return compose(parts, values)
     except (TypeError, ValueError) as problem:
-        raise MethodError(f"Method {name} cannot be set up like that: {problem}") from problem
+        raise MethodError(f"The options of method {name} do not go together: {problem}") from problem
 
 
 def special_ids(config: Any, generation_config: Any, tokenizer: Any = None) -> tuple[int, ...]:

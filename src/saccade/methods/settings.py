@@ -205,6 +205,15 @@ RENAMED: dict[str, tuple[str, ...]] = {
 """Names of earlier versions -> what they are called now, where the old name has no other meaning."""
 
 
+ALIASES = {
+    "num_assistant_tokens": "gamma",
+    "num_speculative_tokens": "gamma",
+    "assistant_confidence_threshold": "confidence",
+    "max_matching_ngram_size": "max_ngram",
+}
+"""Names of the same options in Hugging Face and vLLM -> names here."""
+
+
 def in_force(values: Mapping[str, Any]) -> list[str]:
     """The groups that a choice of drafter, tree, rule, views and copies brings."""
     drafts = values["draft_with"]
@@ -282,6 +291,7 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
     Raises:
         MethodError: an option that is not in force or does not exist, or a value of the wrong type or out of range.
     """
+    given = _translated(method, given)
     is_fixed = settings.get("draft_with") == "none"
     for name in () if is_fixed else set(_chosen()) & set(given):
         next(group[name] for group in _CHOICES.values() if name in group).check(name, method, given[name])
@@ -298,6 +308,19 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
         known[name].check(name, method, value)
         values[name] = value
     return values
+
+
+def _translated(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under their names here."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if own in found:
+            raise MethodError(
+                f"Option {own} of method {method} is given twice; {name} is another name for it."
+            )
+        found[own] = value
+    return found
 
 
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:

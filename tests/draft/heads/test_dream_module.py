@@ -197,9 +197,7 @@ def test_the_method_grows_the_paper_s_tree() -> None:
     under = methods.build("dream", Parts(target("llava"), head=dream("llava")))
     assert isinstance(under.drafter, HeadDrafter)
     assert under.drafter.policy == DynamicTree(top=4, max_depth=6, total=32)
-    with pytest.raises(
-        MethodError, match="needs a head of the kind eagle2, but the one given is of the kind dream"
-    ):
+    with pytest.raises(MethodError, match="needs a trained eagle2 head, but only the head dream is given"):
         methods.build("eagle2", Parts(target("llava"), head=dream("llava")))
 
 

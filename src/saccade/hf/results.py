@@ -1,4 +1,4 @@
-"""A generation's KV cache as `generate` would have left it."""
+"""Tokens, scores, logits and the KV cache in the form in which `generate` returns them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from saccade.verify.rule import Judge, Rule, Verdict
 
 
 def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
-    """Copy what rows have committed into an empty cache of transformers, in the columns of a padded batch.
+    """Copy the committed entries of all rows into an empty cache of transformers, in the columns of a padded batch.
 
-    Entries of padding, and of columns behind the end of a row, are zeros: `generate` has those of padding tokens there,
-    which no mask lets be seen.
+    Entries of padding and of columns behind a row's end are zeros; `generate` has padding tokens' entries there, which
+    every mask hides.
 
     Args:
         theirs: a `Cache` of transformers without content.
@@ -52,10 +52,10 @@ def _placed(held: Tensor, kept: Tensor, width: int) -> Tensor:
 
 
 class Sheet:
-    """New tokens of all rows; a column is complete when every row that is still open has reached it.
+    """New tokens of all rows; a column is complete when every unfinished row has reached it.
 
     Args:
-        rows: how many.
+        rows: number of rows.
         streamer: a Hugging Face `BaseStreamer`, given each complete column ``[B]``.
         pad: id behind the end of a row.
         run_on: rows end together (see `Rows.run_on`); tokens beyond the shortest row do not count.
@@ -69,7 +69,7 @@ class Sheet:
         self._run_on = run_on
 
     def take(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
-        """Take in what one step emitted."""
+        """Add the tokens of one step."""
         for row, new in zip(self._rows, tokens, strict=True):
             row.extend(new)
         open_ = [
@@ -84,7 +84,7 @@ class Sheet:
 
     @property
     def width(self) -> int:
-        """Complete columns."""
+        """Number of complete columns."""
         return len(self._columns)
 
     @property
@@ -94,15 +94,15 @@ class Sheet:
 
 
 class Recorder:
-    """Stands between an engine's target and its rule, and keeps the rows of logits that tokens came from.
+    """Recorder of the logits behind every emitted token, wrapped around an engine's rule.
 
     Args:
-        engine: the engine to listen to; it stays as it is.
-        do_sample: which rule is in force.
-        rows: how many.
+        engine: the engine to record; it stays unchanged.
+        do_sample: selects the rule.
+        rows: number of rows.
 
     Attributes:
-        engine: does the same as the given one and is recorded, in a batch of these rows alone.
+        engine: the recorded equivalent of the given one, for one batch of these rows.
     """
 
     def __init__(self, engine: Engine, do_sample: bool, rows: int) -> None:
@@ -112,7 +112,7 @@ class Recorder:
         self._logits: list[list[Tensor]] = [[] for _ in range(rows)]
 
     def take(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Keep what belongs to the tokens that a step emitted; row i is in slot i."""
+        """Record the logits of the tokens of one step; row i is in slot i."""
         for row, new in enumerate(tokens):
             if new:
                 scores, logits = self._rule.latest[row]
@@ -129,7 +129,7 @@ class Recorder:
 
 
 class _Rule:
-    """A rule that keeps scores and logits ``[D + 1, V]`` along the path that it accepted, per row."""
+    """A rule that records scores and logits ``[D + 1, V]`` along the accepted path, per row."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule

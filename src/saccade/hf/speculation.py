@@ -1,0 +1,228 @@
+"""The `custom_generate` callable of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from saccade import methods
+from saccade.draft.drafter import Drafter
+from saccade.draft.merged import MergedDrafter
+from saccade.draft.model import ModelDrafter
+from saccade.engine import Engine, Request
+from saccade.engine.generation import Plan, check_options
+from saccade.errors import InputError, MethodError
+from saccade.hf.patching import TakesPixels, patch
+from saccade.hf.results import Recorder, Sheet, fill
+from saccade.hf.rows import Rows
+from saccade.inputs.families import visual_ids
+from saccade.inputs.padded import check, media_spans, split
+from saccade.inputs.prompt import Prompt
+from saccade.loading import adapt, vision_signature
+from saccade.methods import drafters
+from saccade.methods.compositions import Parts
+from saccade.methods.drafters import AnyHead
+from saccade.output import Output
+from saccade.target.adapter import Target
+
+
+def speculate(
+    drafter: nn.Module | Drafter | str | Path | None = None,
+    method: str | None = None,
+    *,
+    assistant_model: nn.Module | Drafter | str | Path | None = None,
+    **options: Any,
+) -> Speculation:
+    """Return the ``custom_generate`` callable of a method; patches `GenerationMixin` on first use (see `patch`).
+
+    Args:
+        drafter: a loaded Hugging Face model of the target's tokenizer (a VLM or a text-only language model), a
+            trained `Head` or its folder, a ready-made `Drafter`, or None for a method that needs none.
+        method: a name of `saccade methods`, except ``spd`` and ``tabed``; by default ``chain`` with a
+            draft model, a head's own method with a head, and ``prompt-lookup`` without.
+        assistant_model: Hugging Face's name for ``drafter``.
+        options: override the method's defaults, for example ``gamma=7``, or ``num_assistant_tokens=7``.
+
+    Raises:
+        MethodError: the method does not exist, does not go with that drafter or with `generate`, or has no such option.
+        ModelError: the folder holds a head of a kind that does not exist, or its configuration was changed.
+    """
+    return Speculation(drafters.only(drafter, assistant_model), method, **options)
+
+
+class Speculation(TakesPixels):
+    """A ``custom_generate`` callable; reuse it between calls, it holds the adapters of its models.
+
+    Besides `generate`'s own arguments it takes ``assistant_inputs=``: the drafter's processor's tensors of the same
+    rows, for a drafter whose images have another size or form.
+
+    Attributes:
+        outputs: one `Output` per row of the latest call, with statistics.
+    """
+
+    def __init__(
+        self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any
+    ) -> None:
+        kind = drafters.kind_of(drafter) if drafters.is_head(drafter) else None  # type: ignore[arg-type]
+        if isinstance(drafter, (str, Path)) and kind is None:
+            raise MethodError(
+                f"drafter={str(drafter)!r} is not a trained head; give the folder or hub id of one, or a loaded model, "
+                f"or name a method: method={str(drafter)!r}."
+            )
+        model = drafter if isinstance(drafter, nn.Module) and kind is None else None
+        given = drafter is not None and model is None and kind is None
+        if given and (method is not None or options):
+            raise MethodError(
+                "A ready-made drafter brings its own settings; leave out method and its options."
+            )
+        self._method = method or kind or methods.default(model is not None)
+        if not given:
+            values, kinds = methods.options(self._method, options), {kind: kind} if kind else {}
+            has_drafter = drafter is not None
+            methods.fit(
+                self._method, values, model is not None, kinds, has_drafter=has_drafter, has_processor=False
+            )
+        self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]
+        self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
+        self._draft_model = None if model is None else adapt(model)
+        self._options = options
+        self._engine: Engine | None = None
+        patch()
+        self.outputs: list[Output] = []
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        *,
+        visuals: Mapping[str, Any] | None = None,
+        assistant_inputs: Mapping[str, Any] | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> Any:
+        """Called by `generate` with everything prepared: ids ``[B, S]``, already repeated for several returns.
+
+        Returns:
+            Ids ``[B, S + new]``, or `GenerateDecoderOnlyOutput` if the configuration asks for it.
+
+        Raises:
+            InputError: an argument that speculative decoding does not support.
+        """
+        if visuals is None:
+            raise InputError("generate is not patched any more; call saccade.hf.patch() before generate.")
+        config, batch = generation_config, len(input_ids)
+        each = config.num_return_sequences or 1
+        config.num_return_sequences = 1  # input_ids has their rows already
+        check_options(config)
+        _check_outputs(config)
+        engine = self._engine_for(model)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prompts = split(
+            model.config, {**visuals, "input_ids": input_ids[::each], "attention_mask": mask[::each]}
+        )
+        draft_prompts = self._draft_prompts(engine, prompts, assistant_inputs)
+        seeds = torch.randint(2**62, (batch,)).tolist() if config.do_sample else [0] * batch
+        requests = [Request(prompts[b // each], draft_prompts[b // each], seeds[b]) for b in range(batch)]
+
+        scored = bool(config.return_dict_in_generate and config.output_scores)
+        rows = Rows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
+        recorder = Recorder(engine, config.do_sample, batch) if _wants_logits(config) else None
+        decoding = Plan(bool(config.do_sample), rows.plans)
+        run = (engine if recorder is None else recorder.engine).start(requests, decoding)
+        pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        sheet = Sheet(batch, streamer, pad, rows.run_on)
+        for step in run.steps:
+            if recorder is not None:
+                recorder.take(step.tokens)
+            sheet.take(step.tokens, step.finished)
+        self.outputs = run.outputs
+        if streamer is not None:
+            streamer.end()
+
+        sequences = torch.cat([input_ids, sheet.tokens.to(input_ids.device)], 1)
+        is_wanted = config.return_dict_in_generate or getattr(past_key_values, "_is_user_defined", False)
+        if past_key_values is not None and is_wanted:
+            fill(past_key_values, run.batch.context.cache, mask, sequences.shape[1])
+        if not config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=recorder.scores(sheet.width) if recorder and config.output_scores else None,
+            logits=recorder.logits(sheet.width) if recorder and config.output_logits else None,
+            past_key_values=past_key_values,
+        )
+
+    def _engine_for(self, model: Any) -> Engine:
+        if self._engine is None or self._engine.target.model is not model:
+            target = adapt(model)
+            if self._given is not None:
+                self._engine = Engine(target, self._given)
+            else:
+                special = methods.special_ids(model.config, model.generation_config)
+                head = (
+                    drafters.read_heads({"": self._head}, target, None)[""]
+                    if self._head is not None
+                    else None
+                )
+                parts = Parts(target, self._draft_model, special_ids=special, head=head)
+                self._engine = methods.build(self._method, parts, **self._options)
+        return self._engine
+
+    def _draft_prompts(
+        self, engine: Engine, prompts: Sequence[Prompt], assistant_inputs: Mapping[str, Any] | None
+    ) -> Sequence[Prompt | None]:
+        drafts = engine.drafter.model if isinstance(engine.drafter, (ModelDrafter, MergedDrafter)) else None
+        if drafts is None:
+            if assistant_inputs is not None:
+                raise InputError(
+                    "assistant_inputs are for a draft model, which this method does not use; leave them out."
+                )
+            return [None] * len(prompts)
+        if assistant_inputs is not None:
+            check(drafts.config, assistant_inputs)
+            theirs = split(drafts.config, assistant_inputs)
+            if len(theirs) != len(prompts):
+                raise InputError(
+                    f"assistant_inputs hold {len(theirs)} rows and the inputs {len(prompts)}; give equally many."
+                )
+            return theirs
+        if not any(p.media for p in prompts) or drafts is engine.target:
+            return prompts
+        if not visual_ids(drafts.config):
+            return [_without_media(engine.target, p) for p in prompts]
+        if vision_signature(drafts.config) != vision_signature(engine.target.config):
+            raise InputError(
+                "The drafter takes images in another form than the target; pass its own processor's tensors of the "
+                "same rows as assistant_inputs."
+            )
+        return prompts
+
+
+def _check_outputs(config: Any) -> None:
+    wanted = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
+    if wanted and config.return_dict_in_generate:
+        raise InputError(
+            f"{wanted[0]} is not available from speculative decoding, whose passes hold several tokens and rejected "
+            "guesses; run the model once over the finished sequence instead."
+        )
+
+
+def _wants_logits(config: Any) -> bool:
+    return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+
+
+def _without_media(target: Target, prompt: Prompt) -> Prompt:
+    """Return the prompt of a text-only drafter: without placeholders and the tokens between them."""
+    hidden = {i for first, last in media_spans(target.config, prompt) for i in range(first, last)}
+    return Prompt(tuple(token for i, token in enumerate(prompt.ids) if i not in hidden))
