@@ -44,7 +44,7 @@ from saccade.target.adapter import Target
 from saccade.target.media_cache import MEDIA_BYTES
 from saccade.tickets import Batch
 
-OneQuestion = TypeVar("OneQuestion", str, Messages, Prompt)
+OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
 
 
 def load(
