@@ -31,7 +31,8 @@ def test_the_first_example_runs_offline(capsys: pytest.CaptureFixture[str]) -> N
 def test_how_to_pages_run_from_top_to_bottom(page: Path) -> None:
     known = set(WORLD)
     try:
-        exec("\n".join(blocks(page.read_text(encoding="utf-8"))), {"__name__": page.stem})
+        code = "\n".join(blocks(page.read_text(encoding="utf-8")))
+        exec(compile(code, page.name, "exec", dont_inherit=True), {"__name__": page.stem})
     finally:
         for name in set(WORLD) - known:
             del WORLD[name]
