@@ -15,7 +15,7 @@ from checkpoints import picture, ready
 from saccade import VLM, MethodError, ModelError, load, methods, pocket
 from saccade.cli import screen
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import save_head
 from saccade.draft.model import ModelDrafter

@@ -15,7 +15,7 @@ import checkpoints
 from checkpoints import picture, ready
 from saccade import VLM, MethodError, ModelError, load
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 

@@ -22,8 +22,8 @@ from saccade.bench.records import Run
 from saccade.bench.report import content, page, tables
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import HEADS, build_head
+from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
 
 METHODS: list[Any] = [
@@ -131,7 +131,7 @@ def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
     assert predictions(run) == []  # runs from before heads were timed
 
 
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", list(HEAD_KINDS))
 def test_a_head_s_step_is_one_pass_of_the_head(
     kind: str, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from checkpoints import picture, vlm
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import PrunedDrafter
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options
 from saccade.methods.compositions import Parts
-from saccade.methods.settings import HEAD_KINDS, RULES, TREES
+from saccade.methods.settings import RULES, TREES
 
 TREE_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 3},

@@ -11,7 +11,7 @@ from test_sampling import BATCH, LIKELY, NEW, OPTIONS, PROMPT, SMALL, processed,
 from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.static import Chain, StaticTree

@@ -8,7 +8,7 @@ from enumeration import exact, histogram, p_value
 from test_sampling import BATCH, LIKELY, NEW, OPTIONS, PROMPT, SMALL, processed, small_model
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request

@@ -18,7 +18,7 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, TextOnly
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter

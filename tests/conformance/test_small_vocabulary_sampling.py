@@ -9,7 +9,7 @@ from test_head_sampling import POLICIES
 from test_sampling import BATCH, LIKELY, NEW, OPTIONS, PROMPT, SMALL, processed, small_model
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt

@@ -15,7 +15,7 @@ from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, TextOnly
 from saccade.draft.ensemble.weights import Fixed
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.sage import SageSession, SageTree

@@ -8,7 +8,7 @@ import pytest
 
 from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import LookupSession, PromptLookup
 from saccade.draft.merged import MergedDrafter

@@ -20,8 +20,8 @@ from pretend_device import NAME, Counts, MixedDevices, PretendDevice
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import HEADS, build_head
+from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
@@ -96,7 +96,7 @@ def engine(method: str, place: str, **options: Any) -> Engine:
         views: list[Any] = [Multimodal(), Pruned(Pruning("uniform", 0.5, 0.5))]
         return Engine(target(place), EnsembleDrafter(draft_model(place), Chain(3), views))
     model = draft_model(place) if get(method).needs == "draft model" else None
-    trained = head(method, place) if method in HEADS else None
+    trained = head(method, place) if method in HEAD_KINDS else None
     parts = Parts(target(place), model, special_ids=(0, 1, 2), head=trained)
     return build(method, parts, **{**OPTIONS[method], **options})
 

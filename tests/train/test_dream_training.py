@@ -35,6 +35,7 @@ from saccade.train.objectives.dream import (
     inner_layer,
     self_fed,
 )
+from saccade.train.objectives.losses import terms_of
 from saccade.train.recipe import read_recipe
 from saccade.train.samples import Listed, Sample
 
@@ -51,7 +52,9 @@ def own(name: str = "llava", **options: Any) -> Dream:
 def feeder(
     given: Dream, name: str = "llava", count: int = 3, layer: str = "entropy", **more: Any
 ) -> DreamFeeder:
-    return DreamFeeder(target(name), given, listed(name, count), layer=layer, **more)
+    return DreamFeeder(
+        target(name), given, listed(name, count), objective=DreamObjective(layer=layer), **more
+    )
 
 
 def entries(given: Dream, name: str = "llava", count: int = 3, **more: Any) -> DreamEntries:
@@ -183,7 +186,7 @@ def test_gradients_of_the_second_step_flow_through_what_it_was_fed(monkeypatch: 
 
 
 def test_a_term_without_weight_is_none() -> None:
-    assert DreamObjective(middle=0.0).terms == ("states", "distribution")
+    assert terms_of(DreamObjective(middle=0.0)) == ["states", "distribution"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -291,7 +294,7 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
     [output], steps = recorded(name, made, POLICIES["dynamic"], [prompt], len(answer))
     assert output.tokens == answer
     source = Listed([(prompt, answer)])
-    found = DreamFeeder(target(name), made, source, layer="none").entries([0])
+    found = DreamFeeder(target(name), made, source, objective=DreamObjective(layer="none")).entries([0])
     assert isinstance(found, DreamEntries)
     with torch.no_grad():
         begun = made.begin(found.embeddings, found.positions, found.allow)

@@ -16,10 +16,10 @@ from saccade.draft.heads.head import Head
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train.cache import FeatureCache
 from saccade.train.objectives import losses
-from saccade.train.objectives.dream import DreamFeeder
+from saccade.train.objectives.dream import DreamFeeder, DreamObjective
 from saccade.train.objectives.entries import Feeder
 from saccade.train.plan import plan_of
-from saccade.train.recipe import OBJECTIVES
+from saccade.train.recipe import objective_of
 
 KINDS = ("eagle2", "eagle3", "msd", "vispec", "hivis", "dream", "medusa", "hydra", "kangaroo")
 
@@ -27,14 +27,14 @@ KINDS = ("eagle2", "eagle3", "msd", "vispec", "hivis", "dream", "medusa", "hydra
 def feeder(own: Head, name: str = "llava") -> Feeder:
     source = listed(name, 3)
     if isinstance(own, Dream):
-        return DreamFeeder(target(name), own, source, layer="entropy")
+        return DreamFeeder(target(name), own, source, objective=DreamObjective())
     return Feeder(target(name), own, source)
 
 
 def judged(own: Head, given: Feeder, lm_head: Any, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
     entries = given.entries(range(3))
     assert entries is not None
-    loss = OBJECTIVES[own.kind]()(own, entries, lm_head, steps).loss
+    loss = objective_of(own.kind)()(own, entries, lm_head, steps).loss
     own.zero_grad()
     loss.backward()
     return loss.detach(), {n: w.grad.clone() for n, w in own.named_parameters() if w.grad is not None}

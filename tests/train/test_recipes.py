@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from saccade.draft.heads.registry import HEADS
+from saccade.draft.heads.registry import HEAD_KINDS, head_class
 from saccade.errors import TrainingError
-from saccade.train.recipe import OBJECTIVES, Recipe, Stage, from_dict, read_recipe, recipe_names
+from saccade.train.recipe import Recipe, Stage, from_dict, objective_of, read_recipe, trained_kinds
 
 
 def test_there_is_a_recipe_for_every_kind_that_can_be_trained() -> None:
-    assert {read_recipe(name).kind for name in recipe_names()} == set(OBJECTIVES)
-    assert set(OBJECTIVES) - {"draft-vlm"} <= set(HEADS)
+    assert [read_recipe(name).kind for name in trained_kinds()] == [*HEAD_KINDS, "draft-vlm"]
+    assert all(isinstance(read_recipe(kind).objective, objective_of(kind)) for kind in trained_kinds())
 
 
 def test_hivis_is_the_papers_two_stages() -> None:
@@ -108,7 +108,7 @@ def test_every_setting_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     names = {f.name for f in fields(Recipe)} - {"kind", "stages", "head", "loss"}
     names |= {f"stageN.{f.name}" for f in fields(Stage)}
-    names |= {f"loss.{f.name}" for objective in OBJECTIVES.values() for f in fields(objective)}
-    names |= {f"head.{name}" for head in HEADS.values() for name in head.defaults}
+    names |= {f"loss.{f.name}" for kind in trained_kinds() for f in fields(objective_of(kind))}
+    names |= {f"head.{name}" for kind in HEAD_KINDS for name in head_class(kind).defaults}
     assert sorted(name for name in names if f"`{name}`" not in page) == []
-    assert [name for name in recipe_names() if f"`{name}`" not in page] == []
+    assert [name for name in trained_kinds() if f"`{name}`" not in page] == []

@@ -16,7 +16,7 @@ from saccade.train.objectives import losses
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.heads import Eagle2Objective, HiViSObjective
 from saccade.train.objectives.losses import Weights, draft_loss, in_top, top_cross_entropy
-from saccade.train.recipe import OBJECTIVES
+from saccade.train.recipe import objective_of
 
 
 def entries(own: Head, name: str = "llava") -> Entries:
@@ -138,7 +138,7 @@ def test_stage_one_of_hivis_filters_nothing_and_stage_two_does() -> None:
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis"])
 def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(kind: str) -> None:
     own = head("llava", kind)
-    objective = OBJECTIVES[kind](**({"early_stop": False} if kind == "hivis" else {}))
+    objective = objective_of(kind)(**({"early_stop": False} if kind == "hivis" else {}))
     objective(own, entries(own), lm_head, 4).loss.backward()
     for name, weight in own.named_parameters():
         assert weight.grad is not None, name

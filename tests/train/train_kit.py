@@ -9,8 +9,7 @@ import torch
 
 from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import Head, build_head
 from saccade.inputs.padded import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
-from saccade.methods.settings import HEAD_KINDS
 
 Needs = Literal["nothing", "draft model", "head"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
 from saccade.methods.fitting import Needs, fit, needs
 from saccade.methods.settings import LOSSLESS_RULE, resolved
@@ -108,55 +109,10 @@ METHODS: dict[str, Method] = {
         source="SAGE, Sections 3.1 to 3.3 and 5.1; keep_images=1 keep_videos=1 turns pruning off",
         settings=_PRUNED | {"tree": "sage"},
     ),
-    "eagle2": Method(
-        "a trained head guesses the target's next states; EAGLE-2's tree",
-        source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
-        settings={"draft_with": "eagle2", "tree": "dynamic"},
-    ),
-    "eagle3": Method(
-        "a trained head mixes states of three layers, and guesses tokens alone; EAGLE-2's tree",
-        source="Li et al. 2025, EAGLE-3, Section 3",
-        settings={"draft_with": "eagle3", "tree": "dynamic"},
-    ),
-    "msd": Method(
-        "EAGLE-2's head, but visual tokens reach it without the target's states",
-        source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
-        settings={"draft_with": "msd", "tree": "dynamic"},
-    ),
-    "vispec": Method(
-        "EAGLE-2's head, which is shown an image as a vector and told another at every later word",
-        source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
-        settings={
-            "draft_with": "vispec",
-            "tree": "dynamic",
-            "tree=dynamic": {"top": 8, "max_depth": 4, "total": 30},
-        },
-    ),
-    "hivis": Method(
-        "a trained head that is shown no visual tokens, only what the target's states say of them",
-        source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",
-        settings={"draft_with": "hivis", "tree": "dynamic"},
-    ),
-    "dream": Method(
-        "a trained head attends to the target's states of all tokens, and is shown a share of the visual ones",
-        source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
-        settings={"draft_with": "dream", "tree": "dynamic", "tree=dynamic": {"top": 4, "total": 32}},
-    ),
-    "medusa": Method(
-        "a trained head guesses every token of a static tree from the target's last state alone",
-        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
-        settings={"draft_with": "medusa", "tree": "static", "tree=dynamic": {"max_depth": 5}},
-    ),
-    "hydra": Method(
-        "Medusa's guesses, each of which also reads the tokens guessed before it",
-        source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
-        settings={"draft_with": "hydra", "tree": "static", "tree=dynamic": {"max_depth": 5}},
-    ),
-    "kangaroo": Method(
-        "the target's own first layers and a trained adapter guess a chain, which ends where they are unsure",
-        source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
-        settings={"draft_with": "kangaroo", "tree": "confident", "gamma": 6},
-    ),
+    **{
+        kind: Method(head.summary, head.source, {"draft_with": kind, **head.settings})
+        for kind, head in HEAD_KINDS.items()
+    },
     "lvspec": Method(
         "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
         source="LVSpec, Section 3; tree=branches is Appendix E; greedy decoding only",

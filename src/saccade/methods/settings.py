@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
 
-HEAD_KINDS = ("eagle2", "eagle3", "msd", "vispec", "hivis", "dream", "medusa", "hydra", "kangaroo")
 LOSSLESS_RULE = "exact"
 
 

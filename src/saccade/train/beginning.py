@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.medusa import StackedHead
-from saccade.draft.heads.registry import build_head, kind_of
+from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.adapter import Target
@@ -33,7 +32,7 @@ def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) ->
             or it was made for another target.
     """
     known = None if begin is None else _known(begin, target, recipe)
-    for name, usual in kind_of(recipe.kind).defaults.items():
+    for name, usual in head_class(recipe.kind).defaults.items():
         value = recipe.head.get(name, usual)
         if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
             raise TrainingError(
@@ -41,9 +40,9 @@ def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) ->
             )
     config = HeadConfig.from_target(target, recipe.kind, steps=recipe.deepest, **recipe.head)
     if known is not None:
-        config = _agreed(begin, config, known.config, recipe)
-    for name in kind_of(recipe.kind).loaded_only:
-        if config.options[name] != kind_of(recipe.kind).defaults[name]:
+        config = _agreed(begin, config, known, recipe)
+    for name in head_class(recipe.kind).loaded_only:
+        if config.options[name] != head_class(recipe.kind).defaults[name]:
             raise TrainingError(
                 f"Heads with {name} {config.options[name]!r} can be loaded but not trained here; leave out head.{name}."
             )
@@ -79,8 +78,9 @@ def _known(begin: str | Path, target: Target, recipe: Recipe) -> Head:
     return head
 
 
-def _agreed(begin: Any, fresh: HeadConfig, known: HeadConfig, recipe: Recipe) -> HeadConfig:
+def _agreed(begin: Any, fresh: HeadConfig, head: Head, recipe: Recipe) -> HeadConfig:
     """The configuration of the head to begin with, refused where the recipe asks for another one."""
+    known = head.config
     has = {"mlp": known.intermediate_size, **known.options}
     for name, value in recipe.head.items():
         if has[name] != value:
@@ -88,7 +88,7 @@ def _agreed(begin: Any, fresh: HeadConfig, known: HeadConfig, recipe: Recipe) ->
                 f"The head {begin} has {name} {has[name]!r}, but this run asks for head.{name}={value!r}; leave it "
                 "out, or begin with another head."
             )
-    if fresh.steps > known.steps and issubclass(kind_of(known.kind), StackedHead):
+    if fresh.steps > known.steps and head.reach is not None:
         raise TrainingError(
             f"The head {begin} has stacks for {known.steps} tokens ahead, but this run trains {fresh.steps}; set "
             f"draft_steps to {known.steps} at most, or begin with another head."

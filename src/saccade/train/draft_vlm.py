@@ -25,7 +25,7 @@ from saccade.train.draft_vlm_model import new_draft_vlm
 from saccade.train.features import answer_mask, read_features
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
-from saccade.train.objectives.losses import Tally
+from saccade.train.objectives.losses import Tally, terms_of
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.samples import Sample, Source
 from saccade.train.validate import Measure, block_efficiency, fitting
@@ -80,7 +80,7 @@ class DraftVlmLearner:
         self.module = self._parts.model
         self._own = Target(self.module, lean=False)
         self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
-        self.terms = [name for name in ("tokens", "kl") if getattr(self._objective, name)]
+        self.terms = terms_of(self._objective)
         self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
         self._say, self._context = say, self._own.family.context
         self._long: set[int] = set()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from saccade.draft.heads.config import MARK
+from saccade.draft.heads.registry import feeder_class
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
@@ -21,10 +22,9 @@ from saccade.train.cache import FeatureCache
 from saccade.train.checkpoint import identity
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.features import Features
-from saccade.train.objectives.dream import new_feeder
-from saccade.train.objectives.entries import Entries, lm_head_of, new_cache
-from saccade.train.objectives.losses import Tally
-from saccade.train.recipe import Recipe, Stage
+from saccade.train.objectives.entries import Entries, Feeder, lm_head_of, new_cache
+from saccade.train.objectives.losses import Tally, terms_of
+from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import EngineMeasure, Measure
 
@@ -110,9 +110,6 @@ class Learner(Protocol):
         ...
 
 
-_TERMS = ("states", "middle", "distribution", "top", "tokens")
-
-
 class HeadLearner:
     """A fresh head of the recipe's kind, fed the target's states; see `saccade.train.learner.Learner`.
 
@@ -150,14 +147,16 @@ class HeadLearner:
             raise TrainingError(
                 f"loss.k is larger than the target's vocabulary; it must be at most {target.vocab_size}."
             )
-        self.terms = [name for name in _TERMS if getattr(self._objective, name, 0)]
+        self.terms = terms_of(self._objective)
         self.about: Mapping[str, Any] = {
             **json.loads(self.module.config.to_json()),
             "from": None if begin is None else digest_of(self.module),
         }
         read = [self.about[name] for name in (MARK, "layers", "options")]
-        read += [recipe.max_tokens, getattr(self._objective, "layer", None)]
-        self.feeder = new_feeder(target, self.module, source, self._objective, out / "calibration", rank)
+        self.feeder: Feeder = feeder_class(recipe.kind)(
+            target, self.module, source, objective=self._objective, folder=out / "calibration", rank=rank
+        )
+        read += [recipe.max_tokens, self.feeder.layer]
         self.feeder.cache = new_cache(
             recipe.feature_cache,
             target,
@@ -242,7 +241,7 @@ def new_learner(
             head; or the head to begin with is another than the recipe's.
         ModelError: the kind of head has no such option, or there is no head to begin with.
     """
-    if recipe.kind != "draft-vlm":
+    if recipe.kind != DRAFT_VLM:
         return HeadLearner(target, recipe, source, out, begin=begin, rank=rank, say=say)
     if begin is not None:
         raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")

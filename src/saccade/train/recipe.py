@@ -9,31 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from saccade.draft.heads.registry import HEAD_KINDS, objective_class
 from saccade.errors import TrainingError
-from saccade.train.objectives.dream import DreamObjective
-from saccade.train.objectives.heads import (
-    AheadObjective,
-    DraftVlmObjective,
-    Eagle2Objective,
-    Eagle3Objective,
-    HiViSObjective,
-    KangarooObjective,
-)
+from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Objective
 
-OBJECTIVES: dict[str, Any] = {
-    "eagle2": Eagle2Objective,
-    "eagle3": Eagle3Objective,
-    "hivis": HiViSObjective,
-    "msd": Eagle2Objective,
-    "vispec": Eagle2Objective,
-    "dream": DreamObjective,
-    "medusa": AheadObjective,
-    "hydra": AheadObjective,
-    "kangaroo": KangarooObjective,
-    "draft-vlm": DraftVlmObjective,
-}
-"""Kind of head, or a draft VLM -> how it learns: a dataclass of the loss's settings; a head's is an `Objective`."""
+DRAFT_VLM = "draft-vlm"
+"""The one kind of drafter to train that is no head."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
 """Settings that may change when a run goes on: they do not decide what is learnt."""
@@ -113,9 +95,9 @@ class Recipe:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        if self.kind not in OBJECTIVES:
+        if self.kind not in trained_kinds():
             raise TrainingError(
-                f"There is nothing to train of kind {self.kind!r}; choose {' or '.join(OBJECTIVES)}."
+                f"There is nothing to train of kind {self.kind!r}; choose {' or '.join(trained_kinds())}."
             )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -137,7 +119,7 @@ class Recipe:
                 raise TrainingError(f"stage{number} needs a rate above 0, not {stage.rate}.")
         if not self.steps:
             raise TrainingError("No stage has any steps, so there is nothing to train.")
-        objective = OBJECTIVES[self.kind]
+        objective = objective_of(self.kind)
         _strict(self.loss, {f.name for f in fields(objective)}, "loss.")
         made = _typed(objective, self.loss, "loss.")
         for name, value in asdict(made).items():
@@ -158,7 +140,7 @@ class Recipe:
     @property
     def objective(self) -> Objective:
         """How the head learns."""
-        made: Objective = OBJECTIVES[self.kind](**self.loss)
+        made: Objective = objective_of(self.kind)(**self.loss)
         return made
 
     def at(self, step: int) -> tuple[int, Stage, int]:
@@ -220,28 +202,34 @@ def from_dict(content: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def trained_kinds() -> tuple[str, ...]:
+    """Kinds that can be trained; each is the name of its built-in recipe, too."""
+    return (*HEAD_KINDS, DRAFT_VLM)
+
+
+def objective_of(kind: str) -> type[Any]:
+    """The dataclass of a kind's loss settings; a head's is an `Objective`."""
+    return DraftVlmObjective if kind == DRAFT_VLM else objective_class(kind)
+
+
 def read_recipe(name: str) -> Recipe:
-    """A built-in recipe by name, or one from a TOML file.
+    """The built-in recipe of a kind, or one from a TOML file.
 
     Raises:
         TrainingError: there is none, or it is not valid.
     """
-    place = files("saccade.train") / "recipes" / f"{name}.toml"
+    built_in = name in trained_kinds()
+    file = (HEAD_KINDS[name].recipe if name in HEAD_KINDS else "") or name
+    place: Any = files("saccade.train") / "recipes" / f"{file}.toml" if built_in else Path(name).expanduser()
     try:
-        text = place.read_text() if place.is_file() else Path(name).expanduser().read_text(encoding="utf-8")
-        return from_dict(tomllib.loads(text))
+        content = tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError:
         raise TrainingError(
-            f"There is no recipe {name!r}; choose one of {', '.join(recipe_names())}, or give a TOML file."
+            f"There is no recipe {name!r}; choose one of {', '.join(trained_kinds())}, or give a TOML file."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise TrainingError(f"The recipe {name} is not valid TOML: {problem}.") from problem
-
-
-def recipe_names() -> list[str]:
-    """Names of the built-in recipes."""
-    folder = files("saccade.train") / "recipes"
-    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+    return from_dict(content | {"kind": name} if built_in else content)
 
 
 def _are_betas(given: Any) -> bool:

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.medusa import StackedHead
-from saccade.draft.heads.registry import build_head, kind_of
+from saccade.draft.heads.registry import head_class
 from saccade.train.features import Features
 from saccade.train.objectives.dream import DreamEntries, drafts, dream_entries
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.losses import Window, unroll
-from saccade.train.recipe import OBJECTIVES
+from saccade.train.recipe import objective_of
 
 WIDTH, VOCABULARY, LAYERS = 32, 24, 4
 PROMPT, ANSWER = 5, 10
@@ -74,7 +74,7 @@ class Recurrent:
 
 
 def head_for(kind: str, **options: Any) -> Head:
-    own = kind_of(kind)
+    own = head_class(kind)
     options = {**own.defaults, **options}
     steps = 1 if kind == "kangaroo" else 2
     config = HeadConfig(
@@ -105,7 +105,7 @@ def entries(head: Head, samples: Sequence[Features]) -> Entries:
 
 def train(head: Head, target: Recurrent, steps: int) -> Head:
     """A short training with the loss of its kind, every step on fresh samples."""
-    objective, depth = OBJECTIVES[head.kind](), head.config.steps
+    objective, depth = objective_of(head.kind)(), head.config.steps
     optimiser = torch.optim.AdamW(head.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.05, steps)
     for step in range(steps):

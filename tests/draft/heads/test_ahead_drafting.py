@@ -15,8 +15,7 @@ from checkpoints import picture, vlm
 from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import medusa as under_test
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.static import Chain

@@ -18,7 +18,7 @@ from saccade import methods
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import CrossBlock
 from saccade.draft.heads.dream import Dream, DreamDraftSession
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.dynamic import DynamicTree

@@ -8,13 +8,13 @@ import pytest
 from feature_swap import Recurrent, agreement, cost, head_for, train
 from torch import Tensor
 
-from saccade.draft.heads.registry import HEADS
+from saccade.draft.heads.registry import HEAD_KINDS
 
 LEAST = 0.15
 STEPS = {"medusa": 200, "dream": 120}
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_another_sample_s_features_cost_what_features_are_for(kind: str) -> None:
     target = Recurrent()
     head = train(head_for(kind), target, STEPS.get(kind, 80))

@@ -16,8 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from saccade.draft.heads.block import Block, Rotary
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.session import MASKS
 from saccade.errors import ModelError
 

@@ -13,7 +13,7 @@ from heads_kit import DRAFTING, POLICIES, target, untaught
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import HEADS, kind_of
+from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head, read_config, save_head
 from saccade.errors import ModelError
@@ -39,7 +39,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
-    options = {"after_image": "visual"} if "after_image" in HEADS[kind].defaults else {}
+    options = {"after_image": "visual"} if "after_image" in head_class(kind).defaults else {}
     head = untaught("qwen3_vl", kind, **options)
     save_head(head, tmp_path)
     again = load_head(tmp_path, target("qwen3_vl"))
@@ -170,11 +170,11 @@ def test_a_missing_field_is_named(folder: Path) -> None:
         load_head(folder, target("llava"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRAFTING if kind_of(kind).defaults])
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTING if head_class(kind).defaults])
 def test_options_that_a_kind_had_not_yet_take_their_defaults(kind: str, tmp_path: Path) -> None:
     save_head(untaught("llava", kind), tmp_path)
     edit_config(tmp_path, options={})
-    assert load_head(tmp_path, target("llava")).config.options == kind_of(kind).defaults
+    assert load_head(tmp_path, target("llava")).config.options == head_class(kind).defaults
 
 
 def test_a_head_of_another_family_is_refused(folder: Path) -> None:

@@ -19,7 +19,7 @@ from saccade import load
 from saccade.cli import app
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.draft.trees.policy import DrawProposer

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from families import FAMILIES
 from saccade.draft.heads import store
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.errors import ModelError, TrainingError
 

@@ -18,7 +18,7 @@ from saccade import load
 from saccade.cli import app
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head
 from saccade.draft.heads.store import kind_at, load_head
 from saccade.hf import speculate
 

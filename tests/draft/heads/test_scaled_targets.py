@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from families import FAMILIES, VOCAB
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import logits_scale
-from saccade.draft.heads.registry import build_head
+from saccade.draft.heads.head import build_head, logits_scale
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.target.adapter import Target
 
@@ -19,7 +20,7 @@ class HeadConfig:
     """Shape of a head, and of the target that it was made for.
 
     Attributes:
-        kind: a name of `saccade.draft.heads.registry.HEADS`.
+        kind: a name of `saccade.draft.heads.registry.HEAD_KINDS`.
         hidden_size: of the target's text decoder; the head's own width, too.
         intermediate_size: of its MLP.
         heads: attention heads.
@@ -86,9 +87,7 @@ class HeadConfig:
         Raises:
             ModelError: unknown kind or option, or a value that the kind does not know.
         """
-        from saccade.draft.heads.registry import kind_of
-
-        head, text = kind_of(kind), target.text_config
+        head, text = head_class(kind), target.text_config
         known = [*(["mlp"] if head.gated else []), *head.defaults]
         unknown = sorted(set(options) - set(known)) if mlp is None or head.gated else ["mlp"]
         if unknown:
@@ -139,11 +138,9 @@ class HeadConfig:
             values = {}
         if MARK not in values:
             raise ModelError(f"This is not the config.json of a drafter head: it has no {MARK!r}.")
-        from saccade.draft.heads.registry import kind_of
-
         values["kind"] = values.pop(MARK)
         if isinstance(values.get("options"), dict):
-            kind = kind_of(values["kind"])
+            kind = head_class(values["kind"])
             values["options"] = {**kind.defaults, **kind.former, **values["options"]}
         known = {f.name for f in fields(cls)}
         odd = sorted(set(values) ^ known)

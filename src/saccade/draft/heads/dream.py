@@ -70,12 +70,6 @@ class Dream(Head):
         )
         self.last = Block(config, int(given["initial"])) if given["final"] else None
 
-    @classmethod
-    def session_class(cls) -> type[DreamDraftSession]:
-        from saccade.draft.heads.dream import DreamDraftSession
-
-        return DreamDraftSession
-
     @property
     def blocks(self) -> int:
         return sum(block is not None for block in (self.first, self.last))

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.context import Context
 from saccade.target.families import ordinary_ids
-
-if TYPE_CHECKING:
-    from saccade.draft.drafter import DraftSession
-    from saccade.draft.heads.session import HeadDrafter
 
 
 def logits_scale(target: Target) -> float:
@@ -110,13 +107,6 @@ class Head(nn.Module, ABC):
         """Indices of the target's states that a head of these options reads: by default the last, after the final
         norm."""
         return (target_layers,)
-
-    @classmethod
-    def session_class(cls) -> Callable[[HeadDrafter, int, Context], DraftSession]:
-        """What drafts with this kind. It is imported when asked for, because sessions import heads."""
-        from saccade.draft.heads.session import HeadDraftSession
-
-        return HeadDraftSession
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -220,6 +210,16 @@ class Head(nn.Module, ABC):
     def new_cache(self, rows: int) -> RowCache:
         """An empty KV cache for up to ``rows`` rows."""
         return RowCache([next(self.parameters()).device] * self.blocks, rows)
+
+
+def build_head(config: HeadConfig) -> Head:
+    """A head with fresh weights.
+
+    Raises:
+        ModelError: unknown kind, or options that it does not have.
+    """
+    head: Head = head_class(config.kind)(config)
+    return head
 
 
 def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,12 +72,6 @@ class Kangaroo(Head):
             )
         return (layer,)
 
-    @classmethod
-    def session_class(cls) -> type[KangarooDraftSession]:
-        from saccade.draft.heads.kangaroo import KangarooDraftSession
-
-        return KangarooDraftSession
-
     @property
     def is_shown_visual(self) -> bool:
         return False

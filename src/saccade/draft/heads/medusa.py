@@ -38,12 +38,6 @@ class StackedHead(Head):
     gated: ClassVar[bool] = False
     follows: ClassVar[bool] = False
 
-    @classmethod
-    def session_class(cls) -> type[AheadDraftSession]:
-        from saccade.draft.heads.medusa import AheadDraftSession
-
-        return AheadDraftSession
-
     @property
     def blocks(self) -> int:
         return 0

@@ -1,39 +1,155 @@
-"""Every kind of drafter head by name."""
+"""Every kind of drafter head: its classes by dotted name, its recipe, and the method that drafts with it.
+
+Classes are imported on first use, so that kinds are listed without torch and drafting does not import training.
+"""
 
 from __future__ import annotations
 
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
-from saccade.draft.heads.head import Head
-from saccade.draft.heads.hivis import HiViS
-from saccade.draft.heads.kangaroo import Kangaroo
-from saccade.draft.heads.medusa import Hydra, Medusa
-from saccade.draft.heads.vispec import ViSpec
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
 from saccade.errors import ModelError
 
-HEADS: dict[str, type[Head]] = {
-    head.kind: head for head in (Eagle2, Eagle3, Msd, ViSpec, HiViS, Dream, Medusa, Hydra, Kangaroo)
+_DRAFT, _TRAIN = "saccade.draft.heads", "saccade.train.objectives"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKind:
+    """Parts of one kind of head.
+
+    Classes are ``module.Class`` within `saccade.draft.heads` (head, session) or `saccade.train.objectives` (objective,
+    feeder), or ``package.module:Class`` anywhere else.
+
+    Attributes:
+        head: `saccade.draft.heads.head.Head`.
+        objective: `saccade.train.objectives.losses.Objective`, a dataclass of the loss's settings.
+        session: `saccade.draft.drafter.DraftSession`, made of a `HeadDrafter`, the number of rows and the target's
+            `Context`.
+        feeder: `saccade.train.objectives.entries.Feeder`.
+        recipe: built-in recipe that the kind is trained with; the one of its own name when empty.
+        summary, source: of the method with the kind's name (`saccade.methods.registry.Method`).
+        settings: of that method, the drafter aside.
+    """
+
+    head: str
+    objective: str
+    session: str = "session.HeadDraftSession"
+    feeder: str = "entries.Feeder"
+    recipe: str = ""
+    summary: str = ""
+    source: str = ""
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"tree": "dynamic"})
+
+
+HEAD_KINDS: dict[str, HeadKind] = {
+    "eagle2": HeadKind(
+        "eagle.Eagle2",
+        "heads.Eagle2Objective",
+        summary="a trained head drafts from the target's predicted states; EAGLE-2's tree",
+        source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
+    ),
+    "eagle3": HeadKind(
+        "eagle.Eagle3",
+        "heads.Eagle3Objective",
+        summary="a trained head mixes states of three layers and predicts tokens alone; EAGLE-2's tree",
+        source="Li et al. 2025, EAGLE-3, Section 3",
+    ),
+    "msd": HeadKind(
+        "eagle.Msd",
+        "heads.Eagle2Objective",
+        recipe="eagle2",
+        summary="EAGLE-2's head, with visual tokens that come without the target's states",
+        source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
+    ),
+    "vispec": HeadKind(
+        "vispec.ViSpec",
+        "heads.Eagle2Objective",
+        "vispec.ViSpecDraftSession",
+        recipe="eagle2",
+        summary="EAGLE-2's head, with each image compressed to one entry and one vector for all later text",
+        source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
+        settings={"tree": "dynamic", "tree=dynamic": {"top": 8, "max_depth": 4, "total": 30}},
+    ),
+    "hivis": HeadKind(
+        "hivis.HiViS",
+        "heads.HiViSObjective",
+        summary="a trained head without visual tokens, whose content arrives in the target's states",
+        source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree, top=8 depth=4 total=30 is ViSpec's setting",
+    ),
+    "dream": HeadKind(
+        "dream.Dream",
+        "dream.DreamObjective",
+        "dream.DreamDraftSession",
+        "dream.DreamFeeder",
+        summary="a trained head attends to the target's states of all tokens and keeps a share of the visual ones",
+        source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
+        settings={"tree": "dynamic", "tree=dynamic": {"top": 4, "total": 32}},
+    ),
+    "medusa": HeadKind(
+        "medusa.Medusa",
+        "heads.AheadObjective",
+        "medusa.AheadDraftSession",
+        summary="a trained head drafts every token of a static tree from the target's last state alone",
+        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        settings={"tree": "static", "tree=dynamic": {"max_depth": 5}},
+    ),
+    "hydra": HeadKind(
+        "medusa.Hydra",
+        "heads.AheadObjective",
+        "medusa.AheadDraftSession",
+        recipe="medusa",
+        summary="Medusa's head, with each draft token conditioned on those before it",
+        source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        settings={"tree": "static", "tree=dynamic": {"max_depth": 5}},
+    ),
+    "kangaroo": HeadKind(
+        "kangaroo.Kangaroo",
+        "heads.KangarooObjective",
+        "kangaroo.KangarooDraftSession",
+        summary="the target's own first layers and a trained adapter draft a chain, up to a token of low confidence",
+        source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
+        settings={"tree": "confident", "gamma": 6},
+    ),
 }
+"""Kind -> its parts. Adding a head is one file and one entry here."""
 
 
-def kind_of(kind: str) -> type[Head]:
-    """The class of a kind.
+def head_kind(kind: str) -> HeadKind:
+    """The parts of a kind.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the kind is not registered.
     """
-    if kind not in HEADS:
+    if kind not in HEAD_KINDS:
         raise ModelError(
-            f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEADS)}."
+            f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}."
         )
-    return HEADS[kind]
+    return HEAD_KINDS[kind]
 
 
-def build_head(config: HeadConfig) -> Head:
-    """A head with fresh weights.
+def head_class(kind: str) -> type[Any]:
+    """The `Head` of a kind; raises as `head_kind`."""
+    return _class(_DRAFT, head_kind(kind).head)
 
-    Raises:
-        ModelError: unknown kind, or options that it does not have.
-    """
-    return kind_of(config.kind)(config)
+
+def session_class(kind: str) -> type[Any]:
+    """The `DraftSession` of a kind; raises as `head_kind`."""
+    return _class(_DRAFT, head_kind(kind).session)
+
+
+def objective_class(kind: str) -> type[Any]:
+    """The `Objective` of a kind; raises as `head_kind`."""
+    return _class(_TRAIN, head_kind(kind).objective)
+
+
+def feeder_class(kind: str) -> type[Any]:
+    """The `Feeder` of a kind; raises as `head_kind`."""
+    return _class(_TRAIN, head_kind(kind).feeder)
+
+
+def _class(package: str, name: str) -> type[Any]:
+    module, _, attribute = name.partition(":") if ":" in name else f"{package}.{name}".rpartition(".")
+    found: type[Any] = getattr(import_module(module), attribute)
+    return found

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.config import check_fit
 from saccade.draft.heads.head import Head, logits_scale, read_at
+from saccade.draft.heads.registry import session_class
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
 from saccade.errors import ModelError
 from saccade.inputs.padded import visual_mask
@@ -55,7 +56,8 @@ class HeadDrafter(TreeDrafter):
         self._scale = 1.0 if head.has_lm_head else logits_scale(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
-        return self.head.session_class()(self, rows, target)
+        session: DraftSession = session_class(self.head.kind)(self, rows, target)
+        return session
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[B, N, V]`` after states ``[B, N, d]`` of the head, on the scale of the target's own."""

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads import published, published_eagle
 from saccade.draft.heads.config import MARK, HeadConfig, check_fit
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.published import FILES
-from saccade.draft.heads.registry import build_head, kind_of
+from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of
 from saccade.target.adapter import Target
@@ -118,7 +118,7 @@ def kind_in(folder: Any) -> str | None:
     form = _form(folder, values)
     if form is not None:
         return form.kind(values).kind
-    return kind_of(values[MARK]).kind if MARK in values else None
+    return head_class(values[MARK]).kind if MARK in values else None
 
 
 def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:

@@ -80,12 +80,6 @@ class ViSpec(Head):
         self.told = nn.Linear(width, width, bias=False)
         self.block = Block(config)
 
-    @classmethod
-    def session_class(cls) -> type[ViSpecDraftSession]:
-        from saccade.draft.heads.vispec import ViSpecDraftSession
-
-        return ViSpecDraftSession
-
     @property
     def shown(self) -> int:
         """Entries of an image, if it has as many tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,16 @@ from saccade.target.cache import RowCache
 from saccade.train.cache import FeatureCache
 from saccade.train.features import Calibration, Features, Needed, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
-from saccade.train.objectives.losses import Kept, Tally, Window, in_chunks, shifted, smooth_l1, with_guesses
+from saccade.train.objectives.losses import (
+    Kept,
+    Tally,
+    Window,
+    in_chunks,
+    shifted,
+    smooth_l1,
+    terms_of,
+    with_guesses,
+)
 from saccade.train.samples import Sample, Source
 
 
@@ -102,9 +111,7 @@ class DreamFeeder(Feeder):
     """Makes entries of samples as a DREAM head drafts: without the visual tokens that its compression drops.
 
     Args:
-        layer: as in `saccade.train.objectives.dream.DreamObjective`.
         folder: of the calibration.
-        rank: number of this process.
     """
 
     def __init__(
@@ -114,12 +121,13 @@ class DreamFeeder(Feeder):
         source: Source,
         cache: FeatureCache | None = None,
         *,
-        layer: str,
+        objective: DreamObjective,
         folder: Path | None = None,
         rank: int = 0,
     ) -> None:
         super().__init__(target, head, source, cache)
-        self._layer, self._pruning = layer, head.pruning
+        self.layer: str = objective.layer
+        self._pruning = head.pruning
         self._calibration = Calibration(target, head.pruning, folder, rank)
 
     def save(self) -> None:
@@ -129,11 +137,11 @@ class DreamFeeder(Feeder):
         count = len(self._target.layers)
         wanted, dropped = [], []
         for sample in samples:
-            layer, gone = inner_layer(self._layer, count), torch.zeros(len(sample.ids), dtype=torch.bool)
-            if self._layer == "entropy" or self._pruning.needs_attention:
+            layer, gone = inner_layer(self.layer, count), torch.zeros(len(sample.ids), dtype=torch.bool)
+            if self.layer == "entropy" or self._pruning.needs_attention:
                 found = self._calibration.of(sample.prompt)
                 gone[list(found.dropped)] = True
-                layer = found.layer if self._layer == "entropy" else layer
+                layer = found.layer if self.layer == "entropy" else layer
             wanted.append(layer)
             dropped.append(gone.to(self._target.device))
         features = read_features(self._target, samples, sorted(set(wanted)))
@@ -143,34 +151,15 @@ class DreamFeeder(Feeder):
         ]
 
     def entries_of(self, features: Sequence[Features]) -> Entries:
-        return dream_entries(features, self._layer != "none")
+        return dream_entries(features, self.layer != "none")
 
     def needed(self, sample: Features) -> Needed:
-        return dream_needed(sample, self._layer != "none")
+        return dream_needed(sample, self.layer != "none")
 
 
 def inner_layer(layer: str, count: int) -> int:
     """Index of the state behind the layer at a per cent of a decoder's depth; the last for any other word."""
     return min(count, max(1, round(int(layer) * count / 100))) if layer.isdigit() else count
-
-
-def new_feeder(
-    target: Target,
-    head: Head,
-    source: Source,
-    objective: Any,
-    folder: Path,
-    rank: int,
-) -> Feeder:
-    """The feeder that a kind of head and its objective want, without a cache.
-
-    Args:
-        folder: of a calibration, where one is needed.
-        rank: number of this process.
-    """
-    if isinstance(head, Dream) and isinstance(objective, DreamObjective):
-        return DreamFeeder(target, head, source, layer=objective.layer, folder=folder, rank=rank)
-    return Feeder(target, head, source)
 
 
 LAYERS = ("entropy", "25", "50", "75", "none")
@@ -196,6 +185,8 @@ class DreamObjective:
             draft began and the head's own from there on, as in drafting.
     """
 
+    TERMS: ClassVar[tuple[str, ...]] = ("states", "middle", "distribution")
+
     states: float = 0.2
     middle: float = 0.2
     distribution: float = 1.0
@@ -212,7 +203,7 @@ class DreamObjective:
         assert isinstance(head, Dream)
         assert isinstance(entries, DreamEntries)
         device = entries.states.device
-        terms = {name: torch.zeros((), device=device) for name in self.terms}
+        terms = {name: torch.zeros((), device=device) for name in terms_of(self)}
         loss, counts = (
             torch.zeros((), device=device),
             torch.zeros(2, draft_steps, dtype=torch.long, device=device),
@@ -256,11 +247,6 @@ class DreamObjective:
         """``[B, A]`` bool: the places of a later step that are fed a feature of the head's own."""
         first = step if self.feeding == "guess" else 2
         return learnt & (torch.arange(learnt.shape[1], device=learnt.device) >= first)
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """Names of the terms that count."""
-        return tuple(name for name in ("states", "middle", "distribution") if getattr(self, name))
 
 
 def drafts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,11 +92,29 @@ class Feeder:
     With a cache, every sample is read alone: its features then do not depend on its neighbours, so that a run that
     was cut short repeats them bit for bit whatever the cache has lost.
 
+    Args:
+        objective: of the kind; read by feeders whose features depend on it.
+        folder: for what a feeder keeps on disk; None for memory alone.
+        rank: number of this process.
+
     Attributes:
         cache: of features; None for none.
+        layer: setting of the objective that features depend on, where there is one.
     """
 
-    def __init__(self, target: Target, head: Head, source: Source, cache: FeatureCache | None = None) -> None:
+    layer: str | None = None
+
+    def __init__(
+        self,
+        target: Target,
+        head: Head,
+        source: Source,
+        cache: FeatureCache | None = None,
+        *,
+        objective: Any = None,
+        folder: Path | None = None,
+        rank: int = 0,
+    ) -> None:
         self._target, self._head, self._source, self.cache = target, head, source, cache
 
     def entries(self, indices: Sequence[int]) -> Entries | None:

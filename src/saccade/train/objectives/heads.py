@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ class Eagle2Objective:
         distribution: weight of the cross entropy.
     """
 
+    TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution")
+
     states: float = 1.0
     distribution: float = 0.1
 
@@ -42,6 +45,8 @@ class Eagle3Objective:
         distribution: weight of the cross entropy under the target's distribution.
         decay: what every further step counts for, relative to the one before; the paper does not say, 0.8 as released.
     """
+
+    TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
 
     distribution: float = 1.0
     decay: float = 0.8
@@ -66,6 +71,8 @@ class HiViSObjective:
         k: K of the top-K term and of the early stop.
         early_stop: whether stage 2 filters at all.
     """
+
+    TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution", "top")
 
     states: float = 1.0
     distribution: float = 0.1
@@ -99,6 +106,8 @@ class KangarooObjective:
         distribution: weight of the cross entropy.
     """
 
+    TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
+
     distribution: float = 1.0
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
@@ -122,6 +131,8 @@ class AheadObjective:
         tokens: weight of the cross entropy.
         decay: what every further stack counts for, relative to the one before.
     """
+
+    TERMS: ClassVar[tuple[str, ...]] = ("tokens",)
 
     tokens: float = 1.0
     decay: float = 0.8
@@ -169,6 +180,8 @@ class DraftVlmObjective:
         blind_every: of so many batches the last has a line break in the place of every medium, so that the drafter can
             also draft from text alone; 0 for none, 1 for all. The target still sees them.
     """
+
+    TERMS: ClassVar[tuple[str, ...]] = ("tokens", "kl")
 
     tokens: float = 1.0
     kl: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,22 @@ class Tally:
 
 
 class Objective(Protocol):
-    """How one kind of head learns."""
+    """Loss of one kind of head; a dataclass of its settings.
+
+    Attributes:
+        TERMS: names of its terms, each a setting, the term's weight.
+    """
+
+    TERMS: ClassVar[tuple[str, ...]]
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         """Draft ``draft_steps`` steps and judge them."""
         ...
+
+
+def terms_of(objective: Any) -> list[str]:
+    """Names of an objective's terms with a weight above 0."""
+    return [name for name in objective.TERMS if getattr(objective, name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,8 @@ class Weights:
         distribution: cross entropy of the head's next-token distribution under the target's.
         top: the same sum over the target's K likeliest tokens alone.
     """
+
+    TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution", "top")
 
     states: float = 1.0
     distribution: float = 0.1
@@ -84,7 +97,7 @@ def draft_loss(
     window = Window.of(entries.learnt)
     states, following = window.take(entries.states), window.take(entries.following)
     device = states.device
-    sums = {name: torch.zeros((), device=device) for name in _names(weights)}
+    sums = {name: torch.zeros((), device=device) for name in terms_of(weights)}
     counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
     loss = states.new_zeros(())
     alive = window.learnt
@@ -159,10 +172,6 @@ def top_cross_entropy(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
 def in_top(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """``[M]`` bool: the token is among the k likeliest of logits ``[M, V]``."""
     return (logits.topk(k).indices == tokens[:, None]).any(-1)
-
-
-def _names(weights: Weights) -> list[str]:
-    return [name for name in ("states", "distribution", "top") if getattr(weights, name)]
 
 
 def _terms(

@@ -1,0 +1,140 @@
+"""A head kind is one file and one registry entry: this file is one."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from heads_kit import LENGTH, POLICIES, engine, prompts, target
+from torch import Tensor, nn
+
+import saccade
+from families import FAMILIES
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.registry import HEAD_KINDS, HeadKind, head_class
+from saccade.draft.heads.session import HeadDraftSession
+from saccade.draft.heads.store import load_head
+from saccade.engine import Request
+from saccade.target.cache import RowCache
+from saccade.train import Listed, Trainer
+from saccade.train.objectives.entries import Entries, LMHead
+from saccade.train.objectives.losses import Tally, Weights, draft_loss
+from saccade.train.recipe import read_recipe
+
+
+class Mixed(Head):
+    """A head without attention: a linear map of feature and embedding."""
+
+    kind: ClassVar[str] = "mixed"
+    defaults: ClassVar[Mapping[str, Any]] = {"gain": 1.0}
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
+
+    @property
+    def blocks(self) -> int:
+        return 0
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        allow: Tensor,
+        cache: RowCache | None = None,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        mixed: Tensor = self.fc(torch.cat([features, embeddings], -1))
+        return features + self.config.options["gain"] * mixed
+
+
+class MixedSession(HeadDraftSession):
+    """As any head's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedObjective:
+    TERMS: ClassVar[tuple[str, ...]] = ("states",)
+
+    states: float = 1.0
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        return draft_loss(head, entries, lm_head, draft_steps, Weights(self.states, 0.0))
+
+
+@pytest.fixture
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = HeadKind(
+        f"{__name__}:Mixed", f"{__name__}:MixedObjective", f"{__name__}:MixedSession", recipe="eagle2"
+    )
+    monkeypatch.setitem(HEAD_KINDS, "mixed", parts)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_an_added_head_drafts_losslessly() -> None:
+    case = FAMILIES["llava"]
+    head = build_head(HeadConfig.from_target(target("llava"), "mixed", gain=0.5))
+    drafter = engine("llava", head, POLICIES["chain"])
+    assert isinstance(drafter.drafter.open(1, drafter.open(1).context), MixedSession)
+    asked = [Request(prompt) for prompt in prompts(case, case.inputs("image", rows=2))]
+    answers = drafter.generate(asked, max_new_tokens=LENGTH)
+    expected = case.reference("image", rows=2)
+    assert [answer.tokens for answer in answers] == [answer[:LENGTH] for answer in expected]
+
+
+@pytest.mark.usefixtures("_registered")
+def test_an_added_head_trains_and_is_loaded_again(tmp_path: Path) -> None:
+    recipe = read_recipe("mixed").with_settings(
+        {"stage1.steps": 2, "stage1.warmup": 0, "batch_size": 4, "validation_samples": 0, "head.gain": 0.5}
+    )
+    assert (recipe.kind, recipe.stages[0].draft_steps) == ("mixed", 3)
+    owner = target("llava")
+    case = FAMILIES["llava"]
+    source = Listed((prompt, range(20, 26)) for prompt in prompts(case, case.inputs("image", rows=12)))
+    trainer = Trainer(owner, recipe, source, tmp_path, say=lambda _: None)
+    before = trainer.learner.module.fc.weight.clone()  # type: ignore[union-attr]
+    head = load_head(trainer.run().head, owner)
+    assert isinstance(head, Mixed)
+    assert head.config.options == {"gain": 0.5}
+    assert not torch.equal(head.fc.weight, before)
+
+
+def test_every_registered_class_exists_and_bears_its_kind() -> None:
+    assert [head_class(kind).kind for kind in HEAD_KINDS] == list(HEAD_KINDS)
+
+
+def test_drafting_imports_no_training() -> None:
+    code = (
+        "import sys\n"
+        "from saccade.draft.heads.registry import HEAD_KINDS, head_class, session_class\n"
+        "assert 'torch' not in sys.modules\n"
+        "for kind in HEAD_KINDS: head_class(kind), session_class(kind)\n"
+        "assert not [name for name in sys.modules if name.startswith('saccade.train')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_heads_import_each_other_without_a_circle() -> None:
+    """Imports for annotations and within functions count, too."""
+    folder, package = Path(saccade.__file__).parent / "draft" / "heads", "saccade.draft.heads."
+    imports = {
+        file.stem: {
+            node.module.removeprefix(package)
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package)
+        }
+        for file in folder.glob("*.py")
+    }
+    while leaves := [name for name, found in imports.items() if not found & imports.keys()]:
+        for name in leaves:
+            del imports[name]
+    assert imports == {}
