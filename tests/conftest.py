@@ -11,11 +11,46 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
+import pytest
 import torch
 from hypothesis import settings
+
+from pairwise import cover
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 torch.set_num_threads(1)  # the models are tiny: more threads only add waiting
 
 settings.register_profile("no deadline", deadline=None)  # it would only measure how busy the machine is
 settings.load_profile("no deadline")
+
+
+LARGE = 12
+"""Tests from which on a grid of parameters is cut to a small cover (`pairwise`)."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what a large grid has beyond a small cover of its parameters."""
+    grids: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+            and not item.get_closest_marker("slow")
+        ):
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    for grid in grids.values():
+        names = list(grid[0].callspec.params)
+        if len(grid) <= LARGE or len(names) < 2:
+            continue
+        rows = [tuple(_value(item, name) for name in names) for item in grid]
+        chosen = cover(rows)
+        for number, item in enumerate(grid):
+            if number not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def _value(item: pytest.Function, name: str) -> object:
+    value = item.callspec.params.get(name)
+    return (
+        value if isinstance(value, (str, int, float, bool, type(None))) else item.callspec.indices.get(name)
+    )
