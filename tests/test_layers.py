@@ -32,8 +32,6 @@ LAYERS = [
 """Packages and modules of `saccade`; each imports only from itself and from those before it."""
 
 UPWARD = {
-    ("tickets", "vlm"): "type of an attribute",
-    ("chat", "vlm"): "type of an attribute",
     ("methods", "engine"): "compositions make the engine that runs them",
     ("methods", "pocket"): "the built-in target brings its own drafters",
     ("draft", "loading"): "heads and captioners are loaded from folders",
@@ -41,7 +39,6 @@ UPWARD = {
 """Imports against the order that remain, with their reason."""
 
 CIRCLES = (
-    {"chat", "tickets", "vlm"},
     {
         *(
             "draft.heads.block",
