@@ -148,9 +148,9 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
         (
             {"heads": [hivis, hivis]},
             MethodError,
-            "Two heads are called 'hivis'; give one of them another name",
+            "Two heads are named 'hivis'; give one of them another name",
         ),
-        ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are called 'hivis'"),
+        ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are named 'hivis'"),
         ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
         ({"heads": ["nowhere"]}, ModelError, "has no config.json"),
         (
@@ -295,5 +295,5 @@ def test_heads_on_the_command_line_have_one_name_each(
         "given": ("pocket", "d", None),
         "heads": {"mine": "runs/mine/", "x": "runs/other", "a=b": str(odd)},
     }
-    with pytest.raises(InputError, match=r"Two heads are called 'best'.*--head NAME=FOLDER"):
+    with pytest.raises(InputError, match=r"Two heads are named 'best'.*--head NAME=FOLDER"):
         screen.load_models("some/model", None, None, heads=["a/best", "b/best"])

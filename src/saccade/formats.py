@@ -13,6 +13,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def count(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: ``1 token``, ``2 tokens``."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def shortened(value: Any, length: int = 60) -> str:
     """``repr`` of a value in at most ``length`` characters."""
     text = repr(value)

@@ -50,7 +50,7 @@ def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: 
     assert "Method " in result.stdout
     assert "Missing: " in result.stdout
     assert "Records: " in result.stdout
-    assert "if every method took as long as plain decoding" in result.stdout
+    assert "if every method were as slow as plain decoding" in result.stdout
     assert not (tmp_path / "runs").exists()
 
 
@@ -118,7 +118,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         patched.setattr(runner, "ask", ask)
         result = invoke("--suite", "quick", "--methods", "chain", "--repeats", "4")
     assert result.exit_code == 130
-    assert "the same command goes on from there" in result.stderr
+    assert "the same command resumes the run" in result.stderr
     kept = (tmp_path / "runs" / "quick" / FILE).read_bytes()
     assert invoke("--suite", "quick", "--methods", "chain", "--repeats", "4").exit_code == 0
     assert (tmp_path / "runs" / "quick" / FILE).read_bytes().startswith(kept)

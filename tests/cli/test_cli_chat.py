@@ -45,10 +45,10 @@ def test_a_conversation_with_images_goes_on_through_mistakes(shell: Shell, tmp_p
     assert result.out.splitlines() == answers
     for words in (
         "/reset        start a new conversation",
-        f"{first} goes with your next message.",
+        f"{first} is attached to your next message.",
         "The image file no.png does not exist",
         "/image needs a file, such as /image holiday.jpg.",
-        "There is no command /nonsense; /help lists those that exist.",
+        "/nonsense is not a command; /help lists the commands.",
         "prompt tokens reused",
         "this model's context is 1024",
     ):

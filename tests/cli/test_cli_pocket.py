@@ -30,7 +30,7 @@ def test_a_task_that_does_not_fit_the_model_is_left_out_or_refused_by_length(
     monkeypatch.setattr(pocket, "WORLD", few)
     told = shell("pocket", "eval", str(draft_path()), "-n", "2")
     assert told.code == 0, told.err
-    assert "Task long-video is left out. The sequence needs" in told.err
+    assert "Task long-video is left out: The sequence needs" in told.err
     assert "| long-video |" not in told.out
     refused = shell("pocket", "eval", "-t", "long-video", "-n", "2")
     assert refused.code == 2

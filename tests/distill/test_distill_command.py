@@ -43,15 +43,18 @@ def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source:
     assert plan.code == 0, plan.err
     assert "Questions: 5 of 6 conversations, 3 batches" in plan.out
     assert "5 greedy, 0 sampled" in plan.out
-    assert "1 asked already, 0 that cannot be used" in plan.out
+    assert "Left out: 1 duplicate, 0 unusable lines" in plan.out
     assert not (source.parent / "out").exists()
     done = shell(*command(source, "--sampled-share", "0"))
     assert done.code == 0, done.err
     assert done.out.startswith("5 answers in ")
     assert "1 duplicates" in done.out
     assert len(rows(source.parent / "out")) == 5
-    assert "5 there already" in shell(*command(source, "--plan", "--sampled-share", "0")).out
-    assert "0 answers in 0 s, 5 were there" in shell(*command(source, "--sampled-share", "0")).out
+    assert "5 finished" in shell(*command(source, "--plan", "--sampled-share", "0")).out
+    assert (
+        "0 answers in 0 s; 5 finished before; left out: 1 duplicate, 0"
+        in shell(*command(source, "--sampled-share", "0")).out
+    )
 
 
 def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:
     assert "line 21: it is not valid JSON" in shell(*command(data, "--plan")).complaint
     done = shell(*command(data, "--on-bad-line", "skip"))
     assert done.code == 0
-    assert "1 bad lines were skipped; the first is line 21" in done.err
+    assert "Skipped 1 bad line; the first is line 21" in done.err
 
 
 def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.
     monkeypatch.setattr("saccade.train.trainer.Trainer.train_step", interrupted)
     stopped = shell(*command(data))
     assert stopped.code == 130
-    assert "with --resume auto goes on from the last checkpoint" in stopped.err
+    assert "with --resume auto resumes from the last checkpoint" in stopped.err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Target = Annotated[
         "--target",
         "-t",
         metavar="PATH",
-        help="Checkpoint folder or hub id of the model whose answer you want; `pocket` is the built-in pair.",
+        help="Checkpoint folder or hub id of the target; `pocket` is the built-in pair.",
         rich_help_panel="Models",
     ),
 ]
@@ -24,8 +24,8 @@ Drafter = Annotated[
         "--drafter",
         "-d",
         metavar="PATH",
-        help="What guesses ahead: a smaller checkpoint with the same tokenizer, or the folder or hub id of a trained "
-        "head; pocket is the built-in draft model.",
+        help="A smaller checkpoint with the same tokenizer, or the folder or hub id of a trained head; `pocket` is the "
+        "built-in draft model.",
         rich_help_panel="Models",
     ),
 ]
@@ -34,8 +34,8 @@ Heads = Annotated[
     typer.Option(
         "--head",
         metavar="[NAME=]FOLDER",
-        help="A trained head besides the drafter, its folder or hub id, called like that or NAME; may be repeated. "
-        "With `pocket` the shipped heads come too, but for those of a name or kind that is given here.",
+        help="A trained head beside the drafter: its folder or hub id, named NAME or like the folder; may be repeated. "
+        "With `pocket` the shipped heads are loaded too, except those of a name or kind given here.",
         rich_help_panel="Models",
     ),
 ]
@@ -75,13 +75,14 @@ DeviceMap = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Where the target goes: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
+        help="Device of the target: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
         "by default a CUDA GPU if there is one, except for `pocket`.",
         rich_help_panel="Models",
     ),
 ]
 MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
+    int | None,
+    typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.", rich_help_panel="Decoding"),
 ]
 Sample = Annotated[
     bool, typer.Option("--sample", help="Sample instead of greedy decoding.", rich_help_panel="Decoding")
@@ -89,7 +90,7 @@ Sample = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Below 1 sharpens, above 1 flattens; implies --sample, but for 0: greedy decoding.",
+        help="Below 1 sharpens, above 1 flattens; implies --sample, except 0: greedy decoding.",
         rich_help_panel="Decoding",
     ),
 ]
@@ -115,24 +116,24 @@ MinP = Annotated[
 Images = Annotated[
     list[str] | None,
     typer.Option(
-        "--image", "-i", metavar="FILE", help="Picture to ask about (file or data URI); may be repeated."
+        "--image", "-i", metavar="FILE", help="Image of the prompt (file or data URI); may be repeated."
     ),
 ]
 Videos = Annotated[
     list[str] | None,
     typer.Option(
-        "--video", "-v", metavar="FILE", help="Video to ask about (needs the video extra); may be repeated."
+        "--video", "-v", metavar="FILE", help="Video of the prompt (needs the video extra); may be repeated."
     ),
 ]
 Marks = Annotated[
     bool,
     typer.Option(
         "--marks",
-        help="Mark the tokens that the drafter guessed: green, and yellow where a lossy method let one pass that the "
-        "target would not have said; without colours between ‹ and ›, and between « and ».",
+        help="Mark accepted draft tokens: green, or yellow where a lossy rule accepted one in place of the target's "
+        "own; without colours between ‹ and ›, and between « and ».",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Decoding")]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel="Decoding")]
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1 discourages repetition.", rich_help_panel="Decoding")
 ]
@@ -152,10 +153,10 @@ def decoding(
     repetition_penalty: float | None,
     stop: list[str] | None,
 ) -> dict[str, Any]:
-    """Generation options that were given; those not given are left to the checkpoint. Temperature 0 is greedy decoding.
+    """Return the given generation options; the checkpoint fills the others. Temperature 0 is greedy decoding.
 
     Raises:
-        InputError: greedy decoding and sampling are asked for at once.
+        InputError: temperature 0 together with --sample.
     """
     is_greedy = temperature == 0
     if is_greedy and sample:
@@ -182,7 +183,7 @@ def decoding(
 
 
 def settings(pairs: list[str] | None) -> dict[str, Any]:
-    """``NAME=VALUE`` pairs as a dictionary; numbers become numbers, true and false become booleans.
+    """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans.
 
     Raises:
         InputError: a pair has another form.

@@ -15,6 +15,7 @@ import typer
 from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError
+from saccade.formats import count, duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ def bench(
             "--suite",
             "-s",
             metavar="NAME",
-            help="A built-in suite, or the path of a .toml or .yaml file; without it the built-in ones are listed.",
+            help="A built-in suite, or the path of a .toml or .yaml file; without it, list the built-in suites.",
         ),
     ] = None,
     methods: Annotated[
@@ -51,7 +52,7 @@ def bench(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Ask your own prompts instead: JSON lines with LLaVA conversations or OpenAI messages.",
+            help="Use your own prompts instead: JSON lines with LLaVA conversations or OpenAI messages.",
         ),
     ] = None,
     out: Annotated[
@@ -59,11 +60,11 @@ def bench(
         typer.Option(
             "--out",
             metavar="FOLDER",
-            help="Where the records go, `runs/NAME` by default. A run that is there goes on if it is the same one, "
-            "else it is an error.",
+            help="Folder of the records, `runs/NAME` by default. A run of the same configuration resumes; other "
+            "content is an error.",
         ),
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would run and for how long.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the planned run and its duration.")] = False,
     per_task: Annotated[int | None, typer.Option(help="Prompts per task.", rich_help_panel=_SIZES)] = None,
     repeats: Annotated[
         int | None, typer.Option(help="Timed answers per prompt and method.", rich_help_panel=_SIZES)
@@ -75,10 +76,10 @@ def bench(
         int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel=_SIZES)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the pictures and of sampling.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="Seed of pictures and sampling.", rich_help_panel=_SIZES)
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; by default as torch chooses.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="CPU threads; by default torch's choice.", rich_help_panel=_SIZES)
     ] = None,
     target: args.Target = "pocket",
     drafter: args.Drafter = None,
@@ -92,8 +93,8 @@ def bench(
 ) -> None:
     """Compare methods with plain decoding: same models, same prompts, methods in turn, every answer recorded.
 
-    Stop at any time: every answer is on disk, and the same command goes on where it stopped. Lossless methods are
-    checked against plain decoding's tokens as they run; in float32 a difference ends the run with exit code 1.
+    Stop at any time: every answer is on disk, and the same command resumes. Lossless methods are checked against
+    plain decoding's tokens as they run; in float32 a difference ends the run with exit code 1.
 
     Examples:
 
@@ -138,7 +139,7 @@ def bench(
 
 
 def _list() -> None:
-    """The built-in suites."""
+    """Print the built-in suites."""
     from saccade.bench import library
 
     console = screen.out()
@@ -146,9 +147,7 @@ def _list() -> None:
         suite = library.load(name)
         console.print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
         console.print(f"    {suite.title}", markup=False, soft_wrap=True)
-    console.print(
-        "Run one with `saccade bench --suite NAME`; add --plan to see what it would do.", markup=False
-    )
+    console.print("Run one with `saccade bench --suite NAME`; add --plan to see its plan.", markup=False)
 
 
 def _suite(
@@ -198,11 +197,10 @@ def _plan(prepared: Prepared, folder: Path) -> None:
         line(f"Missing: {reason}")
     decoding = " ".join(f"{k}={v}" for k, v in suite.sampling.items()) or "greedy"
     line(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
-    done = f", {len(earlier.records)} of them there already" if earlier else ""
-    line(
-        f"Records: {expected.answers} in {folder}{done}; {expected.traced} more answers for the report's trees"
-    )
-    line(f"Time: {_duration(expected.seconds)} if every method took as long as plain decoding")
+    done = f", {len(earlier.records)} of them finished" if earlier else ""
+    traced = count(expected.traced, "more answer")
+    line(f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees")
+    line(f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding")
 
 
 def _run(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
@@ -217,13 +215,13 @@ def _run(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
             print(f"saccade: {problem}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            screen.note(f"Stopped. The answers so far are in {folder}; the same command goes on from there.")
+            screen.note(f"Stopped. The answers so far are in {folder}; the same command resumes the run.")
             raise
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr that is drawn between answers only, so that it takes nothing from what is timed."""
+    """Progress bar on stderr, drawn between answers only, outside the timed sections."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -261,17 +259,11 @@ def _show(run: Run, spent: Spent, as_json: bool) -> None:
         console.print(remark, markup=False, soft_wrap=True)
     if spent.total:
         console.print(
-            f"{_duration(spent.total)}, of which {spent.harness:.1%} was the harness's own.", soft_wrap=True
+            f"{duration(spent.total)}, of which {spent.harness:.1%} is overhead of the harness.",
+            soft_wrap=True,
         )
     console.print(
-        f"The run lies in {run.folder}; open it with `saccade report {run.folder}`.",
+        f"The run is in {run.folder}; open it with `saccade report {run.folder}`.",
         markup=False,
         soft_wrap=True,
     )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

@@ -1,4 +1,4 @@
-"""`saccade chat`: a conversation in the terminal, with images."""
+"""`saccade chat`: a conversation in the terminal, with images and videos."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 HELP = """\
-  /image FILE   show a picture with your next message (may be repeated)
-  /video FILE   show a video with your next message
+  /image FILE   attach an image to your next message (may be repeated)
+  /video FILE   attach a video to your next message
   /reset        start a new conversation
   /help         this list
   /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
@@ -28,7 +28,7 @@ def chat(
     target: args.Target = "pocket",
     image: Annotated[
         list[str] | None,
-        typer.Option("--image", "-i", metavar="FILE", help="Picture for the first message; may be repeated."),
+        typer.Option("--image", "-i", metavar="FILE", help="Image for the first message; may be repeated."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     drafter: args.Drafter = None,
@@ -48,9 +48,9 @@ def chat(
     seed: args.Seed = None,
     marks: args.Marks = False,
 ) -> None:
-    """Talk with a model about images, turn by turn.
+    """Chat with a model about images and videos.
 
-    Later turns reuse the KV cache of the earlier ones: only what is new is read. `/help` inside lists commands.
+    Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
     """
     decoding = args.decoding(
         max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop
@@ -81,7 +81,7 @@ def chat(
 
 
 def _line() -> str | None:
-    """What the user types next; None at the end of input."""
+    """Return the next line of input; None at its end."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()
@@ -96,7 +96,7 @@ def _line() -> str | None:
 
 
 class _Talk:
-    """The conversation, and the files that go with its next message."""
+    """A conversation, and the files attached to its next message."""
 
     def __init__(
         self, vlm: VLM, system: str | None, images: list[str], options: dict[str, Any], marks: bool
@@ -109,7 +109,7 @@ class _Talk:
         self._images, self._videos = images, list[str]()
 
     def take(self, line: str) -> None:
-        """Carry out a command, or say the line to the model and show its answer.
+        """Run a command, or send the line as a message and print the answer.
 
         Raises:
             SaccadeError: there is no such command, a file cannot be used, or the message does not fit; the
@@ -119,7 +119,7 @@ class _Talk:
         if not line:
             return
         if not line.startswith("/"):
-            screen.note(screen.summary(self._say(line), self._vlm.method))
+            screen.note(screen.summary(self._send(line), self._vlm.method))
         elif name in ("/image", "/video"):
             self._attach(name, argument.strip().strip("'\""))
         elif line == "/reset":
@@ -129,11 +129,11 @@ class _Talk:
         elif line == "/help":
             screen.note(HELP)
         else:
-            raise InputError(f"There is no command {line}; /help lists those that exist.")
+            raise InputError(f"{line} is not a command; /help lists the commands.")
 
-    def _say(self, text: str) -> Output:
+    def _send(self, text: str) -> Output:
         images, videos = self._images, self._videos
-        self._images, self._videos = [], []  # also when they turn out not to fit: or every message would fail
+        self._images, self._videos = [], []  # even if they are refused, or every later message would fail
         turn = self._chat.stream(text, images, videos, **self._options)
         return screen.answer(turn, screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks))
 
@@ -143,6 +143,6 @@ class _Talk:
                 f"{name} needs a file, such as {name} holiday.{'jpg' if name == '/image' else 'mp4'}."
             )
         images, videos = ([file], []) if name == "/image" else ([], [file])
-        screen.check_media(images, videos)  # say now what is wrong with it, not with the next message
+        screen.check_media(images, videos)  # a bad file is reported now, not with the next message
         self._images, self._videos = [*self._images, *images], [*self._videos, *videos]
-        screen.note(f"{file} goes with your next message.")
+        screen.note(f"{file} is attached to your next message.")

@@ -1,4 +1,4 @@
-"""`saccade demo`: the main job on one page, with the built-in pair and a picture it has never seen."""
+"""`saccade demo`: one answer of the built-in pair about a new picture, compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 FRESH = 10**6
-"""Training takes its samples from numbers of a million on; the ones below it has never seen."""
+"""Seeds below this are held out from training, which draws from it on."""
 READ_WELL = ("caption", "chart", "line", "receipt", "scene")
-"""Tasks of one picture that the built-in target reads best."""
+"""Tasks of one picture on which the built-in target is most accurate."""
 
 
 def demo(
@@ -32,32 +32,32 @@ def demo(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Repeats a picture; by default every run draws a new one.")
+        int | None, typer.Option(help="Seed of the picture; by default a new one per run.")
     ] = None,
     method: Annotated[str, typer.Option("--method", "-m", help="See `saccade methods`.")] = "chain",
-    save: Annotated[Path, typer.Option(metavar="FILE", help="Where the picture is saved.")] = Path(
+    save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path(
         "saccade-demo.png"
     ),
-    repeats: Annotated[int, typer.Option(help="Timed runs of each; medians are shown.")] = 5,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default as torch chooses.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
 ) -> None:
-    """Draw a picture, ask about it, and watch the answer come several times faster, token for token the same.
+    """Draw a picture, answer a question about it, and compare time and tokens with plain decoding.
 
     Uses the pair of small models that comes with the package; nothing is downloaded. Green tokens (or those
-    between ‹ and ›) were guessed by the drafter and accepted by the target; yellow ones (« and ») a lossy method let
-    pass although the target would have said another.
+    between ‹ and ›) were drafted and accepted; yellow ones (« and ») were accepted by a lossy rule in place of the
+    target's own token.
     """
     from saccade.pocket import WORLD, draw
 
     if repeats < 1:
         raise InputError(f"--repeats must be at least 1, not {repeats}.")
-    learnt = (name for name in WORLD if WORLD[name].share)  # by the built-in pair
-    tasks = sorted(name for name in learnt if _shows_one_picture(draw(0, name)))
+    trained = (name for name in WORLD if WORLD[name].share)
+    tasks = sorted(name for name in trained if _shows_one_picture(draw(0, name)))
     if task is not None and task not in tasks:
-        raise InputError(f"There is no task {task!r} of one picture; choose one of {', '.join(tasks)}.")
+        raise InputError(f"{task!r} is not a task of one picture; choose one of {', '.join(tasks)}.")
     seed = random.randrange(FRESH) if seed is None else seed
     if not 0 <= seed < FRESH:
-        raise InputError(f"--seed must be from 0 to {FRESH - 1}; training has seen what lies beyond.")
+        raise InputError(f"--seed must be from 0 to {FRESH - 1}; greater ones were used for training.")
     task = task or random.Random(seed).choice(READ_WELL)
     sample = draw(seed, task)
     try:
@@ -75,7 +75,7 @@ def demo(
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
         for vlm in (plain, ours):
-            _ask(vlm, sample)
+            _answer(vlm, sample)
 
     console.print(f"\nQuestion: {sample.question}\nAnswer:   ", end="", markup=False)
     stream = ours.stream(sample.question, [sample.image])
@@ -83,8 +83,8 @@ def demo(
     runs: dict[str, list[Output]] = {"plain": [], method: []}
     with screen.waiting("Timing both, in turn"):
         for _ in range(repeats):
-            runs["plain"].append(_ask(plain, sample))
-            runs[method].append(_ask(ours, sample))
+            runs["plain"].append(_answer(plain, sample))
+            runs[method].append(_answer(ours, sample))
     _report(console, sample, method, runs)
 
 
@@ -92,7 +92,7 @@ def _shows_one_picture(sample: Sample) -> bool:
     return len(sample.images) == 1 and not sample.turns
 
 
-def _ask(vlm: VLM, sample: Sample) -> Output:
+def _answer(vlm: VLM, sample: Sample) -> Output:
     output: Output = vlm.generate(sample.question, [sample.image])
     return output
 

@@ -1,4 +1,4 @@
-"""`saccade distill`: the target answers a prompt set, for drafters to learn from."""
+"""`saccade distill`: the target's answers to a prompt set, as training data of drafters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import typer
 from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError, MethodError
+from saccade.formats import count as counted
+from saccade.formats import duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +39,7 @@ def distill(
             "--out",
             "-o",
             metavar="FOLDER",
-            help="Where the answers go. A run that is there goes on if it is the same one, else it is an error.",
+            help="Folder of the answers. A run of the same configuration resumes; any other content is an error.",
         ),
     ],
     target: args.Target = None,
@@ -46,25 +48,25 @@ def distill(
         typer.Option(
             "--media-root",
             metavar="FOLDER",
-            help="Where the images and videos lie; by default beside the prompts.",
+            help="Folder of the images and videos; by default the prompts' own.",
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", help="Ask only the first so many questions.")
+        int | None, typer.Option("--limit", help="Answer only the first so many questions.")
     ] = None,
     history: Annotated[
         str,
         typer.Option(
-            help="What earlier answers of a conversation are: `reference`, as in the prompts, or the target's `own`."
+            help="Earlier answers of a conversation: `reference`, those of the prompts, or the target's `own`."
         ),
     ] = "reference",
     on_bad_line: Annotated[
         str, typer.Option(help="`stop` at a line that cannot be used, or `skip` it.")
     ] = "stop",
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show how much would be asked and how long it would take.")
+        bool, typer.Option("--plan", help="Show the number of questions and the estimated time.")
     ] = False,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Questions asked at once.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Questions per batch.")] = 8,
     drafter: args.Drafter = None,
     method: Annotated[
         str | None,
@@ -115,13 +117,13 @@ def distill(
         ),
     ] = None,
 ) -> None:
-    """Let the target answer a prompt set: what drafters learn from, since they must guess the target's own words.
+    """Let the target answer a prompt set: training data for drafters, which must predict the target's own tokens.
 
-    FOLDER/answers.jsonl gets one line per question: the messages, the answer as text and as token ids, how it
-    ended, and the temperature. Every assistant turn of a conversation is a question; the same question with the
-    same media is asked once.
+    FOLDER/answers.jsonl gets one line per question: the messages, the answer as text and as token ids, its finish
+    reason, and the temperature. Every assistant turn of a conversation is a question; duplicates with the same media
+    are answered once.
 
-    Stop at any time, even by force: the same command goes on, and the file comes out the same.
+    Stop at any time, even by force: the same command resumes, and the file is the same as without the stop.
 
     Examples:
 
@@ -164,7 +166,7 @@ def distill(
     if plan:
         from saccade.distill import preview
 
-        with screen.waiting("Reading the prompts and asking a few of them"):
+        with screen.waiting("Reading the prompts and answering a few of them"):
             expected = preview(vlm, source, out, **shared)
         _plan(expected, out)
         return
@@ -174,14 +176,14 @@ def distill(
         try:
             report = run(vlm, source, out, progress=update, **shared)
         except KeyboardInterrupt:
-            screen.note(f"Stopped. The answers so far are in {out}; the same command goes on from there.")
+            screen.note(f"Stopped. The answers so far are in {out}; the same command resumes the run.")
             raise
     _show(report)
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr with the rate and the time left."""
+    """Progress bar on stderr with rate and time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -198,12 +200,12 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        speed_estimate_period=600,  # seconds; a batch can take many
+        speed_estimate_period=600,  # seconds; one batch can take minutes
     ) as bar:
         task = bar.add_task("reading the prompts", total=None)
 
         def update(progress: Progress) -> None:
-            rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "asking"
+            rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "generating"
             bar.update(task, completed=progress.done, total=progress.total, description=rate)
 
         yield update
@@ -215,11 +217,12 @@ def _plan(expected: Preview, out: Path) -> None:
     sampled = sum(item.sampled for item in plan.items)
     questions = sum(len(batch) for batch in plan.batches)
     lines = [
-        f"Questions: {questions} of {plan.conversations} conversations, {len(plan.batches)} batches",
+        f"Questions: {questions} of {counted(plan.conversations, 'conversation')}, "
+        f"{counted(len(plan.batches), 'batch', 'batches')}",
         f"Decoding: {questions - sampled} greedy, {sampled} sampled",
-        f"Left out: {plan.duplicates} asked already, {len(plan.problems)} that cannot be used",
-        f"Answers: {out}/answers.jsonl" + (f", {expected.there} there already" if expected.there else ""),
-        f"Time: about {_duration(expected.seconds)}",
+        f"Left out: {counted(plan.duplicates, 'duplicate')}, {counted(len(plan.problems), 'unusable line')}",
+        f"Answers: {out}/answers.jsonl" + (f", {expected.there} finished" if expected.there else ""),
+        f"Time: about {duration(expected.seconds)}",
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
@@ -227,14 +230,14 @@ def _plan(expected: Preview, out: Path) -> None:
 
 
 def _show(report: Report) -> None:
-    earlier = f", {report.there} were there" if report.there else ""
+    earlier = f"; {report.there} finished before" if report.there else ""
     rate = f", {report.tokens / report.seconds:.0f} tokens/s" if report.asked else ""
     ends = ", ".join(f"{count} {_ENDS[end]}" for end, count in sorted(report.finishes.items()))
     lines = [
-        f"{report.asked} answers in {_duration(report.seconds)}{rate}{earlier}; {report.duplicates} duplicates and "
-        f"{len(report.problems)} unusable ones left out.",
+        f"{counted(report.asked, 'answer')} in {duration(report.seconds)}{rate}{earlier}; left out: "
+        f"{counted(report.duplicates, 'duplicate')}, {counted(len(report.problems), 'unusable line')}.",
         *([f"Of them {ends}."] if ends else []),
-        f"The answers lie in {report.folder}/answers.jsonl.",
+        f"The answers are in {report.folder}/answers.jsonl.",
     ]
     for line in lines:
         screen.out().print(line, markup=False, soft_wrap=True)
@@ -254,10 +257,3 @@ def _problems(problems: list[str]) -> None:
         screen.note(f"Skipped: {problem}")
     if len(problems) > _SHOWN:
         screen.note(f"... and {len(problems) - _SHOWN} more.")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

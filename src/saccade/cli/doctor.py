@@ -1,4 +1,4 @@
-"""`saccade doctor`: what is installed, which devices and built-in models there are, which families work here."""
+"""`saccade doctor`: installed packages, devices, built-in models and model families."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONAL = {
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what is installed, which devices and built-in models there are, and which model families work here.
+    """Show installed packages, devices, built-in models, and the model families that work here.
 
     A family works when the installed transformers has it; `video` needs PyAV for files.
     """
@@ -50,14 +50,14 @@ def doctor(
         console.print(f"  {device}", markup=False, soft_wrap=True)
     console.print("built-in models (`-t pocket`)")
     console.print(f"  {', '.join(report['pocket'])}", markup=False, soft_wrap=True)
-    console.print("families (any other decoder of transformers is tried, and checked at load)")
+    console.print("families (any other decoder of transformers is checked at load)")
     for name, family in report["families"].items():
         state = "works" if family["works"] else "needs a newer transformers"
         console.print(f"  {name:<16} {family['name']:<28} {state}", markup=False, soft_wrap=True)
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `saccade doctor` shows."""
+    """Return everything that `saccade doctor` shows."""
     import torch
     from transformers import CONFIG_MAPPING
 

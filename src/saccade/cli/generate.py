@@ -22,7 +22,7 @@ def generate(
     image: args.Images = None,
     video: args.Videos = None,
     num_frames: Annotated[
-        int | None, typer.Option(help="Frames taken of a video; by default as the model says.")
+        int | None, typer.Option(help="Frames sampled from a video; by default the checkpoint's setting.")
     ] = None,
     drafter: args.Drafter = None,
     method: args.MethodName = None,
@@ -80,7 +80,7 @@ def generate(
     stream = vlm.stream(question, images, videos, seed=seed, num_frames=num_frames, **decoding)
     if as_json:
         output = screen.finish(stream, lambda _: None)
-        print(json.dumps({"target": target, **_used(vlm, drafter), **output.as_dict()}))
+        print(json.dumps({"target": target, **_configuration(vlm, drafter), **output.as_dict()}))
     else:
         output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
         screen.note(screen.summary(output, vlm.method))
@@ -88,11 +88,11 @@ def generate(
         raise typer.Exit(130)
 
 
-def _used(vlm: VLM, given: str | None) -> dict[str, Any]:
-    """What drafted, and how: the drafter's folder or hub id, its head's name, every option of the method, the dtypes.
+def _configuration(vlm: VLM, given: str | None) -> dict[str, Any]:
+    """Return the drafter's folder or hub id, its head's name, every option of the method, and the dtypes.
 
     Args:
-        given: what the user named as drafter.
+        given: the drafter as the user named it.
     """
     from saccade import methods
     from saccade.loading import name_of

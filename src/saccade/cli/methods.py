@@ -1,4 +1,4 @@
-"""`saccade methods`: what there is, and every option of a method."""
+"""`saccade methods`: the list of methods, and every option of one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import typer
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Tell every option of this method.")
+        str | None, typer.Argument(metavar="[NAME]", help="Show every option of this method.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the methods: what each does, whether it is lossless, what it needs, and its source.
+    """List the methods with summary, losslessness, needed drafter and source.
 
-    With a name: all that can be set with --set NAME=VALUE, with defaults, ranges and meanings. Drafter, tree, rule and
-    pruning go together freely; an answer is lossy exactly when its rule is. A draft model or the folder of a trained
-    head is given with --drafter; `saccade bench` takes more heads with --head.
+    With a name: every option of --set NAME=VALUE with default, range and meaning. Drafter, tree, rule and pruning
+    combine freely; an answer is lossy exactly when its rule is. --drafter takes a draft model or the folder of a
+    trained head; `saccade bench` takes more heads with --head.
     """
     from saccade.methods import METHODS, get
     from saccade.methods.settings import table

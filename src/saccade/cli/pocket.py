@@ -21,14 +21,14 @@ app = typer.Typer(
 
 @app.command("draw")
 def draw_samples(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Output folder.")],
     tasks: Annotated[
         list[str] | None,
         typer.Option("--task", "-t", help="A task; repeat for more. All of them by default."),
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples of every task.")] = 8,
     seed: Annotated[
-        int, typer.Option(help="Number of the first sample; the same number, the same sample.")
+        int, typer.Option(help="Number of the first sample; equal numbers draw equal samples.")
     ] = 0,
     grammar: Annotated[
         str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")
@@ -37,7 +37,7 @@ def draw_samples(
         bool, typer.Option("--videos", help="Write videos as MP4 files, too (needs PyAV).")
     ] = False,
 ) -> None:
-    """Draw samples of the pocket world into a folder, with a page to look at them.
+    """Draw samples of the pocket world into a folder, with a page that shows them.
 
     Example: `saccade pocket draw --task story --count 4 --out stories`
     """
@@ -107,13 +107,13 @@ def evaluate_model(
             "--draft",
             "-d",
             metavar="DRAFT",
-            help="A draft model for the same answers sooner: a folder, or `pocket`, which `target` has anyway.",
+            help="A draft model that speeds up the evaluation: a folder, or `pocket`, the default of `target`.",
         ),
     ] = None,
 ) -> None:
-    """Print how well a pocket model reads: its accuracy beside chance, and when shown the wrong picture.
+    """Print a pocket model's accuracy, beside chance and beside its accuracy with the wrong picture.
 
-    The wrong picture is shown with every fourth sample.
+    Every fourth sample is also evaluated with the wrong picture.
 
     Example: `saccade pocket eval target --task chart --samples 1000`
     """
@@ -129,8 +129,8 @@ def evaluate_model(
             known = " or ".join(WORLD[task].grammars)
             raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))
-    guesser = drafter or (draft_path() if model == "target" else None)
-    vlm = saccade.load(folder, guesser, method="chain" if guesser else "plain")
+    draft = drafter or (draft_path() if model == "target" else None)
+    vlm = saccade.load(folder, draft, method="chain" if draft else "plain")
     for task in list(chosen):
         try:
             asked = vlm.processor.prompt(draw(0, task, grammar).messages())
@@ -139,7 +139,7 @@ def evaluate_model(
             if tasks:
                 raise
             chosen.remove(task)
-            screen.note(f"Task {task} is left out. {problem}")
+            screen.note(f"Task {task} is left out: {problem}")
     with screen.progress("Answering") as tell:
         rows = measure(vlm, chosen, samples, grammar, tell)
     print(table(rows))

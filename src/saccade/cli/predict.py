@@ -1,4 +1,4 @@
-"""`saccade predict`: what speculation should bring, before anything is run."""
+"""`saccade predict`: the expected speed-up, before anything is run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def predict(
         typer.Option(
             "--verify-cost",
             metavar="COST:TOKENS,...",
-            help="What a target pass over so many tokens costs, in plain target steps. The pass for gamma draft "
+            help="Cost of a target pass over so many tokens, in plain target steps. The pass for gamma draft "
             "tokens has gamma + 1. Linear between the points; 1 throughout when left out.",
         ),
     ] = None,

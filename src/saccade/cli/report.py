@@ -1,4 +1,4 @@
-"""`saccade report` and `saccade compare`: benchmark runs as a page, and what changed between two of them."""
+"""`saccade report` and `saccade compare`: benchmark runs as a page, and the changes between two of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
+from saccade.formats import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,10 +43,10 @@ def report(
     ] = None,
     prompts: Annotated[int, typer.Option(min=0, help="Most prompts per run in the token view.")] = 4,
 ) -> None:
-    """Write one HTML page that needs nothing else (no network), and its tables as Markdown.
+    """Write one self-contained HTML page (no network), and its tables as Markdown.
 
-    The page shows comparison tables with intervals, speed against quality, acceptance by depth, where the time
-    goes, and the answers token by token with the draft trees of every step. Needs the `report` extra.
+    The page shows comparison tables with intervals, speed against quality, acceptance by depth, time per
+    stage, and the answers token by token with the draft trees of every step. Needs the `report` extra.
 
     Example: `saccade report runs/quick`
     """
@@ -72,7 +73,7 @@ def compare(
         ),
     ] = False,
     level: Annotated[
-        float, typer.Option(help="How sure all verdicts together shall be, between 0.5 and 1.")
+        float, typer.Option(help="Confidence of all verdicts together, between 0.5 and 1.")
     ] = 0.95,
     margin: Annotated[
         float, typer.Option(help="Share of time below which a difference does not count.")
@@ -82,11 +83,11 @@ def compare(
         bool, typer.Option("--fail-if-slower", help="Exit with code 1 when a method became slower.")
     ] = False,
 ) -> None:
-    """Say what changed from run A to run B, and whether it is more than noise.
+    """Show what changed from run A to run B, and whether it exceeds the noise.
 
     A method is faster or slower when the whole interval of its time ratio (B over A) lies beyond the margin; the
-    intervals are corrected for the number of methods. Prompts are compared with themselves where both runs asked
-    them.
+    intervals are corrected for the number of methods. Prompts in both runs are compared with
+    themselves.
 
     Example: `saccade compare runs/before runs/after --fail-if-slower`
     """
@@ -132,20 +133,20 @@ def _changes(found: Comparison) -> Table:
 
 
 def _answers(change: Change) -> Iterator[str]:
-    """What changed besides time; equal tokens, acceptance and scores are not worth a word."""
+    """Yield the changes besides time: of tokens, acceptance and scores."""
     if change.equal < change.answers:
-        yield f"{change.answers - change.equal} of {change.answers} answers have other tokens"
+        yield f"{change.answers - change.equal} of {count(change.answers, 'answer')} with other tokens"
     for name, values in (("accepted length", change.accepted_length), ("score", change.score)):
         if values is not None and values[0] != values[1]:
             yield f"{name} {values[0]:.3f} in A, {values[1]:.3f} in B"
 
 
 def _remarks(found: Comparison) -> Iterator[str]:
-    """Sentences below the table."""
+    """Yield the sentences below the table."""
     prompts = {(c.prompts, c.paired) for c in found.changes}
-    for count, paired in sorted(prompts):
+    for number, paired in sorted(prompts):
         how = "each compared with itself" if paired else "NOT the same in both runs: compared as two samples"
-        yield f"{count} prompts, {how}."
+        yield f"{count(number, 'prompt')}, {how}."
     measure = (
         "time per token relative to plain decoding of the same run" if found.relative else "time per token"
     )
@@ -154,7 +155,7 @@ def _remarks(found: Comparison) -> Iterator[str]:
         f"{found.margin:.0%} do not count."
     )
     if any(change.verdict == "too few prompts" for change in found.changes):
-        yield f"A verdict on so many methods at once needs {found.fewest} prompts; run more, or fewer methods."
+        yield f"Verdicts on so many methods need {found.fewest} prompts; run more prompts, or fewer methods."
     alike = [c for c in found.changes if c.answers and not any(_answers(c))]
     if alike:
         yield f"Same tokens, acceptance and scores in both runs: {', '.join(c.method for c in alike)}."

@@ -1,4 +1,4 @@
-"""What the commands show while they work: waiting signs, marked tokens, a summary."""
+"""Terminal output of the commands: spinners, marked tokens, a summary."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from saccade.errors import InputError, SaccadeWarning
+from saccade.formats import count
 
 if TYPE_CHECKING:
     from saccade.chat import Turn
@@ -26,18 +27,18 @@ _notes = Console(stderr=True, highlight=False)
 
 
 def out() -> Console:
-    """The answer's own console."""
+    """Return the console of standard output."""
     return Console(file=sys.stdout, highlight=False)
 
 
 def note(words: str, style: str = "dim") -> None:
-    """Say something that is not the answer itself, on stderr."""
+    """Print a note on stderr, beside the answer on stdout."""
     _notes.print(words, style=style, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes long; nothing when stderr is no terminal."""
+    """Show a spinner on stderr; nothing where stderr is not a terminal."""
     if _notes.is_terminal:
         with _notes.status(what):
             yield
@@ -47,7 +48,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with the time left; told how many are done, and of how many."""
+    """Show a bar on stderr with the time left; yields its update of (done, total)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -57,7 +58,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def check_media(images: list[str], videos: list[str]) -> None:
-    """Say what is wrong with files before models are loaded for them.
+    """Check files before models are loaded for them.
 
     Raises:
         InputError: a file cannot be used.
@@ -79,7 +80,7 @@ def load_models(
         heads: FOLDER or NAME=FOLDER each, to choose from.
     """
     if not sys.warnoptions:
-        _heed_own_warnings()
+        _show_own_warnings()
     with waiting(f"Loading {target}"):
         from transformers.utils import logging
 
@@ -92,11 +93,11 @@ def load_models(
         return load(target, drafter, method, **options)
 
 
-def _heed_own_warnings() -> None:
-    """Saccade's warnings as one line each, once; none of libraries, about what the user of a command cannot change."""
+def _show_own_warnings() -> None:
+    """Print each of Saccade's warnings once, as one line; silence those of libraries, which a user cannot act on."""
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", SaccadeWarning)
-    told: set[tuple[str, int]] = set()
+    shown: set[tuple[str, int]] = set()
     before = warnings.showwarning
 
     def show(
@@ -109,15 +110,15 @@ def _heed_own_warnings() -> None:
     ) -> None:
         if not issubclass(category, SaccadeWarning):
             before(message, category, filename, lineno, file, line)
-        elif (filename, lineno) not in told:
-            told.add((filename, lineno))  # not the words: they may count what differs from picture to picture
+        elif (filename, lineno) not in shown:
+            shown.add((filename, lineno))  # not the text: it may count things that differ per image
             note(f"saccade: {message}", "yellow")
 
     warnings.showwarning = show
 
 
 def _heads_by_name(given: list[str]) -> dict[str, str]:
-    """FOLDER or NAME=FOLDER each.
+    """Return the folders by name, of FOLDER or NAME=FOLDER each.
 
     Raises:
         InputError: two have the same name.
@@ -129,7 +130,7 @@ def _heads_by_name(given: list[str]) -> dict[str, str]:
             name, folder = Path(text).expanduser().resolve().name, text
         if name in found:
             raise InputError(
-                f"Two heads are called {name!r}; give one of them another name: --head NAME=FOLDER."
+                f"Two heads are named {name!r}; give one of them another name: --head NAME=FOLDER."
             )
         found[name] = folder
     return found
@@ -137,7 +138,7 @@ def _heads_by_name(given: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How tokens of a mark are shown: in a colour, or between brackets where there are no colours."""
+    """Style of the tokens of one mark: a colour, or brackets where the terminal has no colours."""
 
     colour: str = ""
     opens: str = ""
@@ -149,10 +150,10 @@ _LOOKS: dict[Mark, _Look] = {"target": _OWN, "draft": _ACCEPTED, "loose": _LOOSE
 
 
 class Painter:
-    """Prints an answer as it comes, accepted draft tokens marked.
+    """Printer of a streamed answer that marks accepted draft tokens.
 
-    In colour, drafted tokens are green, and those that a lossy rule let pass yellow; without colour they stand
-    between ‹ and ›, and between « and ».
+    With colours, accepted draft tokens are green, loosely accepted ones yellow; without, they are enclosed in ‹ and ›,
+    and in « and ».
     """
 
     def __init__(self, tokenizer: Any, console: Console, marked: bool) -> None:
@@ -173,7 +174,7 @@ class Painter:
             self._piece(self._text.add([token]), mark)
 
     def finish(self) -> None:
-        """Print what was held back, and end the line."""
+        """Print buffered characters, and end the line."""
         if self._marked:
             self._piece(self._text.finish(), "target")
         self._put(self._look.closes + "\n")
@@ -194,14 +195,14 @@ class Painter:
 
 
 def answer(stream: Stream | Turn, painter: Painter) -> Output:
-    """Print a stream; Ctrl-C ends it with what there is."""
+    """Print a stream and return its output; Ctrl-C ends it early."""
     output = finish(stream, painter.show)
     painter.finish()
     return output
 
 
 def finish(stream: Stream | Turn, show: Callable[[Chunk], None]) -> Output:
-    """Generate to the end and show every chunk; Ctrl-C ends it with what there is."""
+    """Generate to the end, showing every chunk, and return the output; Ctrl-C ends it early."""
     try:
         with closing(iter(stream)) as chunks:
             with waiting("Reading the prompt"):
@@ -219,29 +220,29 @@ def finish(stream: Stream | Turn, show: Callable[[Chunk], None]) -> Output:
 
 @contextmanager
 def _stop_between_steps() -> Iterator[Callable[[], bool]]:
-    """Lets the first Ctrl-C wait for the step to end, so that caches stay usable; the second one does not wait."""
-    asked = False
+    """Defer the first Ctrl-C to the end of the step, so that caches stay usable; the second one interrupts at once."""
+    stopped = False
 
-    def ask(*_: Any) -> None:
-        nonlocal asked
-        if asked:
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        if stopped:
             raise KeyboardInterrupt
-        asked = True
+        stopped = True
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, stop)
     try:
-        yield lambda: asked
+        yield lambda: stopped
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def summary(output: Output, method: str) -> str:
-    """One line of statistics."""
+    """Return one line of statistics."""
     stats, times = output.stats, output.stats.times
-    parts = [f"{stats.new_tokens} token{'' if stats.new_tokens == 1 else 's'} in {times.total:.2f} s"]
+    parts = [f"{count(stats.new_tokens, 'token')} in {times.total:.2f} s"]
     if stats.reused_tokens:
         parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused")
     if stats.target_passes and times.decode > 0:

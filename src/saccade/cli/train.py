@@ -1,4 +1,4 @@
-"""`saccade train`: a drafter for a target of one's own."""
+"""`saccade train`: training of a drafter for a target."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError
+from saccade.formats import count
 
 
 def train(
@@ -30,7 +31,9 @@ def train(
     ],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Where checkpoints, log and the trained head go."),
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Folder of checkpoints, log and the trained head."
+        ),
     ],
     target: args.Target = None,
     begin: Annotated[
@@ -38,8 +41,8 @@ def train(
         typer.Option(
             "--from",
             metavar="HEAD",
-            help="Begin with the weights of a trained head, a folder or hub id, in place of fresh ones; options that "
-            "no --set names are that head's.",
+            help="Start from the weights of a trained head, a folder or hub id, instead of fresh ones; options without "
+            "a --set are that head's.",
         ),
     ] = None,
     lm: Annotated[
@@ -47,8 +50,8 @@ def train(
         typer.Option(
             "--lm",
             metavar="MODEL",
-            help="`draft-vlm` only: the language model to begin with, of the target's tokenizer; or "
-            "LAYERSxWIDTH for an untaught one.",
+            help="`draft-vlm` only: the language model to start from, of the target's tokenizer; or "
+            "LAYERSxWIDTH for an untrained one.",
         ),
     ] = None,
     settings: Annotated[
@@ -61,12 +64,12 @@ def train(
         ),
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Make a few steps, say what the run would take, and stop.")
+        bool, typer.Option("--plan", help="Time a few steps, estimate the run, and stop.")
     ] = False,
     resume: Annotated[
         str,
         typer.Option(
-            help="`auto` goes on from the newest checkpoint in --out; `never` refuses if there is one."
+            help="`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."
         ),
     ] = "never",
     on_bad_line: Annotated[
@@ -78,10 +81,10 @@ def train(
 ) -> None:
     """Train a drafter head, or a draft VLM, for a target on the target's own answers.
 
-    The drafter with the longest accepted drafts is in OUT/best, the last one in OUT/head, or OUT/draft of a draft VLM;
-    give either as `--drafter`.
-    Stop at any time: the same command with `--resume auto` goes on from the last checkpoint, and on a CPU in float32
-    it ends with the very weights of a run that was never stopped.
+    OUT/best has the drafter with the longest accepted drafts, OUT/head (of a draft VLM OUT/draft) the last one; give
+    either as `--drafter`.
+    Stop at any time: the same command with `--resume auto` resumes from the last checkpoint, and on a CPU in float32
+    ends with the same weights as an uninterrupted run.
 
     Examples:
 
@@ -149,13 +152,13 @@ def train(
     try:
         outcome = trainer.run()
     except KeyboardInterrupt:
-        screen.note("Stopped; the same command with --resume auto goes on from the last checkpoint.")
+        screen.note("Stopped; the same command with --resume auto resumes from the last checkpoint.")
         raise
     if not trainer.processes.leads:
         return
     if source.bad:
         number, why = next(iter(source.bad.items()))
-        screen.note(f"{len(source.bad)} bad lines were skipped; the first is line {number}: {why}")
+        screen.note(f"Skipped {count(len(source.bad), 'bad line')}; the first is line {number}: {why}")
     if outcome.best is not None:
         print(f"{outcome.best}  block efficiency {outcome.efficiency:.3f}")
     print(outcome.head)

@@ -1,6 +1,6 @@
 """The one composition behind every method: any drafter with any tree, rule and pruning.
 
-What a method is made of is imported when it is made, so that methods can be listed without loading torch.
+Parts are imported when they are composed, so that methods can be listed without loading torch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from saccade.verify.rule import Rule
 
 Values = Mapping[str, Any]
-"""Options as `saccade.methods.settings.resolved` gives them."""
+"""Options as `saccade.methods.settings.resolved` returns them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a method is composed of besides its options.
+    """Parts that a method is composed of, besides its options.
 
     Attributes:
-        target: the model whose answer is wanted.
+        target: the target model.
         draft_model: a smaller one, where a method needs it.
         vocab_size: tokens that both share; the smaller vocabulary when None.
-        special_ids: tokens that lossy rules never let pass.
+        special_ids: tokens that lossy rules never accept loosely.
         draft_processor: makes the draft model's prompts; needed by methods that rewrite them.
         head: a trained drafter head, where a method needs it.
     """
@@ -69,7 +69,7 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
     if drafts == "model":
         drafter = _by_model(parts, policy, vocab_size, values)
     elif drafts == "self":
-        drafter = _seeing(parts.target, policy, vocab_size, values)
+        drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     else:
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)
@@ -93,7 +93,7 @@ def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values)
     model, processor = parts.draft_model, parts.draft_processor
     assert model is not None
     if not values["views"]:
-        return _seeing(model, policy, vocab_size, values)
+        return _by_visual_model(model, policy, vocab_size, values)
     assert processor is not None
     reader = (
         model if visual_ids(model.config) else parts.target
@@ -111,8 +111,8 @@ def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values)
     return EnsembleDrafter(model, policy, views, weighting, vocab_size, values["carry"])
 
 
-def _seeing(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
-    """A model that drafts with all or part of the visual tokens; the target itself for self-speculation."""
+def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+    """Drafter of a model with all or part of the visual tokens; the target itself for self-speculation."""
     from saccade.draft.model import ModelDrafter
     from saccade.draft.pruning import PrunedDrafter
 
@@ -147,7 +147,7 @@ def tree_policy(values: Values) -> TreePolicy:
 
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
-    """None for the lossless rules, of which decoding chooses one."""
+    """Lossy rule of the options; None for the lossless ones, selected by decoding."""
     from saccade.methods.settings import LOSSLESS_RULE, RULES
     from saccade.verify.loosening import FLy
     from saccade.verify.lvspec import LVSpec, RandomLoosening
@@ -160,14 +160,14 @@ def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
 
 
 def pruning_of(values: Values) -> Any:
-    """What of the visual tokens a drafter keeps."""
+    """Pruning of the drafter's visual tokens."""
     from saccade.draft.pruning import Pruning
 
     return Pruning(values["select"], values["keep_images"], values["keep_videos"], values["mass"])
 
 
 def captioner_of(given: Any, model: Target, processor: InputProcessor) -> Captioner | None:
-    """Whatever `captioner` may be, as a captioner; None for the draft model itself."""
+    """Captioner of the option `captioner`; None for the draft model itself."""
     from saccade.draft.ensemble.captions import GivenCaptions, PictureCaptions, from_checkpoint
 
     if not given:

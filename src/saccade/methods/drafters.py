@@ -19,7 +19,7 @@ POCKET = "pocket"
 
 
 def is_pocket(given: Any) -> bool:
-    """Whether a name is the built-in one; a folder that is called like it is a folder."""
+    """Whether a name is the built-in one and not an existing folder."""
     return isinstance(given, str) and given == POCKET and not Path(given).is_dir()
 
 
@@ -41,15 +41,14 @@ def with_builtin(
     options: Mapping[str, Any],
     heads: Mapping[str, AnyHead],
 ) -> tuple[Any, Any, dict[str, AnyHead]]:
-    """Target, drafter and heads with folders in place of `pocket`, and with what comes beside the built-in target.
+    """Return target, drafter and heads with folders in place of `pocket`, and with the built-in target's drafters.
 
-    With a method that is what the method needs; without one it is the draft model and every shipped head, so that
-    all of them can be chosen from. What the user gives is never replaced: a shipped head stays away where one of its
-    name or of its kind is given, and comes with a method only when no drafter and no head is given.
+    Without a method these are the draft model and every shipped head, except heads whose name or kind is given; with
+    a method, the drafter that it needs, if neither drafter nor head is given.
 
     Args:
         options: of the method, as given.
-        heads: all that the user gives, by name; see `named`.
+        heads: given ones, by name; see `named`.
 
     Raises:
         MethodError: unknown method or option.
@@ -78,12 +77,12 @@ Heads = AnyHead | Sequence[AnyHead] | Mapping[str, AnyHead]
 
 
 def is_head(drafter: Any) -> bool:
-    """Whether it is a head, or the folder of one."""
+    """Whether a drafter is a head, or the folder of one."""
     return isinstance(drafter, Head) or kind_in(drafter) is not None
 
 
 def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
-    """All heads by name: a drafter that is one goes by its kind, a folder by its own name unless it was given another.
+    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given.
 
     Raises:
         ModelError: a folder holds no head.
@@ -100,7 +99,7 @@ def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
     for name, head in given:
         if name in found:
             raise MethodError(
-                f"Two heads are called {name!r}; give one of them another name with heads={{NAME: FOLDER}} "
+                f"Two heads are named {name!r}; give one of them another name with heads={{NAME: FOLDER}} "
                 "(--head NAME=FOLDER on the command line)."
             )
         found[name] = head
@@ -108,7 +107,7 @@ def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
 
 
 def kind_of(head: AnyHead) -> str:
-    """The kind of a head, or of the one in a folder.
+    """Return the kind of a head, or of the one in a folder.
 
     Raises:
         ModelError: the folder holds no head.
@@ -117,14 +116,14 @@ def kind_of(head: AnyHead) -> str:
 
 
 def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
-    """Name -> kind."""
+    """Return name -> kind."""
     return {name: kind_of(head) for name, head in heads.items()}
 
 
 def read_heads(
     heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None
 ) -> dict[str, Head]:
-    """All heads by name, every folder read once.
+    """Load heads by name; every folder is read once.
 
     Args:
         dtype: of heads that are read; see `load_head`.
@@ -145,7 +144,7 @@ def read_heads(
 
 
 def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> str:
-    """The method for a user who names none: that of the head, if there is one and no draft model."""
+    """Return the default method: the kind of the head, if one is given and no draft model."""
     if head is not None and head in kinds:
         return kinds[head]
     if is_head(drafter):

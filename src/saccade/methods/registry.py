@@ -22,9 +22,9 @@ class Method:
     """A named composition.
 
     Attributes:
-        summary: one line for `saccade methods`.
+        summary: one line.
         source: paper and section.
-        settings: its options where they differ from the defaults (see `saccade.methods.settings.resolved`).
+        settings: options other than the defaults (see `saccade.methods.settings.resolved`).
     """
 
     summary: str
@@ -33,22 +33,22 @@ class Method:
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """Names and defaults that the user may override, as long as tree, rule and drafter stay as they are."""
+        """Names and defaults of the options, for the method's own tree, rule and drafter."""
         return resolved("", self.settings, {})
 
     @property
     def lossless(self) -> bool:
-        """Whether its output is the target's own (distribution), unless another rule is chosen."""
+        """Whether its output is the target's own (distribution) under its own rule."""
         return is_lossless(self.options)
 
     @property
     def needs(self) -> Needs:
-        """What the user has to give besides the target, unless another drafter is chosen."""
+        """The drafter that it needs besides the target, unless another is chosen."""
         return needs(self.options)
 
 
 def is_lossless(values: Mapping[str, Any]) -> bool:
-    """Whether options as `options` resolves them leave the target's output as it is."""
+    """Whether resolved options preserve the target's output (distribution)."""
     return bool(values.get("rule", LOSSLESS_RULE) == LOSSLESS_RULE)
 
 
@@ -61,7 +61,7 @@ METHODS: dict[str, Method] = {
         settings={"draft_with": "none"},
     ),
     "chain": Method(
-        "a draft model guesses gamma tokens in a row",
+        "a draft model drafts gamma tokens in a row",
         source="Leviathan et al. 2023, Algorithm 1",
     ),
     "static-tree": Method(
@@ -80,22 +80,22 @@ METHODS: dict[str, Method] = {
         settings={"draft_with": "lookup"},
     ),
     "lookup-merge": Method(
-        "one tree of what a draft model guesses and of what prompt lookup copies",
+        "one tree of a draft model's tokens and of tokens copied by prompt lookup",
         source="Saxena 2023 beside a draft model",
         settings={"copied": 10},
     ),
     "spd": Method(
-        "a draft model that reads the words alone: a language model, or a VLM with a line break for every picture",
+        "a draft model of the text alone: a language model, or a VLM with a line break per image",
         source="Gagrani et al. 2024, On Speculative Decoding for Multimodal LLMs",
         settings={"views": "T"},
     ),
     "tabed": Method(
-        "an ensemble of views of one draft VLM (M picture, T text, C caption, P pooled, R pruned), weighted by success",
+        "an ensemble of views of one draft VLM (M image, T text, C caption, P pooled, R pruned), weighted by success",
         source="TABED, Section 4; views=MTCP is MTCP*; tree=width is Section 6.1's token tree",
         settings=_PRUNED | {"views": "MT"},
     ),
     "specvlm": Method(
-        "a draft VLM that sees a pruned share of the visual tokens fills the static tree",
+        "a draft VLM with a pruned share of the visual tokens fills the static tree",
         source="Ji et al. 2025, SpecVLM; attention of the target's own prefill chooses",
         settings=_PRUNED | {"tree": "static"},
     ),
@@ -105,7 +105,7 @@ METHODS: dict[str, Method] = {
         settings=_PRUNED | {"draft_with": "self", "tree": "static"},
     ),
     "sage": Method(
-        "entropy-shaped trees by a draft VLM that sees a pruned share of the visual tokens",
+        "entropy-shaped trees by a draft VLM with a pruned share of the visual tokens",
         source="SAGE, Sections 3.1 to 3.3 and 5.1; keep_images=1 keep_videos=1 turns pruning off",
         settings=_PRUNED | {"tree": "sage"},
     ),
@@ -114,17 +114,17 @@ METHODS: dict[str, Method] = {
         for kind, head in HEAD_KINDS.items()
     },
     "lvspec": Method(
-        "LOSSY: strict where the target speaks of what it sees, loose on the least visual share of the guesses",
+        "LOSSY: strict on visually grounded tokens, loose on the least visual share of the draft tokens",
         source="LVSpec, Section 3; tree=branches is Appendix E; greedy decoding only",
         settings={"rule": "lvspec", "gamma": 10},
     ),
     "fly": Method(
-        "LOSSY: forgives a mismatch where the target is unsure and the next guesses match (deferred=0: where unsure)",
+        "LOSSY: forgives a mismatch at high target entropy if the next tokens match (deferred=0: by entropy alone)",
         source="Li et al. 2025, FLy, as in LVSpec's baselines; greedy decoding only",
         settings={"rule": "fly", "gamma": 10},
     ),
     "random-loosening": Method(
-        "LOSSY: forgives a random share of the guesses; the control for LVSpec",
+        "LOSSY: forgives a random share of the draft tokens; the control for LVSpec",
         source="LVSpec, Figure 7; greedy decoding only",
         settings={"rule": "random", "gamma": 10},
     ),
@@ -133,10 +133,10 @@ METHODS: dict[str, Method] = {
 
 
 def get(name: str) -> Method:
-    """The method of that name.
+    """Return the method of a name.
 
     Raises:
-        MethodError: there is none; the message lists those that exist.
+        MethodError: unknown name; the message lists the methods.
     """
     if name not in METHODS:
         raise MethodError(
@@ -146,12 +146,12 @@ def get(name: str) -> Method:
 
 
 def default(has_draft_model: bool) -> str:
-    """The method for a user who names none."""
+    """Return the default method."""
     return "chain" if has_draft_model else "prompt-lookup"
 
 
 def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of a method with its value, those that were given in place of its defaults.
+    """Return every option of a method with its value: the given ones, else its defaults.
 
     Raises:
         MethodError: unknown method or option, or a value of the wrong type or out of range.
@@ -180,7 +180,7 @@ def build(name: str, parts: Parts, **given: Any) -> Engine:
 
 
 def special_ids(config: Any, generation_config: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """Tokens that end or structure a text: of the configurations, and the tokenizer's if it is known."""
+    """Return the ids of control tokens: those of the configurations, and the tokenizer's if given."""
     ids: set[int] = set(tokenizer.all_special_ids) if tokenizer is not None else set()
     for part in (config, config.get_text_config(decoder=True), generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -1,7 +1,7 @@
 """Options of the one composition behind every method: names, defaults, ranges and meanings, as data.
 
-Drafter, tree, rule and pruning are chosen independently of each other. Each choice brings options of its own (a group),
-so that an option is there exactly when something reads it.
+Drafter, tree, rule and pruning are chosen independently of each other. Each choice has options of its own (a group), so
+that every accepted option has an effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Option:
         low, high: of a number, inclusive; None where there is no bound.
         beyond_low: the lowest value itself is out of range.
         choices: of a word.
-        takes: tells whether an object of another type than the default's is taken as well.
+        takes: predicate of values of other types that are accepted too.
     """
 
     default: Any
@@ -39,7 +39,7 @@ class Option:
 
     @property
     def range(self) -> str:
-        """The values that it takes, as text; empty where any value of its type will do."""
+        """The accepted values as text; empty for any value of the type."""
         if self.choices:
             return " | ".join(self.choices)
         if self.high is not None:
@@ -66,30 +66,30 @@ class Option:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 
 
-def _tells(value: Any) -> bool:
+def _makes_captions(value: Any) -> bool:
     return callable(value) or isinstance(value, Mapping)
 
 
 _GAMMA = Option(5, "tokens of a chain", 1)
-_SHARE = Option(0.7, "share of the guesses that are loose (LVSpec's lambda)", 0, 1)
+_SHARE = Option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)
 
 TREES: dict[str, dict[str, Option]] = {
     "chain": {"gamma": _GAMMA},
-    "branches": {"branches": Option(2, "chains that part at the root", 1), "gamma": _GAMMA},
+    "branches": {"branches": Option(2, "chains that branch at the root", 1), "gamma": _GAMMA},
     "confident": {
         "gamma": _GAMMA,
         "confidence": Option(
-            0.6, "least draft probability at which drafting goes on; 0 never stops early", 0, 1
+            0.6, "least draft probability at which drafting continues; 0 never stops early", 0, 1
         ),
     },
     "static": {},
     "dynamic": {
         "top": Option(10, "children of a node, and nodes expanded per level", 1),
         "max_depth": Option(6, "levels", 1),
-        "total": Option(60, "nodes that are verified, the root not counted", 1),
+        "total": Option(60, "verified nodes, without the root", 1),
     },
     "width": {
-        "width": Option(2, "nodes kept at each depth, the likeliest paths", 1),
+        "width": Option(2, "nodes per depth, those of the likeliest paths", 1),
         "max_depth": Option(5, "levels", 1),
     },
     "sage": {
@@ -98,14 +98,14 @@ TREES: dict[str, dict[str, Option]] = {
         "ceiling": Option(12, "largest d_max that the history may reach", 1),
         "w_min": Option(2, "children of the root at confidence 1", 1),
         "w_max": Option(10, "children of the root at confidence 0", 1),
-        "total": Option(64, "nodes that are verified, the root not counted", 1),
+        "total": Option(64, "verified nodes, without the root", 1),
         "k": Option(10, "tokens whose entropy counts", 2),
         "threshold": Option(0.1, "a node of level l needs a probability above threshold * l / D", 0),
         "probability": Option("path", "of a node: of its path, or its own", choices=("path", "own")),
         "signal": Option("entropy", "confidence from entropy or the top token", choices=("entropy", "top")),
         "alpha_of": Option(
             "root",
-            "draft distribution that gives the confidence: after the step's root or its last accepted node",
+            "draft distribution of the confidence: after the step's root or its last accepted node",
             choices=("root", "accepted"),
         ),
         "lookahead": Option(True, "a step's confidence shapes the next step's tree; false: its own"),
@@ -120,18 +120,20 @@ RULES: dict[str, dict[str, Option]] = {
     LOSSLESS_RULE: {},
     "lvspec": {
         "share": _SHARE,
-        "nearest": Option(10, "most similar visual tokens that are averaged (N)", 1),
-        "shift": Option(True, "a guess passes if the target's token stands elsewhere in the draft"),
-        "space": Option("hidden", "states that are compared", choices=("hidden", "embedding")),
+        "nearest": Option(10, "number of most similar visual tokens that are averaged (N)", 1),
+        "shift": Option(True, "accept a token if the target's token occurs elsewhere in the draft"),
+        "space": Option("hidden", "compared states", choices=("hidden", "embedding")),
         "position": Option(
-            "verifying", "whose state judges a guess: its parent's or its own", choices=("verifying", "own")
+            "verifying",
+            "state that represents a draft token: its parent's or its own",
+            choices=("verifying", "own"),
         ),
     },
     "fly": {
         "entropy": Option(
-            0.2, "least entropy of the target at a forgiven guess, as a share of the largest", 0, 1
+            0.2, "least entropy of the target at a forgiven mismatch, as a share of the largest", 0, 1
         ),
-        "deferred": Option(4, "following guesses that must match (FLy's window W)", 0),
+        "deferred": Option(4, "following draft tokens that must match (FLy's window W)", 0),
     },
     "random": {"share": _SHARE},
 }
@@ -142,19 +144,17 @@ _CHOICES: dict[str, dict[str, Option]] = {
     "drafter": {
         "draft_with": Option(
             "model",
-            "what drafts: the draft model, the target itself, prompt lookup, or a head of a kind",
+            "drafter: the draft model, the target itself, prompt lookup, or a head of a kind",
             choices=("model", "self", "lookup", *HEAD_KINDS),
         )
     },
-    "lookup": {"gamma": Option(10, "tokens that are copied at most", 1), "max_ngram": _NGRAM},
-    "tree": {"tree": Option("chain", "which guesses are verified", choices=tuple(TREES))},
-    "rule": {
-        "rule": Option(LOSSLESS_RULE, "which guesses stand; all but exact are LOSSY", choices=tuple(RULES))
-    },
+    "lookup": {"gamma": Option(10, "most tokens copied per step", 1), "max_ngram": _NGRAM},
+    "tree": {"tree": Option("chain", "tree policy", choices=tuple(TREES))},
+    "rule": {"rule": Option(LOSSLESS_RULE, "acceptance rule; all but exact are LOSSY", choices=tuple(RULES))},
     "copies": {"copied": Option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)},
     "merging": {
         "max_ngram": _NGRAM,
-        "merged_total": Option(64, "nodes of the tree with the copies, the root not counted", 1),
+        "merged_total": Option(64, "nodes of the merged tree, without the root", 1),
     },
     "pruning": {
         "keep_images": Option(
@@ -163,26 +163,28 @@ _CHOICES: dict[str, dict[str, Option]] = {
         "keep_videos": Option(
             1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True
         ),
-        "select": Option("specvlm", "how they are chosen", choices=("specvlm", "attention", "uniform")),
-        "mass": Option(0.4, "share of the attention that the first stage of specvlm holds", 0, 1),
+        "select": Option(
+            "specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform")
+        ),
+        "mass": Option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1),
     },
     "views": {
-        "views": Option("", "views of the draft model: letters of MTCPR; none: it reads the prompt as it is"),
+        "views": Option("", "views of the draft model: letters of MTCPR; empty: the prompt as it is"),
     },
     "ensemble": {
         "weights": Option(
             "auto",
-            "how views are weighed; auto: a grid for two, inverse errors for more",
+            "weights of the views; auto: a grid for two, inverse errors for more",
             choices=("auto", "grid", "best", "inverse-error", "adaboost", "random", "static"),
         ),
-        "distance": Option("kl", "what the grid minimises", choices=("kl", "tv", "match")),
-        "history": Option(0, "verified positions that count; 0: all", 0),
+        "distance": Option("kl", "distance that the grid minimises", choices=("kl", "tv", "match")),
+        "history": Option(0, "verified positions in the weights' history; 0: all", 0),
         "carry": Option(True, "keep the history from one turn to the next"),
         "captioner": Option(
             "",
             "of view C: checkpoint of an image-to-text model or VLM; in Python also a function of a PIL image or "
             "texts by media digest; empty: the draft model itself",
-            takes=_tells,
+            takes=_makes_captions,
         ),
     },
 }
@@ -192,7 +194,7 @@ GROUPS: dict[str, dict[str, Option]] = {
     **{f"tree={name}": options for name, options in TREES.items()},
     **{f"rule={name}": options for name, options in RULES.items()},
 }
-"""Group -> its options. A group is in force when what it is called for is chosen."""
+"""Group -> its options. A group is in force when the choice in its name is made."""
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "images": ("keep_images",),
@@ -202,7 +204,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "threshold": ("confidence",),
     "total": ("merged_total",),
 }
-"""Names of earlier versions -> what they are called now, where the old name has no other meaning."""
+"""Names of earlier versions -> present names, where the old name has no other meaning."""
 
 
 ALIASES = {
@@ -215,7 +217,7 @@ ALIASES = {
 
 
 def in_force(values: Mapping[str, Any]) -> list[str]:
-    """The groups that a choice of drafter, tree, rule, views and copies brings."""
+    """Return the groups in force for a choice of drafter, tree, rule, views and copies."""
     drafts = values["draft_with"]
     rule = ["rule", f"rule={values['rule']}"]
     if drafts == "none":
@@ -243,11 +245,11 @@ _WITH = {
     "views": "draft_with=model",
     "ensemble": "views=MT",
 }
-"""What brings a group that is called otherwise."""
+"""Group -> the choice that brings it, where its name does not say."""
 
 
 def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, Option]]]]:
-    """What brings every group, empty for those in force, and its options: names, a method's defaults, and the rest.
+    """Return the options by the choice that brings them, empty for those in force: name, method's default, `Option`.
 
     Args:
         settings: as for `resolved`.
@@ -273,7 +275,7 @@ def _default(settings: Mapping[str, Any], group: str, name: str, option: Option)
 
 
 def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the options that decide which groups are in force."""
+    """Return the values of the options that decide which groups are in force."""
     names = ("draft_with", "tree", "rule", "copied", "views")
     chosen = {
         name: option.default for group in _CHOICES.values() for name, option in group.items() if name in names
@@ -282,10 +284,10 @@ def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option that is in force, with its value.
+    """Return every option in force with its value.
 
     Args:
-        settings: of the method; a mapping under the name of a group says what holds in that group alone.
+        settings: of the method; a mapping under the name of a group applies to that group alone.
         given: by the user.
 
     Raises:
@@ -326,7 +328,7 @@ def _translated(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
     now = next((new for new in RENAMED.get(name, ()) if new in known), None)
     if now is not None:
-        return f"Option {name} is called {now} now (method {method}); give {now} in its place."
+        return f"Option {name} is called {now} now (method {method}); give {now} instead."
     needed = [group for group, options in GROUPS.items() if name in options and "=" in group]
     if known and needed:
         groups = " or ".join(needed)
