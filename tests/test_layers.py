@@ -39,17 +39,6 @@ UPWARD = {
 """Imports against the order that remain, with their reason."""
 
 CIRCLES = (
-    {
-        *(
-            "draft.heads.block",
-            "draft.heads.config",
-            "draft.heads.cross",
-            "draft.heads.dream",
-            "draft.heads.eagle",
-        ),
-        *("draft.heads.head", "draft.heads.hivis", "draft.heads.kangaroo", "draft.heads.medusa"),
-        *("draft.heads.registry", "draft.heads.session", "draft.heads.vispec"),
-    },
     {"draft.trees.sage", "draft.trees.sage_growth"},
     {"engine.batch", "engine.engine", "engine.work"},
     {"target.adapter", "target.features"},
@@ -58,7 +47,6 @@ CIRCLES = (
 """Circles of TYPE_CHECKING and in-function imports that remain."""
 
 NAMESAKES = {
-    "cache.py": "KV cache; features cached while training",
     "chat.py": "public class; chat templates; command",
     "counting.py": "visual tokens; task",
     "dream.py": "head; its objective",
@@ -72,7 +60,6 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 SMALL = {
-    "draft/heads/registry.py": "imports every kind of head, so that no kind imports another",
     "errors.py": "imported by every package",
     "formats.py": "imported by every package",
     "pocket/folders.py": "imported without torch",

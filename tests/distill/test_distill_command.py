@@ -48,7 +48,7 @@ def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source:
     done = shell(*command(source, "--sampled-share", "0"))
     assert done.code == 0, done.err
     assert done.out.startswith("5 answers in ")
-    assert "1 duplicates" in done.out
+    assert "1 duplicate," in done.out
     assert len(rows(source.parent / "out")) == 5
     assert "5 finished" in shell(*command(source, "--plan", "--sampled-share", "0")).out
     assert (
@@ -70,7 +70,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytes
         stopped = shell(*command(source))
     assert stopped.code == 130
     assert (
-        f"Stopped. The answers so far are in {source.parent / 'out'}; the same command goes on" in stopped.err
+        f"Stopped. The answers so far are in {source.parent / 'out'}; the same command resumes" in stopped.err
     )
     assert 0 < len(rows(source.parent / "out")) < 5
     assert shell(*command(source)).code == 0

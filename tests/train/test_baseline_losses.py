@@ -11,7 +11,7 @@ from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head
-from saccade.train.beginning import new_head
+from saccade.train.warm_start import new_head
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.heads import AheadObjective, Eagle3Objective

@@ -23,7 +23,7 @@ from saccade.errors import TrainingError
 from saccade.inputs.padded import visual_mask
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train import features as calibration_module
-from saccade.train.cache import FeatureCache
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, calibrate, read_features
 from saccade.train.objectives import dream as dream_module
 from saccade.train.objectives.dream import (

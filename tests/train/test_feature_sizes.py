@@ -14,7 +14,7 @@ from train_kit import head, listed, samples, target
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.train import Recipe, Stage, Trainer
-from saccade.train.cache import FeatureCache
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.objectives import losses
 from saccade.train.objectives.dream import DreamFeeder, DreamObjective
 from saccade.train.objectives.entries import Feeder

@@ -21,8 +21,8 @@ from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt
 from saccade.train import Listed, Recipe, Sample, Stage, Trainer, read_recipe
 from saccade.train.batches import Order
-from saccade.train.beginning import new_head
-from saccade.train.cache import FeatureCache
+from saccade.train.warm_start import new_head
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, read_features
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.optimiser import Optimiser, rate_at

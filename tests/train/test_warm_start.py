@@ -14,7 +14,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import ModelError, TrainingError
 from saccade.train import Recipe, Stage, Trainer
-from saccade.train.beginning import new_head
+from saccade.train.warm_start import new_head
 
 
 def folder(path: Path, own: Head) -> Path:

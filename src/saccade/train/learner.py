@@ -17,8 +17,8 @@ from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.train.beginning import digest_of, new_head
-from saccade.train.cache import FeatureCache
+from saccade.train.warm_start import digest_of, new_head
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.checkpoint import identity
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.features import Features

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ import torch
 from heads_kit import LENGTH, POLICIES, engine, prompts, target
 from torch import Tensor, nn
 
-import saccade
 from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
@@ -121,20 +119,3 @@ def test_drafting_imports_no_training() -> None:
         "assert not [name for name in sys.modules if name.startswith('saccade.train')]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_heads_import_each_other_without_a_circle() -> None:
-    """Imports for annotations and within functions count, too."""
-    folder, package = Path(saccade.__file__).parent / "draft" / "heads", "saccade.draft.heads."
-    imports = {
-        file.stem: {
-            node.module.removeprefix(package)
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package)
-        }
-        for file in folder.glob("*.py")
-    }
-    while leaves := [name for name, found in imports.items() if not found & imports.keys()]:
-        for name in leaves:
-            del imports[name]
-    assert imports == {}

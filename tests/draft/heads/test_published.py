@@ -252,7 +252,7 @@ def test_a_llama_is_no_head(tmp_path: Path) -> None:
 
 
 def test_small_vocabularies_are_not_trained() -> None:
-    from saccade.train.beginning import new_head
+    from saccade.train.warm_start import new_head
     from saccade.train.recipe import read_recipe
 
     recipe = replace(read_recipe("eagle3"), head={"own_vocabulary": 8})

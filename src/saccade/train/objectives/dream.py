@@ -17,7 +17,7 @@ from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
-from saccade.train.cache import FeatureCache
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, Features, Needed, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.head import Head, read_at
 from saccade.target.adapter import Target
-from saccade.train.cache import FeatureCache
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Needed, read_features
 from saccade.train.samples import Sample, Source
 
