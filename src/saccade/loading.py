@@ -1,4 +1,4 @@
-"""Checkpoints from disk or the hub, complete or refused."""
+"""Loading of checkpoints from disk or the hub; incomplete ones are refused."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SMALL = 50_000_000
 DTYPES = ("float32", "bfloat16", "float16")
 _REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # an owner and a name
 SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Values of device_map that let accelerate choose places."""
+"""Values of device_map with which accelerate places the modules."""
 
 
 def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_map: Any = None) -> Any:
-    """Load a causal language model or an image-text-to-text model, with every weight that it needs.
+    """Load a causal language model or an image-text-to-text model with all its weights.
 
-    Code that a checkpoint brings along is never run.
+    Code in a checkpoint is never run.
 
     Args:
         path: a checkpoint folder, or a hub id.
@@ -38,14 +38,14 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate).
 
     Raises:
-        ModelError: there is no such checkpoint, it is incomplete or corrupt, its kind is not supported, or the
-            dtype or the device cannot be used.
+        ModelError: the checkpoint does not exist, is incomplete, corrupt or of an unsupported kind, or the dtype or
+            the device cannot be used.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = check_checkpoint(path)
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     dtype, device_map = check_dtype(dtype), check_device(device_map)
     moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
     with _refusing(path), _unreported():
@@ -55,7 +55,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
             dtype=dtype,
             device_map=None if moved else device_map,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told apart below, where they are named
+            ignore_mismatched_sizes=True,  # reported by name below
             trust_remote_code=False,
         )
         if moved:
@@ -73,11 +73,11 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
 
 
 def check_checkpoint(path: str | Path) -> Any:
-    """The configuration of a checkpoint that can be loaded, as far as can be told without reading weights.
+    """Check a checkpoint without reading its weights, and return its configuration.
 
     Raises:
-        ModelError: there is no such checkpoint, files of it are missing or cut short, it needs code of its own,
-            or it is no model that generates text.
+        ModelError: the checkpoint does not exist, its files are missing or truncated, it needs code of its own, or
+            its model does not generate text.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -102,10 +102,10 @@ def check_checkpoint(path: str | Path) -> Any:
 
 
 def file_of(given: str | Path, name: str) -> Path | None:
-    """A file of a folder or, where there is no such folder, of a repository on the hub; None where it has none.
+    """Return a file of a folder or, without such a folder, of a repository on the hub; None if it has no such file.
 
     Raises:
-        ModelError: there is no such folder, and the hub could not give it.
+        ModelError: neither a folder nor a reachable repository on the hub.
     """
     folder = Path(path_of(given))
     if folder.exists() or not re.fullmatch(_REPOSITORY, str(given)):
@@ -123,12 +123,12 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
             return Path(hf_hub_download(repository, name))
         except EntryNotFoundError as problem:
             if isinstance(problem, LocalEntryNotFoundError) and name == "config.json":
-                raise  # the hub cannot be reached; of a repository that was kept from before, this file is there
+                raise  # the hub is unreachable; a cached repository would have this file
             return None
 
 
 def _check_files(folder: Path) -> None:
-    """Raise unless a folder has a configuration and whole weight files."""
+    """Raise `ModelError` unless a folder has a configuration and complete weight files."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(
@@ -155,7 +155,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file is as long as its header says."""
+    """Whether a safetensors file has the length in its header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
@@ -169,10 +169,10 @@ def _is_whole(file: Path) -> bool:
 
 
 def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """A dtype by name or as it is; ``auto`` stays.
+    """Return a torch dtype, by name or as given; ``auto`` stays.
 
     Raises:
-        ModelError: models do not run in it.
+        ModelError: not one of `DTYPES`.
     """
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
@@ -184,10 +184,10 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def check_device(device_map: Any) -> Any:
-    """A `device_map` as it is, a single device as a torch device.
+    """Return a `device_map` as given, a single device as a torch device.
 
     Raises:
-        ModelError: there is no such device here, or accelerate is needed and not installed.
+        ModelError: the device is not available, or accelerate is needed and not installed.
     """
     if device_map is None:
         return None
@@ -199,7 +199,7 @@ def check_device(device_map: Any) -> Any:
         return device_map
     try:
         if isinstance(device_map, str) and not re.match(r"(cpu|cuda|mps|xpu|hpu|npu)\b", device_map):
-            raise ValueError("no model runs on a device of that name")
+            raise ValueError("unknown kind of device")
         device = torch.device(device_map)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as problem:
@@ -237,25 +237,23 @@ def adapt(model: Any) -> Target:
 
 
 def draft_dtype(model: Any) -> torch.dtype:
-    """The dtype in which a drafter runs best: float32 for a small one on a CPU, else as it is."""
+    """Return a drafter's fastest dtype: float32 for a small one on a CPU, else its own."""
     weight = next(model.parameters())
     small = sum(p.numel() for p in model.parameters()) < SMALL
     return torch.float32 if weight.device.type == "cpu" and small else weight.dtype
 
 
 def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
-    """Number of leading ids that drafts may consist of: those that both tokenizers have.
+    """Return the number of leading ids that both tokenizers share, of which drafts may consist.
 
-    Ids that both give to tokens of their own that were added to the vocabulary (placeholders, control tokens) may
-    differ: such a draft would only be rejected.
+    Added tokens (placeholders, control tokens) may differ between the two: such a draft token would only be rejected.
 
     Args:
         target, drafter: tokenizers.
-        names: how to call them in the error.
+        names: of target and drafter, for messages.
 
     Raises:
-        ModelError: they are different tokenizers. A padded vocabulary, or tokens that one of them has at its
-            end, are fine.
+        ModelError: the tokenizers differ, other than by padding or by further tokens at the end of one of them.
     """
     ours, theirs = target.get_vocab(), drafter.get_vocab()
     shared = min(len(ours), len(theirs))
@@ -272,12 +270,12 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
 
 
 def path_of(given: str | Path) -> str:
-    """A folder or hub id as text, the home folder written out."""
+    """Return a folder or hub id as text, with the home folder expanded."""
     return str(Path(given).expanduser()) if str(given).startswith("~") else str(given)
 
 
 def name_of(given: Any) -> str:
-    """How to call a model, a head or a folder in a message."""
+    """Return the name of a model, a head or a folder for messages."""
     if isinstance(given, (str, Path)):
         return str(given)
     return str(getattr(given.config, "_name_or_path", "") or type(given).__name__)
@@ -285,7 +283,7 @@ def name_of(given: Any) -> str:
 
 @contextmanager
 def _refusing(path: str | Path) -> Iterator[None]:
-    """Whatever goes wrong while a checkpoint is read, as one sentence."""
+    """Turn every error while a checkpoint is read into a `ModelError`."""
     try:
         yield
     except ModelError:
@@ -296,7 +294,7 @@ def _refusing(path: str | Path) -> Iterator[None]:
                 f"The checkpoint {path} needs code of its own, which is never run; give a model whose architecture "
                 "transformers has built in."
             ) from None
-        if _is_of_the_hub(problem) and not Path(path).is_dir():
+        if _is_from_hub(problem) and not Path(path).is_dir():
             raise ModelError(
                 f"There is no folder {path} here, and the hub could not give it ({_first_sentence(problem)}); check "
                 "the spelling, the connection, or your access (hf auth login)."
@@ -307,14 +305,14 @@ def _refusing(path: str | Path) -> Iterator[None]:
         ) from problem
 
 
-def _is_of_the_hub(problem: Exception) -> bool:
-    """Whether files could not be had, rather than used: transformers' own OSError, or its hub client's errors."""
+def _is_from_hub(problem: Exception) -> bool:
+    """Whether files could not be fetched, rather than used: an OSError, or an error of the hub client."""
     return isinstance(problem, OSError) or type(problem).__module__.startswith(("huggingface_hub", "httpx"))
 
 
 @contextmanager
 def _unreported() -> Iterator[None]:
-    """Without transformers' report on missing weights, which are an error here, and on superfluous ones."""
+    """Silence transformers' report on missing weights, which are an error here, and on superfluous ones."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -325,6 +323,6 @@ def _unreported() -> Iterator[None]:
 
 
 def _first_sentence(problem: Exception) -> str:
-    """The first sentence of a foreign error message, without its full stop."""
+    """Return the first sentence of another library's error message, without its full stop."""
     lines = str(problem).strip().splitlines() or [type(problem).__name__]
     return re.split(r"\.\s+(?=[A-Z])", lines[0])[0].rstrip(".!:")
