@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from saccade.errors import ModelError
-from saccade.inputs.families import kind_of, visual_ids
 from saccade.target.adapter import Target
 
 SMALL = 50_000_000
@@ -213,16 +212,6 @@ def check_device(device_map: Any) -> Any:
 def default_device() -> str | None:
     """Return the device of models whose place is not given: a CUDA GPU if there is one, else None, the CPU."""
     return "cuda" if torch.cuda.is_available() else None
-
-
-def vision_signature(config: Any) -> tuple[Any, ...] | None:
-    """Return what two models must share to read the same ids and pixels; None for a language model."""
-    if config.model_type == config.get_text_config(decoder=True).model_type:
-        return None
-    vision = getattr(config, "vision_config", config)
-    sizes = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size")
-    ids = tuple(visual_ids(config).items())
-    return kind_of(config), ids, tuple(repr(getattr(vision, name, None)) for name in sizes)
 
 
 def adapt(model: Any) -> Target:

@@ -18,6 +18,7 @@ from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
 from saccade.errors import InputError
+from saccade.inputs.families import vision_signature
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
@@ -32,7 +33,6 @@ from saccade.loading import (
     name_of,
     path_of,
     shared_vocabulary,
-    vision_signature,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
 from saccade.methods import drafters

@@ -18,7 +18,7 @@ from saccade.draft.ensemble import pooled
 from saccade.draft.ensemble.pooled import HalvedPictures
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
-from saccade.inputs.halving import RESIZABLE, halved
+from saccade.inputs.families.qwen_vl import Qwen2VL
 from saccade.inputs.padded import split
 from saccade.inputs.prompt import Medium, Prompt
 
@@ -32,8 +32,7 @@ def config(name: str) -> Any:
 
 
 def is_resizable(name: str) -> bool:
-    family = family_of(config(name))
-    return family is not None and family.layout in RESIZABLE
+    return family_of(config(name)).is_resizable
 
 
 RESIZED = [name for name in VISUAL_FAMILIES if is_resizable(name)]
@@ -50,8 +49,9 @@ def read(name: str, prompt: Prompt) -> Prompt:
 
 def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
+    halved = Qwen2VL.halved
     monkeypatch.setattr(
-        pooled, "halved", lambda config, medium: made.append(medium.digest) or halved(config, medium)
+        Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium)
     )
     monkeypatch.setattr(pooled, "KEPT", 2)
     view, given = HalvedPictures(config("qwen2_vl")), prompts("qwen2_vl")
@@ -158,14 +158,14 @@ def test_a_longer_conversation_begins_with_the_same_reading(name: str) -> None:
 def test_pictures_of_one_size_cannot_be_halved() -> None:
     (prompt,) = prompts("llava", rows=1)
     with pytest.raises(InputError, match="have a fixed size"):
-        halved(config("llava"), prompt.media[0])
+        family_of(config("llava")).halved(prompt.media[0])
 
 
 def test_half_precision_pictures_stay_so() -> None:
     (prompt,) = prompts("mistral3", rows=1)
     (medium,) = prompt.media
     rough = {**medium.tensors, "pixel_values": medium.tensors["pixel_values"].bfloat16()}
-    small = halved(config("mistral3"), Medium("image", rough, medium.n_tokens, "")).tensors
+    small = family_of(config("mistral3")).halved(Medium("image", rough, medium.n_tokens, "")).tensors
     assert small["pixel_values"].dtype == torch.bfloat16
-    exact = halved(config("mistral3"), medium).tensors["pixel_values"]
+    exact = family_of(config("mistral3")).halved(medium).tensors["pixel_values"]
     assert torch.allclose(small["pixel_values"].float(), exact, atol=0.05)

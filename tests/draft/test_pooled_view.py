@@ -15,13 +15,14 @@ import families
 from checkpoints import picture, vlm
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.pooled import SQUARES, HalvedPictures, PooledFeatures, pool, pooled
+from saccade.draft.ensemble.pooled import HalvedPictures, PooledFeatures, pool, pooled
 from saccade.draft.ensemble.view import View
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import MethodError
+from saccade.inputs.families import FAMILIES as REGISTRY
 from saccade.inputs.padded import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
@@ -334,5 +335,5 @@ def test_features_on_no_square_are_refused() -> None:
         pool(torch.zeros(1, 18, 4))
 
 
-def test_the_table_names_the_families_that_are_averaged() -> None:
-    assert sorted(SQUARES) == sorted(AVERAGED)
+def test_every_family_with_a_pool_point_is_averaged() -> None:
+    assert sorted(name for name, family in REGISTRY.items() if family.pool_point) == sorted(AVERAGED)

@@ -19,13 +19,13 @@ from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from saccade.draft.pruning import (
     Pruning,
     frames_of,
-    grid_of,
     places_of,
     spread,
     transferred,
     two_stages,
 )
 from saccade.errors import SaccadeWarning
+from saccade.inputs.families import family_of
 from saccade.inputs.padded import split
 from saccade.inputs.prompt import Medium, Prompt
 
@@ -150,7 +150,7 @@ def test_grids_are_those_of_the_families() -> None:
         config = FAMILIES[name].model().config
         kind = FAMILIES[name].kinds[-2]  # a video where there is one, else two images
         (prompt,) = split(config, FAMILIES[name].row_inputs(kind, 0))
-        found[name] = grid_of(config, prompt.media[0])
+        found[name] = family_of(config).grid(prompt.media[0])
     assert found["llava"] == found["gemma3"] == (1, 4, 4)
     assert found["llava_pixtral"] == found["mistral3"] == (1, 2, 3)
     assert found["llava_next"] is None

@@ -50,7 +50,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from saccade.inputs.expanding import number_words
+from saccade.inputs.families.idefics import number_words
 from saccade.inputs.processor import InputProcessor
 
 processing_smolvlm.num2words = number_words  # not installed; only looked up for the frame count

@@ -118,7 +118,7 @@ def test_types_of_a_batch_keep_its_shape() -> None:
     types = type_ids(config_of(case), inputs["input_ids"])["mm_token_type_ids"]
     assert torch.equal(types, inputs["mm_token_type_ids"])
     assert visual_mask(config_of(case), inputs["input_ids"]).equal(types > 0)
-    assert type_ids("llama", [1, 2, 3]) == {}
+    assert type_ids(config_of(FAMILIES["llama"]), [1, 2, 3]) == {}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_pixels_without_their_sizes_are_refused() -> None:
 
 
 def test_no_media_join_to_nothing() -> None:
-    assert join("llava", []) == {}
+    assert join(config_of(FAMILIES["llava"]), []) == {}
 
 
 def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
@@ -167,7 +167,7 @@ def test_one_image_of_several_stays_untiled_when_it_comes_alone() -> None:
     alone = join(k.config, prompt.media[1:])
     assert alone["batch_num_images"].tolist() == [2]  # more than one: no tiles
     assert alone["pixel_values"].shape[:2] == (1, 1)
-    together = join("llava_onevision", prompt.media)
+    together = join(k.config, prompt.media)
     assert together["batch_num_images"].tolist() == [2]
     assert together["pixel_values"].shape[:2] == (2, 1)
 

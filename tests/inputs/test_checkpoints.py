@@ -114,7 +114,7 @@ def test_an_unknown_family_goes_through_its_own_processor(tmp_path: Path) -> Non
         text_config=LlamaConfig(),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
     )
-    assert family_of(config) is None
+    assert family_of(config).is_composite
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     theirs = LlavaProcessor(
         images,

@@ -10,18 +10,18 @@ from torchvision_free import VIDEO_PROCESSORS
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from saccade.errors import InputError
-from saccade.inputs.counting import anyres_patches, count
-from saccade.inputs.families import FAMILIES
-from saccade.inputs.patches import _qwen_size
+from saccade.inputs.families import family_of
+from saccade.inputs.families.llava_next import LlavaNext
+from saccade.inputs.families.qwen_vl import Qwen3VL
 
 SIDE = st.integers(1, 3000)
 
 
 def anyres(name: str, height: int, width: int) -> int:
-    config = kit(name).config
-    tiles = anyres_patches(config, height, width)
-    pixels = torch.empty(1, tiles, 3, 28, 28)
-    return count(config, "image", {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
+    family = family_of(kit(name).config)
+    assert isinstance(family, LlavaNext)
+    pixels = torch.empty(1, family.tile_count(height, width), 3, 28, 28)
+    return family.count("image", {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
 
 
 @given(SIDE, SIDE)
@@ -41,10 +41,8 @@ def test_llava_onevision_shrinks_what_is_too_much(height: int, width: int) -> No
 def test_qwen3_videos_have_the_sizes_of_their_processor(
     frames: int, height: int, width: int, cap: bool
 ) -> None:
-    rules = FAMILIES["qwen3_vl"].video
-    assert rules is not None
     chosen = {
-        **rules.settings,
+        **Qwen3VL.video_defaults,
         "size": {"shortest_edge": 4096, "longest_edge": 2_000_000},
         "cap_pixels_per_frame": cap,
     }
@@ -58,7 +56,7 @@ def test_qwen3_videos_have_the_sizes_of_their_processor(
     except ValueError:
         expected = None
     try:
-        made = _qwen_size((frames, height, width, 3), chosen, budget_over_time=True)
+        made = Qwen3VL.frame_size((frames, height, width, 3), chosen)
     except InputError:
         made = None
     assert made == expected

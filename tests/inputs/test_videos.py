@@ -17,8 +17,8 @@ from torchvision_free import VIDEO_PROCESSORS
 from transformers.video_utils import VideoMetadata
 
 from saccade.errors import InputError
-from saccade.inputs.expanding import number_words
 from saccade.inputs.families import FAMILIES
+from saccade.inputs.families.idefics import number_words
 from saccade.inputs.video import Video, load_video
 
 
@@ -115,8 +115,8 @@ PROCESSORS = {
 def test_frames_are_sampled_as_the_video_processor_does(
     name: str, total: int, fps: float, wish: dict[str, Any]
 ) -> None:
-    rules = FAMILIES[name].video
-    assert rules is not None
+    family = FAMILIES[name]
+    assert family.video_defaults is not None
     if name == "smolvlm":
         wish = {"num_frames": 16, "fps": 1, **wish}
     processor = VIDEO_PROCESSORS[PROCESSORS[name]]()
@@ -125,8 +125,8 @@ def test_frames_are_sampled_as_the_video_processor_does(
         expected = processor.sample_frames(metadata=metadata, **wish)
     except (ValueError, ZeroDivisionError):
         pytest.skip("the processor refuses a clip that short; it is taken whole here")
-    settings = {**rules.settings, "num_frames": None, "fps": None, **wish}
-    assert list(rules.sample(total, fps, settings)) == [int(i) for i in expected]
+    settings = {**family.video_defaults, "num_frames": None, "fps": None, **wish}
+    assert list(family.sample_frames(total, fps, settings)) == [int(i) for i in expected]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -134,10 +134,10 @@ def test_frames_are_sampled_as_the_video_processor_does(
 def test_a_clip_of_a_few_frames_is_no_error(name: str, total: int) -> None:
     k = kit(name)
     frames = np.zeros((total, 48, 64, 3), np.uint8)
-    rules = FAMILIES[name].video
-    assert rules is not None
-    for wish in ({"num_frames": 8, "fps": 1}, {"num_frames": None, "fps": 0.1, **rules.fallback}):
-        kept = list(rules.sample(total, 10.0, {**rules.settings, **wish}))
+    family = FAMILIES[name]
+    assert family.video_defaults is not None
+    for wish in ({"num_frames": 8, "fps": 1}, {"num_frames": None, "fps": 0.1, **family.video_sampling}):
+        kept = list(family.sample_frames(total, 10.0, {**family.video_defaults, **wish}))
         assert kept == sorted(set(kept))
         assert set(kept) <= set(range(total))
         assert kept

@@ -18,15 +18,12 @@ from torch import Tensor
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import TreePolicy
 from saccade.errors import SaccadeWarning
-from saccade.inputs.counting import pixtral_grid
 from saccade.inputs.families import family_of, visual_ids
+from saccade.inputs.families.family import Grid
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
-
-Grid = tuple[int, int, int]
-"""Frames (or tiles), rows and columns of a medium's tokens, which come in that order."""
 
 
 @dataclass(frozen=True)
@@ -146,34 +143,9 @@ def places_of(config: Any, prompt: Prompt) -> list[list[int]]:
     ]
 
 
-def grid_of(config: Any, medium: Medium) -> Grid | None:
-    """The grid on which a medium's tokens lie; None for images cut into tiles of their own form (LLaVA-NeXT) and for
-    unknown families."""
-    family = family_of(config)
-    layout = family.layout if family else "text"
-    if layout == "grid":
-        thw = medium.tensors["image_grid_thw" if medium.kind == "image" else "video_grid_thw"]
-        frames, rows, columns = (int(n) for n in thw.flatten())
-        merge = int(config.vision_config.spatial_merge_size)
-        return frames, rows // merge, columns // merge
-    if layout == "pixtral":
-        return (1, *pixtral_grid(config, medium.tensors["image_sizes"]))
-    if layout == "anyres":
-        if medium.kind == "image":
-            return None
-        frames = medium.tensors["pixel_values_videos"].shape[1]
-    elif layout == "text" or "pixel_values" not in medium.tensors:
-        return None
-    else:
-        frames = medium.tensors["pixel_values"].shape[1 if layout == "tiles" else 0]
-    side = math.isqrt(medium.n_tokens // frames)
-    fits = frames * side * side <= medium.n_tokens <= frames * side * side + 1  # a newline or class token
-    return (frames, side, side) if fits else None
-
-
 def frames_of(config: Any, medium: Medium) -> list[int]:
     """Tokens of each frame or tile; what belongs to no grid counts with the last one."""
-    grid = grid_of(config, medium)
+    grid = family_of(config).grid(medium)
     if grid is None:
         return [medium.n_tokens]
     frames, rows, columns = grid
@@ -198,7 +170,7 @@ def _carried(config: Any, prompt: Prompt, target: Any, seen: Prompt, columns: Te
     found: list[Tensor | None] = []
     for places, theirs, ours in zip(places_of(target, seen), seen.media, prompt.media, strict=True):
         scores = columns[places]
-        here, there = grid_of(target, theirs), grid_of(config, ours)
+        here, there = family_of(target).grid(theirs), family_of(config).grid(ours)
         if theirs.n_tokens == ours.n_tokens:
             found.append(scores)
         elif here is None or there is None:

@@ -13,7 +13,6 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.utils.generic import TransformersKwargs
 
 from saccade.errors import InputError, SaccadeError
-from saccade.inputs.cutting import VISUAL_KEYS
 from saccade.inputs.families import family_of
 from saccade.inputs.padded import check
 from saccade.target.positions import TYPES, check_types
@@ -105,7 +104,8 @@ def _hand_over(
         "tokenizer": kwargs.pop("tokenizer", None),
         "streamer": streamer,
     }
-    visuals = {name: kwargs.pop(name) for name in VISUAL_KEYS if name in kwargs and name in takes}
+    keys = family_of(model.config).visual_keys
+    visuals = {name: kwargs.pop(name) for name in keys if name in kwargs and name in takes}
     return {"visuals": visuals, **{name: value for name, value in taken.items() if value is not None}}
 
 
@@ -121,10 +121,10 @@ def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
     """
     check(model.config, given)
     present = {name for name, value in given.items() if value is not None} - vars(GenerationConfig()).keys()
-    if present.intersection(VISUAL_KEYS):
-        check_types(model)
     family = family_of(model.config)
-    read = {*_READ, *VISUAL_KEYS, None if family is None else family.types}
+    if present.intersection(family.visual_keys):
+        check_types(model)
+    read = {*_READ, *family.visual_keys, family.types}
     takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
     present.discard("labels")  # for a loss, which `generate` ignores
     if "position_ids" in present and _are_default(given["position_ids"], given):

@@ -20,10 +20,10 @@ from saccade.errors import InputError, MethodError
 from saccade.hf.patching import TakesPixels, patch
 from saccade.hf.results import Recorder, Sheet, fill
 from saccade.hf.rows import Rows
-from saccade.inputs.families import visual_ids
+from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.padded import check, media_spans, split
 from saccade.inputs.prompt import Prompt
-from saccade.loading import adapt, vision_signature
+from saccade.loading import adapt
 from saccade.methods import drafters
 from saccade.methods.compositions import Parts
 from saccade.methods.drafters import AnyHead

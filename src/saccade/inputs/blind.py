@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.inputs.expanding import Words
 from saccade.inputs.families import family_of
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
-
-_MOST_TILES = 20
-"""More rows or columns of tiles than any Idefics3 image has."""
 
 
 def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
@@ -39,7 +35,6 @@ def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
 def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
     """First and last (excluded) position of every medium with its wrapper tokens, in order and apart; arguments as in
     `without_media`."""
-    family = family_of(config)
     openers, closers = _wrapper_ids(config, tokenizer)
     ids = prompt.ids
     spans = sorted(media_spans(config, prompt))
@@ -51,7 +46,7 @@ def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tup
             start -= 1
         while stop < ceiling and ids[stop] in closers:
             stop += 1
-        if family is not None and family.stamps_video:
+        if family_of(config).stamps_video:
             # the template's own pair of wrappers stands around the first timestamp and the last patch
             opened = sum(i in openers for i in ids[start:stop])
             closed = sum(i in closers for i in ids[start:stop])
@@ -63,13 +58,11 @@ def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tup
 
 
 def _wrapper_ids(config: Any, tokenizer: Any) -> tuple[set[int], set[int]]:
-    family, words = family_of(config), Words.of(config, tokenizer)
-    if family is None or words is None:
+    family = family_of(config)
+    words = family.words(tokenizer)
+    if words is None:
         return set(), set()
-    openers, closers = {words.opener, *family.openers}, {words.closer, *family.closers}
-    if family.layout == "tiles":
-        tiles = range(1, _MOST_TILES + 1)
-        openers |= {f"<row_{row}_col_{column}>" for row in tiles for column in tiles}
+    openers, closers = family.wrappers(words)
     vocabulary = tokenizer.get_vocab()
     return {vocabulary[w] for w in openers & vocabulary.keys()}, {
         vocabulary[w] for w in closers & vocabulary.keys()

@@ -1,4 +1,4 @@
-"""Between prompts and the tensors of a Hugging Face batch: join media, split batches, mark visual tokens."""
+"""Prompts and the tensors of Hugging Face batches: join media, split batches, mark visual tokens."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from saccade.errors import InputError
-from saccade.inputs.counting import count
-from saccade.inputs.cutting import VISUAL_KEYS, Piece, cut
-from saccade.inputs.families import family_of, kind_of, visual_ids
-from saccade.inputs.media import digest
+from saccade.inputs.families import family_of, visual_ids
 from saccade.inputs.prompt import Medium, Prompt
 
 Ids = Sequence[int] | Tensor
-
-_PADDED = {
-    "pixtral": ("pixel_values",),
-    "anyres": ("pixel_values",),
-    "tiles": ("pixel_values", "pixel_attention_mask"),
-}
-_SHARED = ("batch_num_images",)
 
 
 def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
@@ -34,43 +23,22 @@ def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
     where a family's images differ in size, the smaller ones are padded with zeros as its processor does.
 
     Args:
-        config: the model's Hugging Face configuration, or its ``model_type``.
+        config: the model's Hugging Face configuration.
         media: the media in prompt order; none gives ``{}``.
 
     Raises:
         InputError: the media do not fit into one forward pass together.
     """
-    family = family_of(config)
-    layout = family.layout if family else "text"
-    if layout == "squares" and any("image_sizes" in m.tensors for m in media):
-        layout = "pixtral"  # a bare model_type "llava" does not tell
-    dim = 1 if layout == "tiles" else 0
-    out: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for m in media for name in m.tensors):
-        tensors = [m.tensors[name] for m in media if name in m.tensors]
-        if name in _SHARED:
-            alone = all(int(t.max()) == 1 for t in tensors)
-            out[name] = torch.cat(tensors) if alone else max(tensors, key=lambda t: int(t.max()))
-        elif name in _PADDED.get(layout, ()):
-            out[name] = torch.cat(_padded(tensors, dim), dim)
-        elif len({t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}) > 1:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-            raise InputError(
-                f"The media of one prompt have {name} of shapes {shapes}, which do not fit together; give videos "
-                "of one length."
-            )
-        else:
-            out[name] = torch.cat(tensors, dim)
-    return out
+    return family_of(config).join(media)
 
 
 def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts in a batch as a Hugging Face processor makes it for ``model.generate(**inputs)``.
+    """The prompts of a batch as a Hugging Face processor makes it for ``model.generate(**inputs)``.
 
     Args:
         config: the model's Hugging Face configuration.
         tensors: ``input_ids [B, S]``, padded on either side; ``attention_mask [B, S]`` where there is
-            padding; and what the family takes for the images and videos of all rows, in order.
+            padding; and the family's forward arguments for the images and videos of all rows, in order.
 
     Returns:
         One prompt per row: ids without padding, and the row's own media without padding.
@@ -78,48 +46,15 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
     Raises:
         InputError: ids are missing, the padding is inside a row, or placeholders and media do not match.
     """
-    rows = _rows(tensors)
-    visual = {name: torch.as_tensor(tensors[name]) for name in VISUAL_KEYS if tensors.get(name) is not None}
-    family = family_of(config)
-    if family is None:
-        return _unknown_rows(config, rows, visual)
-    queues = {"image": list[Piece](), "video": list[Piece]()}
-    for piece in cut(config, visual, rows):
-        queues[piece.kind].append(piece)
-    tokens = visual_ids(config)
-    prompts = []
-    for number, ids in enumerate(rows):
-        media: list[Medium] = []
-        starts: list[int] = []
-        for kind, token in tokens.items():
-            places = [i for i, t in enumerate(ids) if t == token]
-            filled = 0
-            while filled < len(places) and queues[kind]:
-                piece = queues[kind].pop(0)
-                medium = Medium(
-                    kind, piece.tensors, count(config, kind, piece.tensors), digest(piece.tensors)
-                )
-                starts.append(places[filled])
-                media.append(medium)
-                filled += medium.n_tokens
-            if filled != len(places):
-                raise InputError(
-                    f"Row {number} has {len(places)} {kind} placeholders but its {kind}s fill {filled}; pass ids "
-                    "and pixels from one call of the model's processor."
-                )
-        order = sorted(range(len(media)), key=starts.__getitem__)
-        prompts.append(Prompt(tuple(ids), tuple(media[i] for i in order)))
-    for name, queue in queues.items():
-        if queue:
-            raise InputError(
-                f"The batch holds {len(queue)} more {name}s than its placeholders ask for; pass ids and pixels "
-                "from one call of the model's processor."
-            )
-    return prompts
+    rows, family = _rows(tensors), family_of(config)
+    visual = {
+        name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None
+    }
+    return family.split(rows, visual)
 
 
 def type_ids(config: Any, ids: Ids) -> dict[str, Tensor]:
-    """The forward argument that tells image tokens from text, where the family needs one.
+    """The forward argument that distinguishes image tokens from text, where the family needs one.
 
     Args:
         config: the model's Hugging Face configuration.
@@ -130,12 +65,12 @@ def type_ids(config: Any, ids: Ids) -> dict[str, Tensor]:
         1 image), int64 ``[1, S]`` or ``[B, S]``; nothing for other families.
     """
     family = family_of(config)
-    if family is None or family.types is None:
+    if family.types is None:
         return {}
     given = torch.as_tensor(ids)
     given = given[None] if given.dim() == 1 else given
     types = torch.zeros_like(given, dtype=torch.long)
-    for kind, token in visual_ids(config).items():
+    for kind, token in family.visual_ids.items():
         types[given == token] = 1 if kind == "image" else 2
     return {family.types: types}
 
@@ -193,25 +128,13 @@ def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
         InputError: there are images or videos but no ``mm_token_type_ids`` or ``token_type_ids``.
     """
     family = family_of(config)
-    if family is None or family.types is None or model_inputs.get(family.types) is not None:
+    if family.types is None or model_inputs.get(family.types) is not None:
         return
-    if any(model_inputs.get(name) is not None for name in VISUAL_KEYS):
+    if any(model_inputs.get(name) is not None for name in family.visual_keys):
         raise InputError(
-            f"The inputs hold images for {kind_of(config)} but no {family.types}, without which the model reads them "
+            f"The inputs hold images for {family.name} but no {family.types}, without which the model reads them "
             f"wrongly; pass everything that its processor returns."
         )
-
-
-def _padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Zeros at the end of every dimension but ``dim``, up to the largest."""
-    largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
-    out = []
-    for tensor in tensors:
-        room = [
-            0 if d == dim else n - size for d, (n, size) in enumerate(zip(largest, tensor.shape, strict=True))
-        ]
-        out.append(functional.pad(tensor, [amount for r in reversed(room) for amount in (0, r)]))
-    return out
 
 
 def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
@@ -236,26 +159,3 @@ def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
             )
         rows.append([token for token, kept in zip(row, keep, strict=True) if kept])
     return rows
-
-
-def _unknown_rows(config: Any, rows: list[list[int]], visual: Mapping[str, Tensor]) -> list[Prompt]:
-    """A family outside the table: its tensors stay whole, which works for one row."""
-    if not visual:
-        return [Prompt(tuple(ids)) for ids in rows]
-    if len(rows) > 1:
-        raise InputError(
-            f"Batches with images are not understood for the family {kind_of(config)}; pass its rows one by one."
-        )
-    return [Prompt(tuple(rows[0]), (whole_medium(config, rows[0], visual),))]
-
-
-def whole_medium(config: Any, ids: Ids, tensors: Mapping[str, Tensor]) -> Medium:
-    """All images and videos of one row as one medium, for a family of which it is not known where one ends.
-
-    It fills the placeholders of its kind; where there are none or of both kinds, the whole prompt belongs to it.
-    """
-    given = torch.as_tensor(ids)
-    filled = {kind: int((given == token).sum()) for kind, token in visual_ids(config).items()}
-    kinds = [kind for kind, count_ in filled.items() if count_]
-    kind = kinds[0] if len(kinds) == 1 else "image"
-    return Medium(kind, dict(tensors), filled[kind] if len(kinds) == 1 else 0, digest(tensors))

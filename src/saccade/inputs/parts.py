@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ModelError
-from saccade.inputs.families import family_of, kind_of
+from saccade.inputs.families import family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ def load_parts(path: str) -> Parts:
     tokenizer = _loaded(AutoTokenizer, path, "tokenizer")
     family = family_of(config)
     image_processor = composite = None
-    if family is None:
+    if family.is_composite:
         composite = _loaded(
-            AutoProcessor, path, f"processor of the family {kind_of(config)}, which is not built in,"
+            AutoProcessor, path, f"processor of the family {family.name}, which is not built in,"
         )
-    elif family.layout != "text":
+    elif family.reads_images:
         image_processor = _loaded(AutoImageProcessor, path, "image processor", config=config)
     processor_config = _json(path, "processor_config.json")
     video: Any = {}
-    if family is not None and family.video is not None:
+    if family.video_defaults is not None:
         video = (
             processor_config.get("video_processor")
             or _json(path, "video_preprocessor_config.json")

@@ -14,8 +14,7 @@ from torch import Tensor
 from saccade.errors import InputError, ModelError
 from saccade.inputs.blind import without_media
 from saccade.inputs.chat import Message, Slot, as_text, normalise, render
-from saccade.inputs.expanding import Words
-from saccade.inputs.families import family_of, kind_of
+from saccade.inputs.families import family_of
 from saccade.inputs.padded import media_spans
 from saccade.inputs.parts import (
     Parts,
@@ -26,8 +25,7 @@ from saccade.inputs.parts import (
     settings_digest,
 )
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.unknown import composite_prompt
-from saccade.inputs.visuals import Visuals
+from saccade.inputs.visuals import Visuals, composite_prompt
 
 
 class InputProcessor:
@@ -46,7 +44,7 @@ class InputProcessor:
         self.eos_token_ids: tuple[int, ...] = read_eos(parts)
         self.parts = parts
         self._family = family_of(parts.config)
-        self._words = Words.of(parts.config, parts.tokenizer)
+        self._words = self._family.words(parts.tokenizer)
 
     @cached_property
     def digest(self) -> str:
@@ -139,11 +137,11 @@ class InputProcessor:
         if template is None:
             text = self._bare(text_or_messages, slots)
         else:
-            if self._family is not None and self._words is None:
+            if not self._family.reads_images:
                 messages = as_text(messages)
             text = render(self.tokenizer, template, messages, add_generation_prompt, template_options or {})
         add_special_tokens = not self._has_special_tokens(text, templated=template is not None)
-        if self._family is None:
+        if self._family.is_composite:
             return composite_prompt(self.parts, text, slots, add_special_tokens)
         text, media = self._expand(text, slots, sampling)
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -170,8 +168,8 @@ class InputProcessor:
     def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
         """Mean and standard deviation of the three colours, by which an ``image`` or a ``video`` is scaled."""
         parts = self.parts
-        if kind == "video" and self._family is not None and self._family.video is not None:
-            settings = {**self._family.video.settings, **parts.video_settings}
+        if kind == "video" and self._family.video_defaults is not None:
+            settings = {**self._family.video_defaults, **parts.video_settings}
             return settings["image_mean"], settings["image_std"]
         return parts.image_processor.image_mean, parts.image_processor.image_std
 
@@ -181,21 +179,21 @@ class InputProcessor:
         if not isinstance(given, str):
             return normalise(given)
         parts = [{"type": "image"}] * images + [{"type": "video"}] * videos
-        if self._words is None and self._family is not None:
+        if not self._family.reads_images:
             slots = [Slot("image", None)] * images + [Slot("video", None)] * videos
             return [{"role": "user", "content": given}], slots
         return normalise([{"role": "user", "content": [*parts, {"type": "text", "text": given}]}])
 
     def _refuse(self, slots: Sequence[Slot]) -> None:
         """Media that this model does not take."""
-        family, name = self._family, kind_of(self.config)
-        if family is None:
+        family, name = self._family, self._family.name
+        if family.is_composite:
             return
-        if slots and family.layout == "text":
+        if slots and not family.reads_images:
             raise InputError(
                 f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM."
             )
-        if family.video is None and any(s.kind == "video" for s in slots):
+        if family.video_defaults is None and any(s.kind == "video" for s in slots):
             raise InputError(f"The model {name} takes images but no videos; give single frames as images.")
         if self.parts.image_processor is None and any(s.kind == "image" for s in slots):
             raise ModelError(
@@ -204,12 +202,10 @@ class InputProcessor:
 
     def _template(self, slots: Sequence[Slot]) -> str | None:
         """Source of the chat template for a conversation with these media."""
-        if kind_of(self.config) == "smolvlm" and any(s.kind == "video" for s in slots):
-            return _smolvlm_video_template()
         template = self.parts.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # several by name
             template = template.get("default")
-        return template
+        return self._family.chat_template(template, {s.kind for s in slots})
 
     def _bare(self, given: str | Sequence[Message], slots: Sequence[Slot]) -> str:
         """A string for a model without chat template."""
@@ -217,18 +213,17 @@ class InputProcessor:
             raise InputError(
                 "The checkpoint has no chat template, so messages cannot be rendered; give the prompt as a string."
             )
-        if self._family is None:
+        if self._family.is_composite:
             words = {kind: getattr(self.parts.composite, f"{kind}_token", "") for kind in ("image", "video")}
         elif self._words is None:
             return given
         else:
             words = {"image": self._words.slot, "video": self._words.video or ""}
-        raw = self._family.raw if self._family else "{}"
-        return "".join(raw.format(words[s.kind]) for s in slots) + given
+        return "".join(self._family.raw.format(words[s.kind]) for s in slots) + given
 
     def _has_special_tokens(self, text: str, *, templated: bool) -> bool:
         """Whether the template wrote them itself; language models' templates are taken to do so always."""
-        if self._family is not None and self._words is None:
+        if not self._family.reads_images:
             return templated
         bos = getattr(self.tokenizer, "bos_token", None)
         return templated and bos is not None and text.startswith(bos)
@@ -249,7 +244,7 @@ class InputProcessor:
         wanted = [slot.kind for slot in slots]
         if sorted(found) != sorted(wanted):
             raise _miscounted(found, wanted, names)
-        visuals = Visuals(self.parts, self._words)
+        visuals = Visuals(self.parts, self._family, self._words)
         queues = {
             "image": iter(visuals.images([s.source for s in slots if s.kind == "image"])),
             "video": (visuals.video(s.source, sampling) for s in slots if s.kind == "video"),
@@ -314,10 +309,3 @@ def _miscounted(found: Sequence[str], wanted: Sequence[str], names: Mapping[str,
 
 def _counted(n: int, kind: str) -> str:
     return f"{n} {kind}{'' if n == 1 else 's'}"
-
-
-def _smolvlm_video_template() -> str:
-    """The template that SmolVLM's processor puts in place of the checkpoint's own as soon as there is a video."""
-    from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
-
-    return str(DEFAULT_CHAT_TEMPLATE)

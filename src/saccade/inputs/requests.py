@@ -14,7 +14,7 @@ from saccade.inputs.families import family_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.video import load_video
-from saccade.inputs.visuals import video_settings
+from saccade.inputs.visuals import sampled_video
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""
@@ -102,14 +102,12 @@ def kept_video(
         InputError: the video cannot be read.
     """
     family = family_of(processor.config)
-    if family is None:  # its own processor takes all frames
+    if family.is_composite:  # its own processor takes all frames
         return load_video(source)
     given = {name: n for name, n in (("num_frames", num_frames), ("fps", fps)) if n is not None}
-    if family.video is None or len(given) > 1 or any(n <= 0 for n in given.values()):
+    if family.video_defaults is None or len(given) > 1 or any(n <= 0 for n in given.values()):
         return source
-    settings = video_settings(family.video, processor.parts, given)
-    sample = family.video.sample
-    return load_video(source, lambda total, fps: sample(total, fps, settings))
+    return sampled_video(family, processor.parts, source, given)[0]
 
 
 def one_or_more(media: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.inputs.families import FAMILIES, kind_of
+from saccade.inputs.families import family_of
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
@@ -127,7 +127,7 @@ class Context:
         held, marks = self._held[row], self._marks(prompt)
         is_long = self.target.family.limits.is_long(len(prompt))
         start = _shared(held.ids, held.media, prompt.ids, marks) if is_long == held.is_long else 0
-        if prompt.media and kind_of(self.target.config) not in FAMILIES:
+        if prompt.media and not family_of(self.target.config).is_known:
             start = 0  # nobody knows which of its placeholders are whose
         if self.requirements.attention is not None and marks and not 0 < held.asked <= start:
             # No later turn of the same conversation: all that ask of this prompt are to run, as in a fresh row.
@@ -271,7 +271,7 @@ class Prefill:
     @property
     def _is_opaque(self) -> bool:
         """Whether the family is unknown, so that its images reach the model as they are."""
-        return bool(self.prompt.media) and kind_of(self._target.config) not in FAMILIES
+        return bool(self.prompt.media) and not family_of(self._target.config).is_known
 
     def stop(self, budget: int) -> int:
         """Where a chunk of about ``budget`` tokens ends: never inside an image, at least one token on."""

@@ -7,42 +7,21 @@ from typing import Any
 
 import torch
 
+from saccade.inputs.families import FAMILIES, family_of
 from saccade.target.limits import Limits
 from saccade.target.masks import MaskPlan
 
 TESTED = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "llava": "LLaVA-1.5, Pixtral",
-    "llava_next": "LLaVA-NeXT",
-    "llava_onevision": "LLaVA-OneVision",
-    "qwen2_vl": "Qwen2-VL",
-    "qwen2_5_vl": "Qwen2.5-VL",
-    "qwen3_vl": "Qwen3-VL",
-    "qwen3_vl_moe": "Qwen3-VL-MoE",
-    "idefics3": "Idefics3, SmolVLM",
-    "smolvlm": "SmolVLM2",
-    "gemma3": "Gemma 3",
-    "mistral3": "Mistral Small 3 (Pixtral)",
-    "internvl": "InternVL",
-    "ministral3": "Ministral 3",
+    name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()
 }
 """``model_type`` -> name, for every family in the conformance suite; others are tried and checked at load."""
 
-TEXT = {
-    *("llama", "qwen2", "qwen3", "mistral", "ministral3", "gemma3_text"),
-    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-}
+DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for decoder in family.decoders}
 """``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
 one is tried and checked like an unknown architecture."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Kinds of layers for which there are masks."""
-
-BIDIRECTIONAL_IMAGES = {"gemma3"}
-"""Families whose image tokens see each other in both directions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +58,13 @@ class Family:
         if types and "sliding_attention" not in types:
             window = None
         kinds = tuple(sorted(types)) if len(types) > 1 else ()
+        family = family_of(config)
         return cls(
             model_type=config.model_type,
             text_type=text.model_type,
-            tested=config.model_type in TESTED and text.model_type in TEXT and types <= LAYER_TYPES,
+            tested=family.is_tested and text.model_type in DECODERS and types <= LAYER_TYPES,
             masks=MaskPlan(window=window, kinds=kinds),
-            bidirectional_images=config.model_type in BIDIRECTIONAL_IMAGES,
+            bidirectional_images=family.bidirectional_images,
             limits=Limits.of(text),
         )
 

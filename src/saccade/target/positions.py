@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.inputs.families import FAMILIES, kind_of
+from saccade.inputs.families import family_of
 from saccade.inputs.padded import join, type_ids
 from saccade.inputs.prompt import Prompt
 
@@ -25,7 +25,8 @@ def check_types(model: Any) -> None:
     Raises:
         ModelError: the model is of such a family.
     """
-    if kind_of(model.config) in FAMILIES:
+    family = family_of(model.config)
+    if family.is_known:
         return
     base = getattr(model, "base_model", model)
     calls = [model.forward, base.forward, getattr(base, "get_rope_index", None)]
@@ -33,7 +34,7 @@ def check_types(model: Any) -> None:
     types = next((name for name in TYPES if name in wanted), None)
     if types is not None:
         raise ModelError(
-            f"Images cannot be given to the family {kind_of(model.config)!r}, whose model is told by {types} which "
+            f"Images cannot be given to the family {family.name!r}, whose model is told by {types} which "
             "tokens they are and how to read them; ask it without images, or use a model of a tested family."
         )
 

@@ -8,13 +8,11 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.errors import InputError, TrainingError
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import join, type_ids
+from saccade.inputs.padded import type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 
@@ -40,7 +38,7 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "attention_mask": (torch.arange(longest, device=device) < lengths[:, None]).long(),
     }
     inputs.update(type_ids(target.config, ids))
-    for name, value in _media(target.config, prompts).items():
+    for name, value in family_of(target.config).collate([p.media for p in prompts]).items():
         inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
     found = [target.positions(row[None], p)[0] for row, p in zip(rows, prompts, strict=True)]
     known = [p[:, 0].T for p in found if p is not None]
@@ -74,43 +72,12 @@ def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[
 def _together(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
     """None where several prompts cannot share a forward pass."""
     alone = len(prompts) <= 1
-    if not alone and family_of(target.config) is None:
-        return None
     try:
         return forward_inputs(target, prompts)
     except InputError:
         if alone:
             raise
         return None
-
-
-def _media(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    family = family_of(config)
-    if family is not None and family.layout == "tiles":
-        return _tiled(config, prompts)
-    out = join(config, [medium for p in prompts for medium in p.media])
-    if "batch_num_images" in out:  # counts per row, which a flat list of media has lost
-        counts = [sum(m.kind == "image" for m in p.media) for p in prompts]
-        out["batch_num_images"] = torch.tensor(counts)
-    return out
-
-
-def _tiled(config: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """``[B, tiles, ...]``: rows of fewer or smaller tiles, or none, are filled with empty ones."""
-    rows = [join(config, p.media) for p in prompts]
-    out = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        given = [row.get(name) for row in rows]
-        like = next(t for t in given if t is not None)
-        whole = [like.new_zeros(1, 0, *like.shape[2:]) if t is None else t for t in given]
-        largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in whole), strict=True)]
-        out[name] = torch.cat([_grown(t, largest) for t in whole])
-    return out
-
-
-def _grown(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    room = [wanted - size for wanted, size in zip(sizes, tensor.shape[1:], strict=True)]
-    return pad(tensor, [amount for r in reversed(room) for amount in (0, r)])
 
 
 _POOL = 32

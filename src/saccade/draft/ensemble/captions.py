@@ -11,13 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from saccade.draft.ensemble.view import PlainView
-from saccade.errors import InputError, MethodError, ModelError
+from saccade.errors import InputError, ModelError
 from saccade.inputs.blind import spans_with_wrappers
 from saccade.inputs.families import family_of, visual_ids
-from saccade.inputs.patches import join_patches
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt, check_checkpoint, load_model
@@ -249,7 +247,8 @@ class CheckpointCaptions:
 
     @torch.inference_mode()
     def __call__(self, image: Image.Image) -> str:
-        task = {"text": "<CAPTION>"} if self._model.config.model_type == "florence2" else {}
+        text = family_of(self._model.config).caption_prompt
+        task = {} if text is None else {"text": text}
         inputs = self._processor(images=image, return_tensors="pt", **task)
         for name, value in inputs.items():
             dtype = self._model.dtype if value.is_floating_point() else None
@@ -267,44 +266,7 @@ def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
     Raises:
         MethodError: the family's tensors are not understood.
     """
-    pixels = _pixels(processor.config, medium)
+    pixels = family_of(processor.config).picture(medium)
     mean, std = (torch.tensor(v)[:, None, None] for v in processor.colour_scale(medium.kind))
     values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255
     return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
-
-
-def _pixels(config: Any, medium: Medium) -> Tensor:
-    """``[3, H, W]`` as the image processor left them."""
-    family = family_of(config)
-    layout = family.layout if family else "text"
-    tensors = medium.tensors
-    if layout == "grid":
-        return _from_patches(config, medium)
-    if medium.kind == "video" and "pixel_values_videos" in tensors:
-        frames = tensors["pixel_values_videos"][0]  # [T, 3, H, W]
-        return frames[len(frames) // 2]
-    pixels = tensors.get("pixel_values")
-    if pixels is None or layout == "text":
-        raise MethodError(
-            f"Captions from pictures need a family whose image tensors are known, not {config.model_type}; "
-            "let the drafter caption for itself."
-        )
-    if layout == "anyres":
-        return pixels[0, 0]
-    if layout == "tiles":
-        return pixels[0, -1]
-    if layout == "pixtral":
-        height, width = (int(n) for n in tensors["image_sizes"][0])
-        return pixels[0, :, :height, :width]
-    return pixels[-1] if layout == "runs" else pixels[0]
-
-
-def _from_patches(config: Any, medium: Medium) -> Tensor:
-    """The middle of Qwen-VL's patches put together."""
-    name = "image" if medium.kind == "image" else "video"
-    values = medium.tensors["pixel_values" if name == "image" else "pixel_values_videos"]
-    times, rows, columns = (int(n) for n in medium.tensors[f"{name}_grid_thw"][0])
-    vision = config.vision_config
-    middle = values.unflatten(0, (times, rows * columns))[times // 2]
-    grid = torch.tensor([1, rows, columns])
-    return join_patches(middle, grid, int(vision.patch_size), int(vision.spatial_merge_size))[0]

@@ -15,28 +15,17 @@ from torch.nn import functional
 
 from saccade.draft.ensemble.view import PlainView, View
 from saccade.draft.model import ModelDraftSession
-from saccade.draft.pruning import grid_of, places_of
+from saccade.draft.pruning import places_of
 from saccade.errors import MethodError
-from saccade.inputs.counting import count
-from saccade.inputs.families import family_of, kind_of
-from saccade.inputs.halving import RESIZABLE, half, halved
+from saccade.inputs.families import family_of
+from saccade.inputs.families.family import PoolPoint, side_of
+from saccade.inputs.pixels import half
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
 
 KEPT = 16
 """Halved pictures that are kept for later turns."""
-
-SQUARES = (
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "idefics3",
-    "smolvlm",
-    "gemma3",
-    "internvl",
-)
-"""Families whose towers take squares of one size, so that their features lie on a square grid at the projector."""
 
 
 def pooled(model: Target) -> View:
@@ -48,14 +37,14 @@ def pooled(model: Target) -> View:
     Raises:
         MethodError: the model cannot see, or its family is unknown.
     """
-    family, kind = family_of(model.config), kind_of(model.config)
-    if family is not None and family.layout in RESIZABLE:
+    family = family_of(model.config)
+    if family.is_resizable:
         return HalvedPictures(model.config)
-    if kind in SQUARES:
-        return PooledFeatures(model)
+    if family.pool_point is not None:
+        return PooledFeatures(model, family.pool_point)
     raise MethodError(
-        f"The draft model is of the family {kind}, which cannot see or whose visual features are unknown here; leave "
-        "view P out, or use a drafter of a known VLM family."
+        f"The draft model is of the family {family.name}, which takes no images or whose visual features are unknown "
+        "here; leave view P out, or use a drafter of a known VLM family."
     )
 
 
@@ -88,7 +77,7 @@ class HalvedPictures(PlainView):
 
     def _half(self, medium: Medium) -> Medium:
         """The medium at half its resolution; every turn of a conversation asks for its pictures again."""
-        small = self._halved.pop(medium.digest, None) or halved(self._config, medium)
+        small = self._halved.pop(medium.digest, None) or family_of(self._config).halved(medium)
         self._halved[medium.digest] = small
         if len(self._halved) > KEPT:
             del self._halved[next(iter(self._halved))]
@@ -96,7 +85,7 @@ class HalvedPictures(PlainView):
 
     def _surplus(self, places: list[int], medium: Medium, small: Medium) -> Iterator[int]:
         """Positions that a medium has no use for any more: of its placeholders, and of the breaks between rows."""
-        before, after = grid_of(self._config, medium), grid_of(self._config, small)
+        before, after = (family_of(self._config).grid(m) for m in (medium, small))
         assert before is not None
         assert after is not None
         (_, rows, columns), (_, rows_left, columns_left) = before, after
@@ -118,6 +107,7 @@ class PooledFeatures(PlainView):
 
     Args:
         model: the adapter of the draft model.
+        point: where its features lie on square grids.
 
     Raises:
         MethodError: the family cuts padding away on a grid that cannot be halved.
@@ -125,22 +115,19 @@ class PooledFeatures(PlainView):
 
     name = "P"
 
-    def __init__(self, model: Target) -> None:
+    def __init__(self, model: Target, point: PoolPoint) -> None:
         self._model = model
-        self._kind = kind = kind_of(model.config)
+        self._point = point
         self._config: Any = model.config
         self._patch: int | None = None
-        if kind in (
-            "llava_next",
-            "llava_onevision",
-        ):  # they cut padding away on a grid that they compute themselves
+        if family_of(model.config).unpads:
             vision = model.config.vision_config
-            side = half(int(vision.image_size) // int(vision.patch_size))
+            side = half(side_of(vision))
             self._patch = int(vision.image_size) // side
             if int(vision.image_size) // self._patch != side:
                 raise MethodError(
                     f"A grid of {vision.image_size}/{vision.patch_size} features cannot be pooled in the family "
-                    f"{kind}; leave view P out."
+                    f"{family_of(model.config).name}; leave view P out."
                 )
             self._config = copy.deepcopy(model.config)
             self._config.vision_config.patch_size = self._patch
@@ -167,11 +154,10 @@ class PooledFeatures(PlainView):
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
         """Placeholders of one grid of a medium, and how many are left of them."""
-        if self._patch is not None:
-            return medium.n_tokens, count(self._config, medium.kind, medium.tensors)
-        pixels = medium.tensors["pixel_values"]
         family = family_of(self._config)
-        tiles = pixels.shape[1] if family is not None and family.layout == "tiles" else pixels.shape[0]
+        if self._patch is not None:
+            return medium.n_tokens, family.count(medium.kind, medium.tensors)
+        tiles = family.tiles(medium)
         side, others = _square(medium.n_tokens // tiles)
         return medium.n_tokens // tiles, half(side) ** 2 + others
 
@@ -179,12 +165,11 @@ class PooledFeatures(PlainView):
     def _pooling(self) -> Iterator[None]:
         """The model pools while this is open."""
         base: Any = getattr(self._model.model, "base_model", self._model.model)
-        if self._kind == "gemma3":
-            hook = base.multi_modal_projector.avg_pool.register_forward_hook(lambda m, i, out: _averaged(out))
-        elif self._kind in ("idefics3", "smolvlm"):
-            hook = base.connector.modality_projection.register_forward_pre_hook(_pool_first)
+        module = base.get_submodule(self._point.module)
+        if self._point.at_output:
+            hook = module.register_forward_hook(lambda m, i, out: _averaged(out))
         else:
-            hook = base.multi_modal_projector.register_forward_pre_hook(_pool_first)
+            hook = module.register_forward_pre_hook(_pool_first)
         vision = self._model.config.vision_config
         patch = vision.patch_size
         try:

@@ -23,7 +23,7 @@ from torch import Tensor
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2, Msd
 from saccade.draft.heads.published import check_settings, check_target, config_of, number, renamed
-from saccade.inputs.families import family_of
+from saccade.inputs.families import is_multimodal
 from saccade.target.adapter import Target
 
 _BLOCK = "layers.0."
@@ -56,10 +56,7 @@ def is_meant(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[
 
 def kind(values: Mapping[str, Any]) -> type[Eagle2]:
     """What the head of a config.json is: MSD's where it is that of a VLM, which EAGLE's own code does not know."""
-    name = str(values.get("model_type"))
-    family = family_of(name)
-    sees = name.startswith("llava") or (family is not None and family.layout != "text")
-    return Msd if sees else Eagle2
+    return Msd if is_multimodal(str(values.get("model_type"))) else Eagle2
 
 
 def translated(

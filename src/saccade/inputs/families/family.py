@@ -1,0 +1,433 @@
+"""The interface of a model family: everything in which families differ between a picture and the forward pass."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from saccade.errors import InputError, MethodError, ModelError
+from saccade.inputs.media import digest
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.video import Video
+
+Kind = Literal["image", "video"]
+Tensors = Mapping[str, Tensor]
+Features = Mapping[str, Any]
+"""Output of an image processor for one image."""
+Grid = tuple[int, int, int]
+"""Frames (or tiles), rows and columns of a medium's tokens, which come in that order."""
+
+VISUAL_KEYS = (
+    "pixel_values",
+    "image_sizes",
+    "batch_num_images",
+    "pixel_attention_mask",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
+"""Forward arguments that hold images and videos."""
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Forward arguments of one image or video alone."""
+
+    kind: Kind
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Strings of a family's placeholders and wrappers.
+
+    Attributes:
+        image: one image token.
+        video: one video token, or a whole video in the chat template; None without video.
+        slot: an image in the chat template (``image``, except for Gemma 3).
+        opener: in front of an image; "" for none.
+        closer: behind an image; "" for none.
+    """
+
+    image: str
+    video: str | None
+    slot: str
+    opener: str
+    closer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPoint:
+    """Module at which the features of square images can be averaged.
+
+    Attributes:
+        module: dotted name under the base model.
+        at_output: whether its output ``[n, C, h, w]`` is averaged instead of its input ``[n, h * w, C]``.
+    """
+
+    module: str
+    at_output: bool = False
+
+
+class Family(ABC):
+    """A model family, bound to one configuration.
+
+    A new family is a subclass in a file of this package and a line in the registry. It sets the class attributes,
+    implements `count` and `cut`, and overrides those other methods in which it differs from one square of pixels
+    ``pixel_values [1, 3, H, W]`` per image.
+
+    Args:
+        config: the model's Hugging Face configuration.
+        name: key in the registry, for messages.
+
+    Attributes:
+        names: registry keys (``model_type``) -> names for people.
+        decoders: ``model_type`` of its own language models.
+        is_tested: whether the conformance suite covers it; other families are checked at load.
+        is_known: whether media can be assigned to their placeholders.
+        is_composite: whether prompts are made by its own Hugging Face processor.
+        reads_images: whether it takes images at all.
+        is_resizable: whether the number of visual tokens follows from a picture's size.
+        bidirectional_images: whether the tokens of an image attend to each other in both directions.
+        visual_keys: forward arguments that hold images and videos.
+        join_dim: dimension along which media of one row are concatenated.
+        padded_keys: forward arguments that are padded with zeros to the largest medium.
+        openers: wrapper tokens in front of a medium's placeholders.
+        closers: wrapper tokens behind them.
+        types: forward argument that distinguishes image tokens from text, where the model needs it.
+        raw: an image in a prompt without chat template; ``{}`` is the placeholder.
+        image_options: keyword arguments that the composite processor passes to its image processor.
+        video_defaults: the video processor's defaults, under the names of ``video_preprocessor_config.json``; None
+            where the family takes no videos.
+        video_sampling: sampling of files when a checkpoint names neither ``num_frames`` nor ``fps``; transformers
+            itself would then take every frame.
+        frames_as_images: whether every frame of a video is an image.
+        stamps_video: whether every temporal patch follows a text timestamp.
+        pool_point: where square features are averaged for fewer visual tokens; None if they cannot be.
+        unpads: whether the model removes padding on a grid that it derives from ``vision_config.patch_size``.
+        caption_prompt: text that a captioner of this family needs beside a picture.
+    """
+
+    names: ClassVar[Mapping[str, str]] = _NOTHING
+    decoders: ClassVar[tuple[str, ...]] = ()
+    is_tested: ClassVar[bool] = False
+    is_known: ClassVar[bool] = True
+    is_composite: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = True
+    is_resizable: ClassVar[bool] = False
+    bidirectional_images: ClassVar[bool] = False
+    visual_keys: ClassVar[tuple[str, ...]] = VISUAL_KEYS
+    join_dim: ClassVar[int] = 0
+    padded_keys: ClassVar[tuple[str, ...]] = ()
+    openers: ClassVar[tuple[str, ...]] = ()
+    closers: ClassVar[tuple[str, ...]] = ()
+    types: ClassVar[Literal["mm_token_type_ids", "token_type_ids"] | None] = None
+    raw: ClassVar[str] = "{}"
+    image_options: ClassVar[Mapping[str, Any]] = _NOTHING
+    video_defaults: ClassVar[Mapping[str, Any] | None] = None
+    video_sampling: ClassVar[Mapping[str, Any]] = _NOTHING
+    frames_as_images: ClassVar[bool] = False
+    stamps_video: ClassVar[bool] = False
+    pool_point: ClassVar[PoolPoint | None] = None
+    unpads: ClassVar[bool] = False
+    caption_prompt: ClassVar[str | None] = None
+
+    def __init__(self, config: Any, name: str) -> None:
+        self.config = config
+        self.name = name
+
+    # ------------------------------------------------------------------ placeholders
+
+    @property
+    def visual_ids(self) -> dict[Kind, int]:
+        """Ids of the image and video placeholders that the configuration has."""
+        image = getattr(self.config, "image_token_id", None)
+        video = getattr(self.config, "video_token_id", None)
+        found: dict[Kind, int] = {} if image is None else {"image": int(image)}
+        if video is not None and video != image:
+            found["video"] = int(video)
+        return found
+
+    @abstractmethod
+    def count(self, kind: Kind, tensors: Tensors) -> int:
+        """Number of placeholder tokens of one medium.
+
+        Args:
+            kind: image or video.
+            tensors: its forward arguments, without padding.
+        """
+
+    def medium(self, kind: Kind, tensors: Tensors) -> Medium:
+        """A medium from its forward arguments, counted and hashed."""
+        return Medium(kind, tensors, self.count(kind, tensors), digest(tensors))
+
+    def words(self, tokenizer: Any) -> Words | None:
+        """Placeholder strings by the configuration's ids and the tokenizer; None for a text family.
+
+        Raises:
+            ModelError: the tokenizer lacks the configuration's image token.
+        """
+        image = token_string(tokenizer, self.config.image_token_id)
+        video = None
+        if self.frames_as_images:
+            video = getattr(tokenizer, "video_token", None) or "<video>"
+        elif self.video_defaults is not None:
+            video = token_string(tokenizer, self.config.video_token_id)
+        return Words(image, video, image, "".join(self.openers[:1]), "".join(self.closers[:1]))
+
+    def wrappers(self, words: Words) -> tuple[set[str], set[str]]:
+        """Tokens that may stand in front of a medium's placeholders, and behind them."""
+        return {words.opener, *self.openers}, {words.closer, *self.closers}
+
+    def chat_template(self, template: str | None, kinds: set[Kind]) -> str | None:
+        """Source of the chat template for a conversation with these kinds of media, given the checkpoint's."""
+        return template
+
+    # ------------------------------------------------------------------ pictures and videos into tensors and text
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of the image processor."""
+        return dict(self.image_options)
+
+    def prepare_images(self, run: Callable[[Any], Features], images: Sequence[Any]) -> list[Features]:
+        """Prepare all images of one row.
+
+        Args:
+            run: the image processor on images in the nesting that the family wants.
+            images: PIL images.
+        """
+        return [run([image]) for image in images]
+
+    def expand_image(self, words: Words, features: Features) -> str:
+        """The text of one image, from the image processor's output."""
+        return words.image * self.count("image", features)
+
+    @staticmethod
+    def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> Sequence[int]:
+        """Ascending indices of the frames to use of a video with ``total`` frames at ``fps`` frames per second."""
+        raise NotImplementedError
+
+    def video_settings(self, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The family's defaults, overridden by the checkpoint's settings, overridden by the caller's sampling."""
+        settings = {**(self.video_defaults or {}), **checkpoint}
+        named = {name: settings.pop(name) for name in ("num_frames", "fps") if settings.get(name)}
+        if len(self.video_sampling) > 1:  # the family samples by both at once
+            return {**settings, **self.video_sampling, **named, **given}
+        return {**settings, **(given or named or self.video_sampling)}
+
+    def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Forward arguments of a video, or of each of its frames (``frames_as_images``)."""
+        raise NotImplementedError
+
+    def expand_video(
+        self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
+    ) -> str:
+        """The text of one video, given the result of `video_tensors`."""
+        return (words.video or "") * self.count("video", tensors[0])
+
+    # ------------------------------------------------------------------ batches
+
+    @abstractmethod
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+        """Cut the visual tensors of a batch into single images, then single videos, in batch order without padding.
+
+        Args:
+            tensors: the visual forward arguments of the whole batch.
+            rows: ids of every row without padding, for families whose images end where the placeholders do.
+
+        Raises:
+            InputError: tensors that belong together disagree, or are missing.
+        """
+
+    def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
+        """Prompts of a batch.
+
+        Args:
+            rows, tensors: as for `cut`.
+
+        Raises:
+            InputError: placeholders and media do not match.
+        """
+        queues = {"image": list[Piece](), "video": list[Piece]()}
+        for piece in self.cut(tensors, rows):
+            queues[piece.kind].append(piece)
+        prompts = []
+        for number, ids in enumerate(rows):
+            found: list[tuple[int, Medium]] = []
+            for kind, token in self.visual_ids.items():
+                places = [i for i, t in enumerate(ids) if t == token]
+                filled = 0
+                while filled < len(places) and queues[kind]:
+                    medium = self.medium(kind, queues[kind].pop(0).tensors)
+                    found.append((places[filled], medium))
+                    filled += medium.n_tokens
+                if filled != len(places):
+                    raise InputError(
+                        f"Row {number} has {len(places)} {kind} placeholders but its {kind}s fill {filled}; pass ids "
+                        "and pixels from one call of the model's processor."
+                    )
+            found.sort(key=lambda item: item[0])
+            prompts.append(Prompt(tuple(ids), tuple(medium for _, medium in found)))
+        for name, queue in queues.items():
+            if queue:
+                raise InputError(
+                    f"The batch holds {len(queue)} more {name}s than its placeholders ask for; pass ids and pixels "
+                    "from one call of the model's processor."
+                )
+        return prompts
+
+    def join(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        """Forward arguments of one row with these media in prompt order; none gives ``{}``.
+
+        Raises:
+            InputError: the media do not fit into one forward pass together.
+        """
+        out: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for m in media for name in m.tensors):
+            out[name] = self.join_tensors(name, [m.tensors[name] for m in media if name in m.tensors])
+        return out
+
+    def join_tensors(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """One forward argument of several media, concatenated and padded where the family pads."""
+        if name in self.padded_keys:
+            tensors = padded(tensors, self.join_dim)
+        elif len({t.shape[: self.join_dim] + t.shape[self.join_dim + 1 :] for t in tensors}) > 1:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+            raise InputError(
+                f"The media of one prompt have {name} of shapes {shapes}, which do not fit together; give videos "
+                "of one length."
+            )
+        return torch.cat([*tensors], self.join_dim)
+
+    def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        """Forward arguments of a batch, given the media of every row.
+
+        Raises:
+            InputError: the media do not fit into one forward pass together.
+        """
+        return self.join([medium for row in rows for medium in row])
+
+    # ------------------------------------------------------------------ views of drafters
+
+    def tiles(self, medium: Medium) -> int:
+        """Number of square grids of features of an image."""
+        return medium.tensors["pixel_values"].shape[0]
+
+    def grid(self, medium: Medium) -> Grid | None:
+        """Grid of a medium's tokens; None where they lie on no single grid."""
+        return None if "pixel_values" not in medium.tensors else square_grid(medium, self.tiles(medium))
+
+    def picture(self, medium: Medium) -> Tensor:
+        """Normalised pixels ``[3, H, W]`` of a whole image, or of a video's middle frame.
+
+        Raises:
+            MethodError: the tensors of the family's images are unknown.
+        """
+        if medium.kind == "video" and "pixel_values_videos" in medium.tensors:
+            frames = medium.tensors["pixel_values_videos"][0]  # [T, 3, H, W]
+            return frames[len(frames) // 2]
+        if not (self.is_known and self.reads_images and "pixel_values" in medium.tensors):
+            raise MethodError(
+                f"Captions from pictures need a family whose image tensors are known, not {self.name}; let the drafter "
+                "caption for itself."
+            )
+        return self.image_pixels(medium)
+
+    def image_pixels(self, medium: Medium) -> Tensor:
+        """Normalised pixels ``[3, H, W]`` of a whole image."""
+        return medium.tensors["pixel_values"][0]
+
+    def halved(self, medium: Medium) -> Medium:
+        """A medium at half its height and width, rounded up to whole visual tokens; a video keeps its frames.
+
+        Equal to the family's processor at that size, apart from rounding and the processor's lower bound on the size.
+        Normalised pixels are resampled as well as raw ones (bicubic over the area of a new pixel, within the range of
+        the old values).
+
+        Raises:
+            InputError: the family's pictures are all of one size (not `is_resizable`).
+        """
+        raise InputError(
+            f"Images for {self.name} have a fixed size; only those of Qwen-VL and Pixtral can be halved."
+        )
+
+
+def token_string(tokenizer: Any, token: int) -> str:
+    """The string of a token id.
+
+    Raises:
+        ModelError: the tokenizer has no such token.
+    """
+    text = tokenizer.convert_ids_to_tokens(int(token)) if 0 <= token < len(tokenizer) else None
+    if text is None:
+        raise ModelError(
+            f"The tokenizer has no token {token}, which the configuration names as a placeholder; use the "
+            "tokenizer of this checkpoint."
+        )
+    return str(text)
+
+
+def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
+    """``[first, last)`` of every unbroken run of one id."""
+    out: list[tuple[int, int]] = []
+    for i, t in enumerate(ids):
+        if t != token:
+            continue
+        if out and out[-1][1] == i:
+            out[-1] = (out[-1][0], i + 1)
+        else:
+            out.append((i, i + 1))
+    return out
+
+
+def need(tensors: Tensors, name: str, beside: str) -> Tensor:
+    """A forward argument that must come with another one.
+
+    Raises:
+        InputError: it is missing.
+    """
+    if name not in tensors:
+        raise InputError(
+            f"The batch has {beside} but no {name}; pass all that the model's processor returns."
+        )
+    return tensors[name]
+
+
+def padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Pad with zeros at the end of every dimension except ``dim``, up to the largest."""
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
+    out = []
+    for tensor in tensors:
+        room = [0 if d == dim else largest[d] - size for d, size in enumerate(tensor.shape)]
+        out.append(functional.pad(tensor, [amount for r in reversed(room) for amount in (0, r)]))
+    return out
+
+
+def side_of(vision: Any) -> int:
+    """Patches along one side of the square that a vision tower takes."""
+    return int(vision.image_size) // int(vision.patch_size)
+
+
+def class_token(config: Any) -> int:
+    """1 when the tower's class token is kept, -1 when a patch is dropped in its place, else 0."""
+    has = not config.vision_config.model_type.startswith("siglip")
+    dropped = config.vision_feature_select_strategy == "default"
+    return int(has) - int(dropped)
+
+
+def square_grid(medium: Medium, frames: int) -> Grid | None:
+    """A medium's grid of equal squares, with at most one token beside it (a newline or class token); else None."""
+    side = math.isqrt(medium.n_tokens // frames)
+    fits = frames * side * side <= medium.n_tokens <= frames * side * side + 1
+    return (frames, side, side) if fits else None

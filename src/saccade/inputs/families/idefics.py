@@ -1,0 +1,204 @@
+"""Idefics3 and SmolVLM: an image as tagged tiles in rows of their own, a video as one tile per frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
+
+from saccade.errors import InputError
+from saccade.inputs.families.family import (
+    Family,
+    Features,
+    Kind,
+    Piece,
+    PoolPoint,
+    Tensors,
+    Words,
+    runs_of,
+    side_of,
+)
+from saccade.inputs.pixels import LANCZOS, normalise, resize_frames
+from saccade.inputs.prompt import Medium
+from saccade.inputs.video import Video
+
+_MOST_TILES = 20
+"""More rows or columns of tiles than any Idefics3 image has."""
+
+
+class Idefics3(Family):
+    """``pixel_values [rows, tiles, 3, H, W]`` padded with empty tiles, and ``pixel_attention_mask``."""
+
+    names = MappingProxyType({"idefics3": "Idefics3, SmolVLM"})
+    is_tested = True
+    join_dim = 1
+    padded_keys = ("pixel_values", "pixel_attention_mask")
+    openers = ("<fake_token_around_image>", "<global-img>")
+    closers = ("<fake_token_around_image>",)
+    image_options = MappingProxyType({"return_row_col_info": True})
+    pool_point = PoolPoint("connector.modality_projection")
+
+    def count(self, kind: Kind, tensors: Tensors) -> int:
+        side = side_of(self.config.vision_config)
+        return tensors["pixel_values"].shape[1] * int(side**2 / self.config.scale_factor**2)
+
+    def wrappers(self, words: Words) -> tuple[set[str], set[str]]:
+        openers, closers = super().wrappers(words)
+        tiles = range(1, _MOST_TILES + 1)
+        return openers | {f"<row_{row}_col_{column}>" for row in tiles for column in tiles}, closers
+
+    def expand_image(self, words: Words, features: Features) -> str:
+        """Every tile behind its row and column, then the whole image."""
+        rows, columns = (int(features[k][0][0]) for k in ("rows", "cols"))
+        tile = words.image * (self.count("image", features) // (rows * columns + 1))
+        whole = f"{words.opener}<global-img>{tile}{words.opener}"
+        if not rows and not columns:
+            return whole
+        lines = (
+            "".join(f"{words.opener}<row_{r}_col_{c}>{tile}" for c in range(1, columns + 1))
+            for r in range(1, rows + 1)
+        )
+        return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
+
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+        """The last tile of every image shows all of it and has a tag of its own in front.
+
+        A row ends with such a tile, so its tag is known without the tokenizer.
+        """
+        if "pixel_values" not in tensors:
+            return
+        pixels, mask = tensors["pixel_values"], tensors.get("pixel_attention_mask")
+        if len(pixels) != len(rows):
+            raise InputError(
+                f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}; pass both from one call of the "
+                "model's processor."
+            )
+        for b, ids in enumerate(rows):
+            tags = [ids[first - 1] if first else -1 for first, _ in runs_of(ids, self.visual_ids["image"])]
+            start = 0
+            for number, tag in enumerate(tags, 1):
+                if tag != tags[-1]:
+                    continue
+                piece = {"pixel_values": pixels[b : b + 1, start:number]}
+                if mask is not None:
+                    piece["pixel_attention_mask"] = mask[b : b + 1, start:number]
+                if piece["pixel_values"].shape[1]:
+                    yield Piece("image", piece)
+                start = number
+            if bool(pixels[b, start:].any()):
+                yield Piece("image", {"pixel_values": pixels[b : b + 1, start:]})
+
+    def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        """``[B, tiles, ...]``: rows of fewer or smaller tiles, or none, are filled with empty ones."""
+        joined = [self.join(row) for row in rows]
+        out = {}
+        for name in dict.fromkeys(name for row in joined for name in row):
+            given = [row.get(name) for row in joined]
+            like = next(t for t in given if t is not None)
+            whole = [like.new_zeros(1, 0, *like.shape[2:]) if t is None else t for t in given]
+            largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in whole), strict=True)]
+            out[name] = torch.cat([_grown(t, largest) for t in whole])
+        return out
+
+    def tiles(self, medium: Medium) -> int:
+        return medium.tensors["pixel_values"].shape[1]
+
+    def image_pixels(self, medium: Medium) -> Tensor:
+        return medium.tensors["pixel_values"][0, -1]
+
+
+class SmolVLM(Idefics3):
+    """SmolVLM2: Idefics3 with videos, every frame one tile behind its time."""
+
+    names = MappingProxyType({"smolvlm": "SmolVLM2"})
+    video_defaults = MappingProxyType(
+        {
+            "size": {"longest_edge": 4 * 364},
+            "max_image_size": {"longest_edge": 364},
+            "resample": LANCZOS,
+            "image_mean": IMAGENET_STANDARD_MEAN,
+            "image_std": IMAGENET_STANDARD_STD,
+        }
+    )
+    video_sampling = MappingProxyType({"num_frames": 64, "fps": 1})
+    frames_as_images = True
+
+    def chat_template(self, template: str | None, kinds: set[Kind]) -> str | None:
+        """SmolVLM's processor replaces the checkpoint's template by its own as soon as there is a video."""
+        if "video" not in kinds:
+            return template
+        from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+        return str(DEFAULT_CHAT_TEMPLATE)
+
+    @staticmethod
+    def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
+        """``fps`` per second and at most ``num_frames``; a long video loses a second at either end."""
+        skip, most, rate = 1, settings["num_frames"], settings["fps"]
+        duration = total / fps
+        count = max(1, min(round(rate * duration), most))
+        first, last = 0, total - 1
+        if duration - 2 * skip > most * rate:
+            first, last = int(skip * fps), min(int(total - skip * fps), total - 1)
+            if first >= last:
+                first, last = 0, total - 1
+        return [int(i) for i in np.unique(np.linspace(first, last, count, dtype=int))]
+
+    def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Frames resized to the longest edge, then to a square of ``max_image_size``."""
+        longest = min(int(settings["size"]["longest_edge"]), 4096)
+        height, width = video.frames.shape[1:3]
+        if width >= height:
+            new = (_even(int(longest / (width / height))), longest)
+        else:
+            new = (longest, _even(int(longest * (width / height))))
+        side = int(settings["max_image_size"]["longest_edge"])
+        frames = resize_frames(video.frames, max(new[0], 1), max(new[1], 1), settings)
+        pixels = normalise(resize_frames(frames, side, side, settings), settings)  # [T, 3, H, W]
+        mask = torch.ones(1, 1, *pixels.shape[-2:], dtype=torch.long)
+        return [{"pixel_values": frame[None, None], "pixel_attention_mask": mask} for frame in pixels]
+
+    def expand_video(
+        self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
+    ) -> str:
+        frame = self.expand_image(words, {**tensors[0], "rows": [[0]], "cols": [[0]]})
+        stamps = ((int(t // 60), int(t % 60)) for t in video.timestamps)
+        return (
+            f"You are provided the following series of {number_words(len(tensors))} frames from a "
+            f"{timedelta(seconds=int(video.duration))} [H:MM:SS] video.\n"
+            + "".join(f"\nFrame from {m:02d}:{s:02d}:{frame}" for m, s in stamps)
+            + "\n\n"
+        )
+
+
+_SMALL = (
+    "zero one two three four five six seven eight nine ten "
+    "eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+
+
+def number_words(n: int) -> str:
+    """An integer from 0 to 999 in English, as in SmolVLM's training prompts."""
+    small, tens = _SMALL.split(), _TENS.split()
+    if n < 20:
+        return small[n]
+    if n < 100:
+        return tens[n // 10 - 2] + (f"-{small[n % 10]}" if n % 10 else "")
+    return f"{small[n // 100]} hundred" + (f" and {number_words(n % 100)}" if n % 100 else "")
+
+
+def _even(n: int) -> int:
+    return n + n % 2
+
+
+def _grown(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    room = [wanted - size for wanted, size in zip(sizes, tensor.shape[1:], strict=True)]
+    return pad(tensor, [amount for r in reversed(room) for amount in (0, r)])
