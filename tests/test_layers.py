@@ -48,9 +48,7 @@ CIRCLES = (
 
 NAMESAKES = {
     "chat.py": "public class; chat templates; command",
-    "counting.py": "visual tokens; task",
     "dream.py": "head; its objective",
-    "families.py": "inputs; targets",
     "features.py": "of the target; read for training",
     "media.py": "files and tensors; encodings by digest",
     "registry.py": "heads; methods",

@@ -147,8 +147,6 @@ class Family(ABC):
         self.config = config
         self.name = name
 
-    # ------------------------------------------------------------------ placeholders
-
     @property
     def visual_ids(self) -> dict[Kind, int]:
         """Ids of the image and video placeholders that the configuration has."""
@@ -194,8 +192,6 @@ class Family(ABC):
         """Source of the chat template for a conversation with these kinds of media, given the checkpoint's."""
         return template
 
-    # ------------------------------------------------------------------ pictures and videos into tensors and text
-
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the image processor."""
         return dict(self.image_options)
@@ -235,8 +231,6 @@ class Family(ABC):
     ) -> str:
         """The text of one video, given the result of `video_tensors`."""
         return (words.video or "") * self.count("video", tensors[0])
-
-    # ------------------------------------------------------------------ batches
 
     @abstractmethod
     def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
@@ -317,8 +311,6 @@ class Family(ABC):
             InputError: the media do not fit into one forward pass together.
         """
         return self.join([medium for row in rows for medium in row])
-
-    # ------------------------------------------------------------------ views of drafters
 
     def tiles(self, medium: Medium) -> int:
         """Number of square grids of features of an image."""
