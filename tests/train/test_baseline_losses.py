@@ -11,12 +11,12 @@ from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head
-from saccade.train.warm_start import new_head
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.heads import AheadObjective, Eagle3Objective
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.trainer import Trainer
+from saccade.train.warm_start import new_head
 
 
 def entries(own: Head, name: str = "llava") -> Entries:

@@ -12,12 +12,12 @@ from train_kit import head, listed, samples, target
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.hidden_states import final_norm
-from saccade.train.warm_start import new_head
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import entries_of
 from saccade.train.objectives.heads import KangarooObjective
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.trainer import Trainer
+from saccade.train.warm_start import new_head
 
 
 def lm_head(states: Tensor) -> Tensor:

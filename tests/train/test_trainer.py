@@ -21,13 +21,13 @@ from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt
 from saccade.train import Listed, Recipe, Sample, Stage, Trainer, read_recipe
 from saccade.train.batches import Order
-from saccade.train.warm_start import new_head
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, read_features
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.optimiser import Optimiser, rate_at
 from saccade.train.plan import plan_of
 from saccade.train.validate import EngineMeasure
+from saccade.train.warm_start import new_head
 
 
 def weights(out: Path) -> dict[str, Tensor]:

@@ -17,16 +17,16 @@ from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.train.warm_start import digest_of, new_head
-from saccade.train.feature_cache import FeatureCache
 from saccade.train.checkpoint import identity
 from saccade.train.draft_vlm import DraftVlmLearner
+from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features
 from saccade.train.objectives.entries import Entries, Feeder, lm_head_of, new_cache
 from saccade.train.objectives.losses import Tally, terms_of
 from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import EngineMeasure, Measure
+from saccade.train.warm_start import digest_of, new_head
 
 
 class Learner(Protocol):

@@ -252,8 +252,8 @@ def test_a_llama_is_no_head(tmp_path: Path) -> None:
 
 
 def test_small_vocabularies_are_not_trained() -> None:
-    from saccade.train.warm_start import new_head
     from saccade.train.recipe import read_recipe
+    from saccade.train.warm_start import new_head
 
     recipe = replace(read_recipe("eagle3"), head={"own_vocabulary": 8})
     with pytest.raises(TrainingError, match=r"not trained here; leave out head\.own_vocabulary"):

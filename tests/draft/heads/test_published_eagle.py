@@ -182,8 +182,8 @@ def test_no_weights_of_deeper_models_are_looked_at(folder: Path, monkeypatch: py
 @pytest.mark.parametrize("kind", ["eagle2", "msd"])
 @pytest.mark.parametrize("option", [{"norms": "none"}, {"norms": "block"}, {"bias": True}])
 def test_such_heads_are_not_trained(kind: str, option: dict[str, Any]) -> None:
-    from saccade.train.warm_start import new_head
     from saccade.train.recipe import read_recipe
+    from saccade.train.warm_start import new_head
 
     (name,) = option
     with pytest.raises(
