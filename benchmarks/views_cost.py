@@ -19,8 +19,8 @@ from clock import Clock
 from pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, EnsembleSession
-from saccade.draft.ensemble.views import by_names
-from saccade.draft.ensemble.weights import by_name
+from saccade.draft.ensemble.views import make_views
+from saccade.draft.ensemble.weights import make_weighting
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
@@ -92,7 +92,11 @@ class Watched:
         load = Timed(self._drafting, "load", clock)
         self._calls = [Timed(self._drafting, name, clock) for name in ("propose", "observe")]
         is_one = not isinstance(self._drafting, EnsembleSession)
-        self._search = [] if is_one else [Timed(self._drafting, n, clock) for n in ("_learn", "_chosen")]
+        self._search = (
+            []
+            if is_one
+            else [Timed(self._drafting, n, clock) for n in ("_observe_blocks", "_choose_weights")]
+        )
         decoding = plan(engine.target, asked, max_new_tokens=new_tokens)
         self._steps: Iterator[Any] = engine.start([Request(p) for p in asked], decoding, session).steps
         next(self._steps)
@@ -173,8 +177,8 @@ def _of(ratios: list[float], alone: list[bool], wanted: bool) -> str:
 def drafter(model: Target, processor: InputProcessor, name: str, gamma: int) -> Drafter:
     """From ``views:weights``."""
     views, _, weights = name.partition(":")
-    seen = by_names(views, model, processor)
-    return EnsembleDrafter(model, Chain(gamma), seen, by_name(weights or "auto", len(seen)))
+    seen = make_views(views, model, processor)
+    return EnsembleDrafter(model, Chain(gamma), seen, make_weighting(weights or "auto", len(seen)))
 
 
 def main() -> None:

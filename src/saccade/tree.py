@@ -1,4 +1,4 @@
-"""The draft tree: guesses below the last emitted token, one tree per row."""
+"""Draft trees: draft tokens below the last emitted token, one tree per row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DraftTree:
-    """B trees of N nodes; node 0 is the root (last emitted token), every parent stands before its children.
+    """B trees of N nodes; node 0 is the root (last emitted token), and parents precede their children.
 
     Attributes:
         tokens: ``[B, N]`` ids.
         parents: ``[B or 1, N]`` node indices; the root's parent is the root.
         depth: ``[B or 1, N]``; 0 at the root.
-        ancestors: ``[B or 1, N, N]`` bool; ``[i, j]`` is True where j is i or stands above i.
+        ancestors: ``[B or 1, N, N]`` bool; ``[i, j]`` is True where j is i or an ancestor of i.
         valid: ``[B or 1, N]`` bool; False for padding nodes, which see only themselves.
         max_depth: host upper bound of ``depth``.
         max_children: host upper bound of children per node.
@@ -36,10 +36,33 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, roots: Tensor) -> DraftTree:
-        """Plain decoding's tree: ``roots`` ``[B]`` and nothing below."""
+        """Plain decoding's tree: ``roots`` ``[B]`` without draft tokens."""
         zero = roots.new_zeros(1, 1)
         one = torch.ones(1, 1, dtype=torch.bool, device=roots.device)
         return cls(roots[:, None], zero, zero, one[None], one, max_depth=0, max_children=0)
+
+    @classmethod
+    def chains(cls, tokens: Tensor, valid: Tensor, q: Tensor | None = None) -> DraftTree:
+        """One chain per row.
+
+        Args:
+            tokens: ``[B, N]`` ids, root first.
+            valid: ``[B, N]`` bool; False for the padding behind shorter chains.
+            q: as in `DraftTree`.
+        """
+        count = tokens.shape[1]
+        place = torch.arange(count, device=tokens.device)
+        itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=(place - 1).clamp(min=0)[None],
+            depth=torch.where(valid, place, 0),
+            ancestors=torch.where(valid[..., None], torch.ones_like(itself).tril(), itself),
+            valid=valid,
+            max_depth=count - 1,
+            max_children=1,
+            q=q,
+        )
 
     @property
     def size(self) -> int:
@@ -47,7 +70,7 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device) -> DraftTree:
-        """The tree on another device (drafter and target may live apart)."""
+        """Return the tree on another device (drafter and target may be on different ones)."""
         if self.tokens.device == device:
             return self
         return replace(
@@ -62,27 +85,31 @@ class DraftTree:
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
-    """``[B, N, N]`` ancestor matrix (a node counts as its own ancestor) from ``[B, N]`` parents.
+    """Ancestor matrix ``[B, N, N]`` (a node counts as its own ancestor) of ``[B, N]`` parents.
 
-    Pointers are doubled: what is known of k generations above every node gives 2k.
+    By pointer doubling: from k generations of every node's ancestors follow 2k.
     """
     count = parents.shape[1]
     matrix = torch.eye(count, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
-    above, known = (
-        parents,
-        1,
-    )  # the ancestor `known` generations above, and how many generations are in the matrix
+    jump, generations = parents, 1  # the ancestor `generations` above; the matrix has all nearer ones
     while True:
-        matrix = matrix | matrix.gather(1, above[..., None].expand(-1, -1, count))
-        known *= 2
-        if known > max_depth:
+        matrix = matrix | matrix.gather(1, jump[..., None].expand(-1, -1, count))
+        generations *= 2
+        if generations > max_depth:
             return matrix
-        above = above.gather(1, above)
+        jump = jump.gather(1, jump)
+
+
+def reindexed_parents(parents: Tensor, order: Tensor) -> Tensor:
+    """Parents of the nodes ``order`` ``[B, n]`` (of ``[B, N]`` parents), as places within ``order``."""
+    numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    place = torch.zeros_like(parents).scatter_(1, order, numbers)
+    return place.gather(1, parents.gather(1, order))
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A tree whose form is known before any token: nodes sorted by depth, then by path.
+    """A tree's form without its tokens: nodes sorted by depth, then by path.
 
     Attributes:
         paths: child-rank path of every node but the root, for example ``((0,), (1,), (0, 0))``.
@@ -95,7 +122,7 @@ class TreeShape:
         """Sort and check paths.
 
         Raises:
-            ValueError: a path is empty, repeated, or its parent or an elder sibling is missing.
+            ValueError: a path is empty or repeated, or its parent or an elder sibling is missing.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         known = {(), *ordered}

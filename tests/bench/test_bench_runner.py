@@ -142,7 +142,7 @@ def test_a_method_that_could_not_do_as_asked_is_remarked_on(
     prepared: Prepare, vlm: saccade.VLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dropped(*_: object) -> list[int]:
-        pruning._note("nothing fits")
+        pruning._warn("nothing fits")
         return []
 
     monkeypatch.setattr(pruning.Pruning, "dropped", dropped)
@@ -153,7 +153,7 @@ def test_a_method_that_could_not_do_as_asked_is_remarked_on(
     assert (warned["plain"], warned["chain"]) == ([], [])
     (words,) = warned["specvlm"]
     assert words.startswith(
-        "The target's attention says nothing about the drafter's visual tokens: nothing fits."
+        "The target's attention does not apply to the drafter's visual tokens: nothing fits."
     )
     assert words in shown
     assert f"specvlm warned at 2 of 2 answers: {words}" in table.remarks(run)

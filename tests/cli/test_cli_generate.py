@@ -45,18 +45,18 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
 def test_a_drafter_that_cannot_do_as_asked_is_told_of_once(
     shell: Shell, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every picture it is found that the target's attention says nothing, and one line is printed."""
+    """The target's attention applies to none of the pictures, and one line is printed."""
 
     def nothing_carried(_: Any, prompt: Prompt, *__: Any) -> list[None]:
         for _medium in prompt.media:
-            pruning._note("its tokens lie otherwise")
+            pruning._warn("its tokens lie otherwise")
         return [None] * len(prompt.media)
 
     monkeypatch.setattr(pruning, "_carried", nothing_carried)
     two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
     arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-m", "specvlm", *two, "What?")
     told, summary = shell("generate", *arguments).err.splitlines()
-    assert told.startswith("saccade: The target's attention says nothing about the drafter's visual tokens: ")
+    assert told.startswith("saccade: The target's attention does not apply to the drafter's visual tokens: ")
     assert told.endswith("They are pruned evenly instead.")
     assert summary.startswith("24 tokens")
 

@@ -34,7 +34,7 @@ CLOSE = 1e-4
 class InTurn:
     """All weight to one view and then to the other, so that each drafts after having been silent."""
 
-    learns = False
+    needs_history = False
 
     def open(self, batch: int, views: int, device: torch.device) -> Any:
         return _Turning(torch.eye(views), batch)
@@ -116,7 +116,7 @@ def follow(engine: Engine, session: Any, asked: list[Prompt], before: list[list[
         guessed = [(row, tree) for row, tree in enumerate(step.trees) if tree is not None]
         room = max(NEW - len(answers[row]) for row, _ in guessed)
         for (row, tree), weights in zip(guessed, session.drafting.weights, strict=True):
-            if weighting.learns:
+            if weighting.needs_history:
                 assert_chosen(weights, weighting, [*before[row], (asked[row], answers[row])])
             guesses: list[int] = []
             for guess in tree.tokens[1:]:

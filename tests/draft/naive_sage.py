@@ -46,7 +46,7 @@ class NaiveSage:
             self._close(found[best[self.policy.total - 1]], found[best[self.policy.total]])
         return {(), *best[: self.policy.total]}
 
-    def learn(self, accepted: int) -> None:
+    def observe(self, accepted: int) -> None:
         if not self.policy.window:
             return
         self.lengths = [*self.lengths, accepted][-self.policy.window :]

@@ -14,7 +14,7 @@ from families import FAMILIES
 from numerals import Numerals
 from saccade.draft.ensemble.captions import Caption
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.history import Labelled, Notes, Verified, heard
+from saccade.draft.ensemble.history import LabelledBlock, PendingBlocks, Verified, verified_positions
 from saccade.draft.ensemble.mixing import MixedGrowth, Mixture
 from saccade.draft.ensemble.pooled import pooled
 from saccade.draft.ensemble.views import Multimodal, TextOnly
@@ -184,7 +184,7 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
     return found
 
 
-def learned(blocks: dict[int, Labelled]) -> Verified:
+def verified(blocks: dict[int, LabelledBlock]) -> Verified:
     """What some rows' blocks teach, once the views are run on what was emitted, which may be without the last token."""
     said = [
         [
@@ -193,7 +193,7 @@ def learned(blocks: dict[int, Labelled]) -> Verified:
         ]
         for b, block in blocks.items()
     ]
-    return heard([*blocks.values()], said)
+    return verified_positions([*blocks.values()], said)
 
 
 def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
@@ -220,24 +220,24 @@ def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, la
         verdict = Verdict(path_to(tree, last), depth, token)
         expected = slowly(tree, scores, verdict)
         emitted = [[label for _, _, label in row] for row in expected]
-        goes_on = (torch.rand(BATCH, generator=generator) < 0.7).tolist()
+        continues = (torch.rand(BATCH, generator=generator) < 0.7).tolist()
         telling = [row for row in range(BATCH) if row != step % BATCH]
-        notes = Notes()
+        pending = PendingBlocks()
         # The rows that tell, by the places that they have in a batch of more slots.
-        notes.note([10 + row for row in telling], telling, mixing.roots, tree, scores, verdict)
+        pending.add([10 + row for row in telling], telling, mixing.roots, tree, scores, verdict)
         at_once = {
             row: block
             for row in range(BATCH)
-            if goes_on[row] and (block := notes.emitted(10 + row, emitted[row])) is not None
+            if continues[row] and (block := pending.pop(10 + row, emitted[row])) is not None
         }
-        later = {row: block for row in range(BATCH) if (block := notes.left(10 + row, 9)) is not None}
+        later = {row: block for row in range(BATCH) if (block := pending.pop_last(10 + row, 9)) is not None}
         for taken, part in ((at_once, True), (later, False)):
-            assert [*taken] == [row for row in telling if goes_on[row] == part]
+            assert [*taken] == [row for row in telling if continues[row] == part]
             if taken:
-                seen = learned(taken)
+                seen = verified(taken)
                 for place, row in enumerate(taken):
                     assert_row(seen, place, expected[row])
-        assert all(notes.left(10 + row, 9) is None for row in range(BATCH))
+        assert all(pending.pop_last(10 + row, 9) is None for row in range(BATCH))
 
 
 def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
@@ -245,14 +245,14 @@ def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
     scores = torch.randn(BATCH, tree.size, VOCAB)
     count = torch.tensor([0, 4, 2, 1, 3])
     verdict = Verdict(path_to(tree, count), count, torch.arange(BATCH))
-    notes = Notes()
-    notes.note(range(BATCH), range(BATCH), mixing.roots, tree, scores, verdict)
-    notes.forget(4)
+    pending = PendingBlocks()
+    pending.add(range(BATCH), range(BATCH), mixing.roots, tree, scores, verdict)
+    pending.forget(4)
     room = [1, 3, 9, 2]  # what was accepted behind the row's end teaches nothing
-    found = {row: block for row in range(4) if (block := notes.left(row, room[row])) is not None}
+    found = {row: block for row in range(4) if (block := pending.pop_last(row, room[row])) is not None}
     assert [*found] == [0, 1, 2, 3]
-    assert notes.left(4, 9) is None
-    seen = learned(found)
+    assert pending.pop_last(4, 9) is None
+    seen = verified(found)
     for b, expected in enumerate(slowly(tree, scores, verdict)[:4]):
         assert_row(seen, b, expected[: room[b]])
 
@@ -300,7 +300,7 @@ def test_weights_that_never_change_keep_no_distributions() -> None:
         session: Any = Engine(
             target, EnsembleDrafter(Target(case.draft_model()), Chain(2), views, weighting)
         ).open(1)
-        assert (session.drafting._notes is not None) == keeps
+        assert (session.drafting._pending is not None) == keeps
 
 
 def test_the_time_of_captions_can_be_told_from_prefill() -> None:
@@ -311,9 +311,9 @@ def test_the_time_of_captions_can_be_told_from_prefill() -> None:
     session: Any = engine.open(1)
     requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=1))]
     engine.generate(requests, max_new_tokens=3, session=session)
-    assert session.drafting.reading_seconds == view.seconds >= 0.05
+    assert session.drafting.captioning_seconds == view.seconds >= 0.05
     engine.generate(requests, max_new_tokens=3, session=session)
-    assert session.drafting.reading_seconds == 0
+    assert session.drafting.captioning_seconds == 0
 
 
 def test_pictures_that_are_halved_are_no_captions() -> None:

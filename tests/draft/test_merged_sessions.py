@@ -37,14 +37,14 @@ def texts(count: int) -> list[list[int]]:
 def quote(
     monkeypatch: pytest.MonkeyPatch, texts: list[list[int]], starts: list[int], most: list[int]
 ) -> None:
-    """Have lookup guess the true continuation: what it finds in a text that is being quoted."""
+    """Make lookup draft the true continuation, as it does of a text that is being quoted."""
 
-    def guess(self: LookupSession, row: int) -> list[int]:
+    def draft(self: LookupSession, row: int) -> list[int]:
         ids, text = self._ids[row], texts[row]
         known = starts[row] <= len(ids) and ids == text[: len(ids)]
         return text[len(ids) : len(ids) + most[row]] if known else []
 
-    monkeypatch.setattr(LookupSession, "_guess", guess)
+    monkeypatch.setattr(LookupSession, "_draft", draft)
 
 
 @pytest.mark.parametrize(("gamma", "copied"), [(3, 10), (4, 10)])

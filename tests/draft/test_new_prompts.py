@@ -14,7 +14,7 @@ from families import FAMILIES
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
-from saccade.draft.model import ModelDrafter, goes_on
+from saccade.draft.model import ModelDrafter, is_later_turn
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Growth, Proposer
@@ -118,12 +118,12 @@ def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
     (seen,) = asked(0).media
     (other,) = asked(1).media
     earlier = Prompt((1, 5, 6, 7), (seen,))
-    assert goes_on(earlier, Prompt((1, 5, 6, 7, 8), (seen,)))
-    assert goes_on(earlier, Prompt((1, 5, 6, 7, 8), (seen, other)))
-    assert not goes_on(earlier, Prompt((1, 5, 6, 9, 8), (seen,)))
-    assert not goes_on(earlier, Prompt((1, 5, 6, 7), (seen,)))
-    assert not goes_on(earlier, Prompt((1, 5, 6, 7, 8), (other, seen)))
-    assert not goes_on(earlier, Prompt((1, 5, 6, 7, 8)))
+    assert is_later_turn(earlier, Prompt((1, 5, 6, 7, 8), (seen,)))
+    assert is_later_turn(earlier, Prompt((1, 5, 6, 7, 8), (seen, other)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 9, 8), (seen,)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 7), (seen,)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 7, 8), (other, seen)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 7, 8)))
 
 
 def course(output: Output) -> tuple[Any, ...]:

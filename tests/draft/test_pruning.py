@@ -20,8 +20,8 @@ from saccade.draft.pruning import (
     Pruning,
     frames_of,
     places_of,
+    resample,
     spread,
-    transferred,
     two_stages,
 )
 from saccade.errors import SaccadeWarning
@@ -161,15 +161,15 @@ def test_grids_are_those_of_the_families() -> None:
 
 def test_scores_are_read_at_the_same_relative_place_of_another_grid() -> None:
     scores = torch.arange(16.0)
-    assert transferred(scores, (1, 4, 4), (1, 2, 2)).tolist() == [5, 7, 13, 15]
-    assert transferred(torch.tensor([1.0, 2, 3, 4]), (1, 2, 2), (1, 4, 4)).view(4, 4)[0].tolist() == [
+    assert resample(scores, (1, 4, 4), (1, 2, 2)).tolist() == [5, 7, 13, 15]
+    assert resample(torch.tensor([1.0, 2, 3, 4]), (1, 2, 2), (1, 4, 4)).view(4, 4)[0].tolist() == [
         1,
         1,
         2,
         2,
     ]
-    assert transferred(scores, (1, 4, 4), (1, 4, 4)).tolist() == scores.tolist()
-    assert transferred(torch.tensor([1.0, 2.0]), (2, 1, 1), (4, 1, 1)).tolist() == [1, 1, 2, 2]
+    assert resample(scores, (1, 4, 4), (1, 4, 4)).tolist() == scores.tolist()
+    assert resample(torch.tensor([1.0, 2.0]), (2, 1, 1), (4, 1, 1)).tolist() == [1, 1, 2, 2]
 
 
 def image(count: int, frames: int = 1) -> Medium:

@@ -81,7 +81,7 @@ def test_trees_are_those_of_a_naive_recursion(
         assert tree.max_children <= policy.max_children
         shaping.observe(range(BATCH), verdict(counts))
         for row, count in zip(naive, counts, strict=True):
-            row.learn(count)
+            row.observe(count)
 
 
 @settings(max_examples=30, deadline=None)
@@ -123,7 +123,7 @@ def test_rows_that_come_and_go_in_groups_have_the_trees_that_they_have_alone(
                 group, Verdict(torch.zeros(len(group), 1).long(), counts, torch.zeros_like(counts))
             )
             for row in group:
-                naive[row].learn(rows[row][0])
+                naive[row].observe(rows[row][0])
         for row, (_, _, leaves) in enumerate(rows):
             if leaves:
                 shaping.restart(row)

@@ -10,7 +10,7 @@ import pytest
 from families import FAMILIES, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble.pooled import pooled
-from saccade.draft.ensemble.views import Multimodal, TextOnly, by_names
+from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views
 from saccade.errors import MethodError
 from saccade.inputs.padded import split, visual_mask
 from saccade.inputs.prompt import Prompt
@@ -71,6 +71,6 @@ def test_unknown_views_are_refused(names: str) -> None:
         config = model("llava").config
         tokenizer = WORDS
 
-    with pytest.raises(MethodError, match="not letters of MTCPR"):
-        by_names(names, model("llava"), Processor())  # type: ignore[arg-type]
-    assert [view.name for view in by_names("PTM", model("llava"), Processor())] == list("PTM")  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="one or more letters of MTCPR"):
+        make_views(names, model("llava"), Processor())  # type: ignore[arg-type]
+    assert [view.name for view in make_views("PTM", model("llava"), Processor())] == list("PTM")  # type: ignore[arg-type]

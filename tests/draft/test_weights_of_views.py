@@ -20,7 +20,7 @@ from saccade.draft.ensemble.weights import (
     InverseError,
     Random,
     Weighting,
-    by_name,
+    make_weighting,
 )
 
 BATCH, POSITIONS, VOCAB, BLOCKS = 3, 4, 7, 9
@@ -125,7 +125,7 @@ def test_weights_are_those_of_the_definition(name: str, views: int, window: int 
             if history:
                 expected = reference(history[-window:] if window else history, views)
             np.testing.assert_allclose(chosen[row].numpy(), expected, atol=CLOSE)
-        weights.learn(range(BATCH), seen)
+        weights.observe(range(BATCH), seen)
         for row, history in enumerate(histories):
             for t, label in enumerate(seen.emitted[row]):
                 p, q = seen.p[row, t].double().numpy(), seen.q[:, row, t].double().numpy()
@@ -151,7 +151,7 @@ def test_a_view_that_is_never_wrong_or_always_impossible_breaks_nothing(name: st
     right = torch.stack([certain(3), certain(5)])[:, None, None]  # [2, 1, 1, V]
     seen = Verified(certain(3)[None, None], right, [[3]])
     for _ in range(20):
-        weights.learn([0], seen)
+        weights.observe([0], seen)
         (chosen,) = weights.choose([0])
         assert torch.isfinite(chosen).all()
         assert chosen.sum() == pytest.approx(1)
@@ -165,8 +165,8 @@ def test_the_paper_s_inverse_errors_level_out_and_mean_ones_do_not() -> None:
     seen = Verified(p, q, [[0]])
     summed, mean = InverseError().open(1, 2, CPU), InverseError(average=True).open(1, 2, CPU)
     for _ in range(400):
-        summed.learn([0], seen)
-        mean.learn([0], seen)
+        summed.observe([0], seen)
+        mean.observe([0], seen)
     assert abs(float(summed.choose([0])[0, 0]) - 0.5) < 0.01
     assert float(mean.choose([0])[0, 0]) > 0.95
 
@@ -177,9 +177,9 @@ def test_positions_that_nobody_labelled_teach_nothing(window: int | None) -> Non
     nothing = Verified(torch.full_like(seen.p, float("nan")), seen.q, [[]] * BATCH)
     weights = Grid(window=window).open(BATCH, 2, CPU)
     every = range(BATCH)
-    weights.learn(every, seen)
+    weights.observe(every, seen)
     before = weights.choose(every)
-    weights.learn(every, nothing)
+    weights.observe(every, nothing)
     assert torch.equal(weights.choose(every), before)
 
 
@@ -187,7 +187,7 @@ def test_positions_that_nobody_labelled_teach_nothing(window: int | None) -> Non
 def test_a_forgotten_row_starts_anew_and_the_others_go_on(window: int | None) -> None:
     weights = InverseError(average=True, window=window).open(BATCH, 2, CPU)
     for seen in blocks(2)[:3]:
-        weights.learn(range(BATCH), seen)
+        weights.observe(range(BATCH), seen)
     before = weights.choose(range(BATCH)).clone()
     weights.forget(1)
     after = weights.choose(range(BATCH))
@@ -202,10 +202,10 @@ def test_rows_learn_and_choose_by_their_place_whoever_is_named_beside_them(
 ) -> None:
     every, some = (CASES[name][0](window).open(BATCH, 2, CPU) for _ in range(2))
     for seen in blocks(2)[:5]:
-        every.learn(range(BATCH), seen)
+        every.observe(range(BATCH), seen)
         for row in (2, 0):
             alone = Verified(seen.p[[row]], seen.q[:, [row]], [seen.emitted[row]])
-            some.learn([row], alone)
+            some.observe([row], alone)
     expected = every.choose(range(BATCH))
     np.testing.assert_allclose(some.choose([2, 0]), expected[[2, 0]], atol=CLOSE)
     assert torch.equal(some.choose([1]), torch.full((1, 2), 0.5))
@@ -214,10 +214,10 @@ def test_rows_learn_and_choose_by_their_place_whoever_is_named_beside_them(
 def test_candidates_measured_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = (Grid(distance="match").open(BATCH, 3, CPU) for _ in range(2))
     for seen in blocks(3)[:3]:
-        whole.learn(range(BATCH), seen)
+        whole.observe(range(BATCH), seen)
         with monkeypatch.context() as patch:
             patch.setattr("saccade.draft.ensemble.weights._MOST_VALUES", 5 * BATCH * POSITIONS * VOCAB)
-            parts.learn(range(BATCH), seen)
+            parts.observe(range(BATCH), seen)
         assert torch.equal(whole.choose(range(BATCH)), parts.choose(range(BATCH)))
 
 
@@ -252,13 +252,13 @@ def test_fixed_weights_are_equal_or_as_given() -> None:
 
 
 def test_names_lead_to_weightings_and_wrong_ones_are_refused() -> None:
-    assert isinstance(by_name("auto", 2), Grid)
-    assert isinstance(by_name("auto", 4), InverseError)
-    assert by_name("grid", 2, distance="tv", window=4) == Grid(distance="tv", window=4)
-    assert by_name("best", 3, window=4) == Grid(1, window=4)
-    assert by_name("static", 2) == Fixed()
+    assert isinstance(make_weighting("auto", 2), Grid)
+    assert isinstance(make_weighting("auto", 4), InverseError)
+    assert make_weighting("grid", 2, distance="tv", window=4) == Grid(distance="tv", window=4)
+    assert make_weighting("best", 3, window=4) == Grid(1, window=4)
+    assert make_weighting("static", 2) == Fixed()
     for wrong in (
-        lambda: by_name("worst", 2),
+        lambda: make_weighting("worst", 2),
         lambda: Grid(distance="l2"),  # type: ignore[arg-type]
         lambda: Grid(steps=0),
         lambda: InverseError(window=0),

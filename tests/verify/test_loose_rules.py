@@ -149,9 +149,9 @@ class Still(Context):
 
     def judge(self, rule: LVSpec, tree: DraftTree, scores: torch.Tensor) -> Verdict:
         judge = rule.open(self)
-        assert self.requirements.layers == (2,)
-        judge._seen = [(list(range(len(v))), F.normalize(v, dim=-1)) for v in self._visual]
-        return judge.judge(range(len(scores)), tree, scores, None, ForwardOutput(scores, {2: self._nodes}))
+        assert self.needs.layers == (2,)
+        judge._visual = [(list(range(len(v))), F.normalize(v, dim=-1)) for v in self._visual]
+        return judge.judge(range(len(scores)), tree, scores, None, Reading(scores, {2: self._nodes}))
 
 
 @given(
@@ -230,7 +230,7 @@ def test_lvspec_reads_the_visual_tokens_of_every_turn_once() -> None:
     for _ in range(2):
         under_test.generate([Request(prompt)], max_new_tokens=3, session=session)
         judge: Any = session.judge(False)[1]
-        places, kept = judge._seen[0]
+        places, kept = judge._visual[0]
         assert places == visual_mask(case.model().config, prompt.ids).nonzero()[:, 0].tolist()
         assert len(kept) == len(places)
 

@@ -1,1 +1,1 @@
-"""Draft trees, the policies that shape them, and the drafters that fill them."""
+"""Drafters, and the tree policies that shape their draft trees."""

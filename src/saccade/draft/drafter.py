@@ -1,4 +1,4 @@
-"""Drafters: models, heads and look-ups that guess tokens for the target to verify."""
+"""Drafter protocol: models, heads and look-ups that propose draft tokens for the target to verify."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from saccade.verify.rule import Verdict
 
 
 class DraftSession(Protocol):
-    """A drafter at work on rows that come and go; rows are numbered as in the target's context.
+    """A drafter's state for rows that come and go; rows are numbered as in the target's context.
 
     Attributes:
-        reading_seconds: of the last `load`, the part spent on captioning pictures; 0 for most drafters.
+        captioning_seconds: part of the last `load` spent on captioning images; 0 for most drafters.
     """
 
-    reading_seconds: float
+    captioning_seconds: float
 
     def reserve(self, row: int, capacity: int) -> None:
         """Make room for ``capacity`` tokens of a row."""
         ...
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        """Take in a row's prompt; what it shares with the row's earlier content may be reused.
+        """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.
 
         Args:
-            prefill: the target's pass over its own prompt; None where the drafter is `Drafter.early` and the target
-                has not read it yet. The prompt then lacks its last token, which comes as the first root.
+            prefill: result of the target's prefill; None where the drafter is `Drafter.early` and the target's prefill is
+                still to come. The prompt then lacks its last token, which comes as the first root.
         """
         ...
 
     def propose(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
-        """Guess on from the tokens that some rows emitted since their last call.
+        """Draft behind the tokens that some rows emitted since their last call.
 
         Args:
             new: per row the emitted tokens, at least one, the last being the root.
-            limit: depth behind which no guess of these rows can be emitted.
+            limit: depth below which no draft token of these rows can be emitted.
 
         Returns:
             One tree per row, in their order.
@@ -59,8 +59,8 @@ class DraftSession(Protocol):
         Args:
             tree: as proposed, on the target's device.
             scores: ``[A, N, V]`` the target's processed logits after every node.
-            verdict: how far every row went.
-            output: what the target's forward gave, hidden states ``[A, N, d]`` included where asked for.
+            verdict: accepted path of every row.
+            output: the target's forward, with hidden states ``[A, N, d]`` where requested.
         """
         ...
 
@@ -70,7 +70,7 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses continuations of the target's text."""
+    """Proposes continuations of the target's text."""
 
     @property
     def max_nodes(self) -> int:
@@ -94,24 +94,24 @@ class Drafter(Protocol):
 
     @property
     def early(self) -> bool:
-        """Whether it can guess before the target has read the prompt."""
+        """Whether it can draft before the target's prefill is complete."""
         ...
 
     def open(self, rows: int, target: Context) -> DraftSession:
-        """Start on up to ``rows`` rows.
+        """Start a session of up to ``rows`` rows.
 
         Args:
-            target: the target's context; a drafter that reads hidden states, attention or embeddings of the target
-                asks for them here (``target.requirements``).
+            target: the target's context; a drafter that needs its hidden states, attention or embeddings requests
+                them here (``target.requirements``).
         """
         ...
 
 
 class TreeDrafter:
-    """Base of drafters that fill the trees of a policy: what bounds the policy bounds them.
+    """Base of drafters whose trees follow a policy and have its bounds.
 
     Args:
-        policy: which guesses are worth verifying.
+        policy: which draft tokens are verified.
     """
 
     early = False

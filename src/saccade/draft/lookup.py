@@ -1,4 +1,4 @@
-"""Prompt lookup: guess that an n-gram continues as it did before (Saxena 2023; no model at all)."""
+"""Prompt lookup: draft the continuation of an earlier occurrence of the last n-gram (Saxena 2023); no model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from saccade.verify.rule import Verdict
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Copies what followed the latest earlier occurrence of the last tokens.
+    """Copies the tokens that followed the latest earlier occurrence of the last tokens.
 
-    Where the text ends before the guess does, the copy goes on with what it has itself copied: text that repeats is
-    guessed to repeat on.
+    Where the text ends before the draft does, the copy repeats itself.
 
     Attributes:
-        gamma: length of a guess.
+        gamma: draft tokens.
         max_ngram: longest n-gram that is matched; shorter ones are tried in turn.
-        device: where the trees are made; the target's device.
-        vocab_size: ids from here on are never guessed; for prompts of a drafter with a larger vocabulary.
+        device: of the trees; the target's device.
+        vocab_size: ids from here on are never drafted; for prompts of a drafter with a larger vocabulary.
     """
 
     gamma: int = 10
@@ -65,9 +64,9 @@ class PromptLookup:
 
 
 class LookupSession:
-    """Every row's ids, and where each n-gram last ended."""
+    """Every row's ids, and the place where each n-gram last ended."""
 
-    reading_seconds = 0.0
+    captioning_seconds = 0.0
 
     def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter
@@ -75,7 +74,7 @@ class LookupSession:
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Lists grow by themselves."""
+        """Lists need no reservation."""
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         self.forget(row)
@@ -87,16 +86,16 @@ class LookupSession:
     def propose(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
-        guesses = []
+        drafts = []
         for row, tokens in zip(rows, new, strict=True):
             self._append(row, tokens)
-            guesses.append(self._guess(row)[:limit])
-        return chains([tokens[-1] for tokens in new], guesses, self._drafter.device)
+            drafts.append(self._draft(row)[:limit])
+        return chains([tokens[-1] for tokens in new], drafts, self._drafter.device)
 
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
-        """What was emitted comes with the next call."""
+        """Emitted tokens come with the next proposal."""
 
     def _append(self, row: int, tokens: Sequence[int]) -> None:
         """Add tokens; n-grams are indexed one token late, so that the last one never matches itself."""
@@ -106,41 +105,28 @@ class LookupSession:
                 ends[tuple(ids[-n:])] = len(ids)
             ids.append(token)
 
-    def _guess(self, row: int) -> list[int]:
+    def _draft(self, row: int) -> list[int]:
         ids, ends = self._ids[row], self._ends[row]
         for n in range(min(self._drafter.max_ngram, len(ids)), 0, -1):
             end = ends.get(tuple(ids[-n:]))
             if end is not None:
                 period = len(ids) - end
-                return self._guessable([ids[end + i % period] for i in range(self._drafter.gamma)])
+                return self._of_target([ids[end + i % period] for i in range(self._drafter.gamma)])
         return []
 
-    def _guessable(self, ids: list[int]) -> list[int]:
-        """The ids before the first one that the target does not have."""
+    def _of_target(self, ids: list[int]) -> list[int]:
+        """The ids before the first one outside the target's vocabulary."""
         known = self._drafter.vocab_size
         return ids if known is None else ids[: next((i for i, t in enumerate(ids) if t >= known), None)]
 
 
-def chains(roots: Sequence[int], guesses: Sequence[Sequence[int]], device: torch.device) -> DraftTree:
+def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]], device: torch.device) -> DraftTree:
     """One chain per row from host lists of different lengths; shorter ones are padded with invalid nodes."""
-    longest = max(map(len, guesses))
-    count = longest + 1
+    longest = max(map(len, drafts))
     rows = [
-        [len(guess) + 1, root, *guess, *[0] * (longest - len(guess))]
-        for root, guess in zip(roots, guesses, strict=True)
+        [len(draft) + 1, root, *draft, *[0] * (longest - len(draft))]
+        for root, draft in zip(roots, drafts, strict=True)
     ]
     numbers = on_device(rows, device)
-    lengths, tokens = numbers[:, 0], numbers[:, 1:]
-    place = torch.arange(count, device=device)
-    valid = place < lengths[:, None]  # [B, N]
-    causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-    itself = torch.eye(count, dtype=torch.bool, device=device)
-    return DraftTree(
-        tokens=tokens,
-        parents=(place - 1).clamp(min=0)[None],
-        depth=torch.where(valid, place, 0),
-        ancestors=torch.where(valid[..., None], causal, itself),
-        valid=valid,
-        max_depth=longest,
-        max_children=1,
-    )
+    lengths, tokens = numbers[:, :1], numbers[:, 1:]
+    return DraftTree.chains(tokens, torch.arange(longest + 1, device=device) < lengths)

@@ -1,4 +1,4 @@
-"""Two drafters' trees as one: what both guess stands in it once (prompt lookup beside a draft model, say)."""
+"""The union of two drafters' trees, for example of a draft model and prompt lookup."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from saccade.draft.trees.policy import Proposer, TopProposer
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput
-from saccade.tree import DraftTree, ancestors_of
+from saccade.tree import DraftTree, ancestors_of, reindexed_parents
 from saccade.verify.rule import Verdict
 
 
 class MergedDrafter:
     """The union of two drafters' trees under one root.
 
-    Children are the likeliest tokens of each drafter, never draws: draws and point masses among one node's children
-    could not be verified by one residual rule. Under sampling each is verified as a point mass, which stays exact.
+    Children are the likeliest tokens of each drafter, never draws: no one residual rule verifies draws and point masses
+    among the children of a node. Under sampling each is verified as a point mass, which stays exact.
 
     Args:
-        first: any drafter; of one node's children its own are tried first.
+        first: any drafter; among one node's children its own are verified first.
         second: any other.
-        total: guesses that are verified at most; the deepest go first.
+        total: most draft tokens that are verified; the deepest are cut first.
 
     Raises:
         ValueError: ``total`` is below 1.
@@ -79,8 +79,8 @@ class MergedSession:
     def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int, depth: int) -> None:
         self._sessions = sessions
         self._total = total
-        self._block = depth + 1  # tokens of a row at once: more than the shallower session counts on
-        self.reading_seconds = 0.0
+        self._block = depth + 1  # most tokens of a row at once: more than the shallower session reserves
+        self.captioning_seconds = 0.0
 
     def reserve(self, row: int, capacity: int) -> None:
         for session in self._sessions:
@@ -89,7 +89,7 @@ class MergedSession:
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         for session in self._sessions:
             session.load(row, prompt, prefill)
-        self.reading_seconds = sum(session.reading_seconds for session in self._sessions)
+        self.captioning_seconds = sum(session.captioning_seconds for session in self._sessions)
 
     @torch.inference_mode()
     def propose(
@@ -110,34 +110,35 @@ class MergedSession:
 
 
 def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
-    """Both trees under their common root, a common prefix once, nodes in the order of their depth; ``first`` as it is
-    where ``second`` has no guess in any row.
+    """Merge two trees under their common root: common prefixes once, nodes in the order of their depth.
 
     Args:
         first: of B rows; among the nodes of one depth its own come first.
         second: of the same rows, on the same device.
-        total: guesses that stay; the deepest go first, of one depth the last.
+        total: most draft tokens; the deepest are cut first, of one depth the last.
+
+    Returns:
+        The merged trees; ``first`` itself where ``second`` has no draft token in any row.
     """
     if second.size == 1 and first.size <= total + 1:
         return first
     batch, device = first.tokens.shape[0], first.tokens.device
-    ones, twos = first.parents.expand(batch, -1), second.parents.expand(batch, -1)
-    same = _same_prefix(first, second, ones, twos)  # [B, N2, N1]
-    known = same.any(2)
-    joint = torch.arange(first.size, first.size + second.size, device=device)
-    place = torch.where(known, same.int().argmax(2), joint)  # of second's nodes, behind first's
+    above_first, above_second = first.parents.expand(batch, -1), second.parents.expand(batch, -1)
+    same = _same_prefix(first, second, above_first, above_second)  # [B, N2, N1]
+    is_shared = same.any(2)
+    behind = torch.arange(first.size, first.size + second.size, device=device)
+    place = torch.where(is_shared, same.int().argmax(2), behind)  # of second's nodes in the concatenation
     tokens = torch.cat([first.tokens, second.tokens], 1)
-    parents = torch.cat([ones, place.gather(1, twos)], 1)
+    parents = torch.cat([above_first, place.gather(1, above_second)], 1)
     depth = torch.cat([first.depth.expand(batch, -1), second.depth.expand(batch, -1)], 1)
-    real = torch.cat([first.valid.expand(batch, -1), second.valid & ~known], 1)
+    real = torch.cat([first.valid.expand(batch, -1), second.valid & ~is_shared], 1)
     deepest = max(first.max_depth, second.max_depth)
     count = min(_size(real), total + 1)
     # Stable: a node's parent has a lesser depth, and padding comes last.
     order = depth.where(real, deepest + 1).argsort(dim=1, stable=True)[:, :count]
     valid = real.gather(1, order)
-    after = torch.zeros_like(parents).scatter_(1, order, torch.arange(count, device=device).expand_as(order))
-    parents = after.gather(1, parents.gather(1, order)).where(valid, 0)
-    ancestors = ancestors_of(parents, max(deepest, 1))  # a tensor of its own also where nobody guesses
+    parents = reindexed_parents(parents, order).where(valid, 0)
+    ancestors = ancestors_of(parents, deepest)
     ancestors[..., 0] &= valid  # padding sees itself alone
     return DraftTree(
         tokens=tokens.gather(1, order),
@@ -151,19 +152,23 @@ def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
 
 
 def _size(real: Tensor) -> int:
-    """Nodes of the largest row; an accelerator is not waited for, there padding stays."""
+    """Nodes of the largest row; an upper bound on accelerators, which would have to synchronise."""
     return real.shape[1] - 1 if real.is_cuda else int(real.sum(1).max())
 
 
-def _same_prefix(first: DraftTree, second: DraftTree, ones: Tensor, twos: Tensor) -> Tensor:
-    """``[B, N2, N1]`` where the tokens from the root to a node of second are those to a node of first."""
+def _same_prefix(first: DraftTree, second: DraftTree, above_first: Tensor, above_second: Tensor) -> Tensor:
+    """``[B, N2, N1]`` pairs of nodes of second and first with equal tokens from the root down to them.
+
+    Args:
+        above_first, above_second: ``[B, N1]`` and ``[B, N2]`` parents.
+    """
     alike = second.tokens[:, :, None] == first.tokens[:, None]
     alike &= second.valid[..., None] & first.valid[:, None]
     alike[:, 0], alike[:, :, 0] = False, False
     alike[:, 0, 0] = True
-    above = twos[..., None].expand_as(alike), ones[:, None].expand_as(alike)
+    of_second, of_first = above_second[..., None].expand_as(alike), above_first[:, None].expand_as(alike)
     same = torch.zeros_like(alike)
     same[:, 0, 0] = True
     for _ in range(min(first.max_depth, second.max_depth)):
-        same = alike & same.gather(1, above[0]).gather(2, above[1])
+        same = alike & same.gather(1, of_second).gather(2, of_first)
     return same

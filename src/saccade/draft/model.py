@@ -14,7 +14,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput, TokenBlock
+from saccade.target.forward import TokenBlock, ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -24,7 +24,7 @@ class ModelDrafter(TreeDrafter):
 
     Args:
         model: the adapter of the draft model.
-        policy: which guesses are worth verifying.
+        policy: which draft tokens are verified.
         vocab_size: number of tokens that target and drafter share (a padded vocabulary is cut to it); the
             drafter's own when None.
     """
@@ -41,81 +41,83 @@ class ModelDrafter(TreeDrafter):
 
 
 class ModelDraftSession:
-    """A draft model's KV cache and the tokens that it has not seen yet.
+    """A draft model's KV cache.
 
-    Entries of drafted tokens are dropped after every step and accepted ones run again with the bonus token, in
-    the one forward that starts the next step: no gather, and the same for every kind of drafter.
+    Entries of draft tokens are dropped after every step; accepted ones run again with the bonus token, in the forward
+    that starts the next step. That needs no gather and suits every kind of drafter.
     """
 
-    reading_seconds = 0.0
+    captioning_seconds = 0.0
 
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter = drafter
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self.context = Context(drafter.model, rows, target.media)
         self._shaping = drafter.policy.open(rows, drafter.model.device)
-        self._asked: list[Prompt | None] = [None] * rows
-        self._known: int = drafter.model.model.get_input_embeddings().weight.shape[0]
+        self._prompts: list[Prompt | None] = [None] * rows
+        self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
 
     def reserve(self, row: int, capacity: int) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        self.read(row, prompt)
+        self.load_pruned(row, prompt)
 
-    def read(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
-        """Make the row hold a prompt; ``dropped`` as in `Context.read`.
+    def load_pruned(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
+        """Prefill a row; ``dropped`` as in `Context.read`.
 
-        The tree policy keeps what it has seen of a row from one turn of a conversation to the next.
+        The tree policy retains a row's history from one turn of a conversation to the next.
         """
-        self.context.load(row, replace(prompt, ids=tuple(self._readable(prompt.ids))), dropped)
-        if not self.goes_on(row, prompt):
+        self.context.load(row, replace(prompt, ids=tuple(self._embeddable(prompt.ids))), dropped)
+        if not self.continues(row, prompt):
             self._shaping.restart(row)
-        self._asked[row] = prompt
+        self._prompts[row] = prompt
 
-    def goes_on(self, row: int, prompt: Prompt) -> bool:
-        """Whether a prompt is a later turn of the conversation that the row holds."""
-        asked = self._asked[row]
-        return asked is not None and goes_on(asked, prompt)
+    def continues(self, row: int, prompt: Prompt) -> bool:
+        """Whether a prompt is a later turn of the row's conversation."""
+        earlier = self._prompts[row]
+        return earlier is not None and is_later_turn(earlier, prompt)
 
     def forget(self, row: int) -> None:
         self.context.forget(row)
-        self._asked[row] = None
+        self._prompts[row] = None
         self._shaping.restart(row)
 
     @torch.inference_mode()
     def propose(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
-        return self.draft(rows, new, self.take(rows, new), proposer, limit)
+        return self.draft(rows, new, self.run_and_commit(rows, new), proposer, limit)
 
-    def take(self, rows: Sequence[int], new: Sequence[Sequence[int]], whole: bool = False) -> list[Tensor]:
-        """Run and commit what rows emitted; arguments and result as of `run`."""
-        said = self.run(rows, new, whole)
-        self.context.commit(rows, [range(len(tokens)) for tokens in new], [self._readable(t) for t in new])
-        return said
+    def run_and_commit(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], every: bool = False
+    ) -> list[Tensor]:
+        """Run and commit the tokens that rows emitted; arguments and result as for `run`."""
+        logits = self.run(rows, new, every)
+        self.context.commit(rows, [range(len(tokens)) for tokens in new], [self._embeddable(t) for t in new])
+        return logits
 
-    def run(self, rows: Sequence[int], new: Sequence[Sequence[int]], whole: bool = False) -> list[Tensor]:
-        """Run what rows emitted, whose entries stay pending.
+    def run(self, rows: Sequence[int], new: Sequence[Sequence[int]], every: bool = False) -> list[Tensor]:
+        """Run the tokens that rows emitted; their entries stay pending.
 
         Args:
-            whole: return logits after every token, not after the last one of each row alone.
+            every: return logits after every token, not only after the last one of each row.
 
         Returns:
-            Per row ``[n, V]`` with its own n, or ``[1, V]``.
+            Per row logits ``[n, V]`` with its own n, or ``[1, V]``.
         """
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
         pieces: list[TokenBlock] = []
         for count, places in groups.items():
-            emitted = self._tensor([self._readable(new[place]) for place in places])
+            emitted = self._tensor([self._embeddable(new[place]) for place in places])
             piece = self.context.piece([rows[place] for place in places], emitted)
-            pieces.append(replace(piece, logits_from=0 if whole else count - 1))
+            pieces.append(replace(piece, logits_from=0 if every else count - 1))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, output in zip(groups.values(), self.context.run(pieces), strict=True):
-            for place, logits in zip(places, self._cut(output.logits), strict=True):
+            for place, logits in zip(places, self._shared(output.logits), strict=True):
                 found[place] = logits
         return found
 
@@ -123,16 +125,16 @@ class ModelDraftSession:
         self,
         rows: Sequence[int],
         new: Sequence[Sequence[int]],
-        said: Sequence[Tensor],
+        logits: Sequence[Tensor],
         proposer: Proposer,
         limit: int,
     ) -> DraftTree:
-        """Guess on behind tokens that have run, after which `take` returned the logits ``said``."""
+        """Draft behind emitted tokens, from the ``logits`` that `run_and_commit` returned for them."""
         roots = self._tensor([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
-        # A form that is chosen by what was guessed must not depend on the limit.
+        # A shape that is chosen by the drafted tokens must not depend on the limit.
         capped = self._drafter.policy.can_sample
-        frontier = growth.expand(torch.stack([logits[-1:] for logits in said]))
+        frontier = growth.expand(torch.stack([each[-1:] for each in logits]))
         levels: tuple[tuple[int, int], ...] = ()
         while frontier is not None and not (capped and frontier.depth >= limit):
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
@@ -140,7 +142,7 @@ class ModelDraftSession:
             output = self.context.forward(
                 running, frontier.tokens, frontier.attention_mask, self._depth(levels)
             )
-            frontier = growth.expand(self._cut(output.logits))
+            frontier = growth.expand(self._shared(output.logits))
         self.context.cache.drop(rows)
         return growth.tree()
 
@@ -149,14 +151,15 @@ class ModelDraftSession:
     ) -> None:
         self._shaping.observe(rows, verdict)
 
-    def _readable(self, ids: Sequence[int]) -> list[int]:
-        """The ids with 0 for those that the drafter has no embedding for (padding of a larger vocabulary)."""
-        return [token if token < self._known else 0 for token in ids]
+    def _embeddable(self, ids: Sequence[int]) -> list[int]:
+        """The ids with 0 for those without an embedding in the drafter (padding of a larger vocabulary)."""
+        return [token if token < self._num_embeddings else 0 for token in ids]
 
     def _tensor(self, values: Sequence[object]) -> Tensor:
         return on_device(values, self._drafter.model.device)
 
-    def _cut(self, logits: Tensor) -> Tensor:
+    def _shared(self, logits: Tensor) -> Tensor:
+        """The logits of the vocabulary shared with the target."""
         return logits[..., : self._drafter.vocab_size]
 
     def _depth(self, levels: tuple[tuple[int, int], ...]) -> Tensor:
@@ -167,11 +170,11 @@ class ModelDraftSession:
         return self._depths[levels]
 
 
-def goes_on(earlier: Prompt, prompt: Prompt) -> bool:
-    """Whether a prompt is a later turn of a conversation: it begins with the earlier one, pictures included.
+def is_later_turn(earlier: Prompt, prompt: Prompt) -> bool:
+    """Whether a prompt is a later turn of the same conversation: it begins with the earlier one, media included.
 
-    Any other is a new prompt, even if a template gives both the same first tokens, and so is the same one again.
+    Any other is a new prompt, even if a template makes both begin alike; so is the same prompt again.
     """
-    same = prompt.ids[: len(earlier)] == earlier.ids and len(prompt) > len(earlier)
-    seen = zip(earlier.media, prompt.media, strict=False)  # later turns may bring more
-    return same and len(prompt.media) >= len(earlier.media) and all(a.digest == b.digest for a, b in seen)
+    extends = prompt.ids[: len(earlier)] == earlier.ids and len(prompt) > len(earlier)
+    media = zip(earlier.media, prompt.media, strict=False)  # later turns may bring more
+    return extends and len(prompt.media) >= len(earlier.media) and all(a.digest == b.digest for a, b in media)

@@ -1,7 +1,7 @@
-"""Which visual tokens a drafter keeps (SpecVLM, Ji et al. 2025; SAGE, Section 5.1).
+"""Pruning of a drafter's visual tokens (SpecVLM, Ji et al. 2025; SAGE, Section 5.1).
 
-Every medium keeps a share of its own tokens. ``attention`` and ``specvlm`` go by what the target's words looked at
-during its prefill; ``uniform`` needs nothing.
+Every medium retains a share of its own tokens. ``attention`` and ``specvlm`` choose them by the attention of the
+target's text tokens during its prefill; ``uniform`` needs none.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from saccade.target.context import Context, PrefillResult
 
 @dataclass(frozen=True)
 class Pruning:
-    """How many visual tokens stay, and which.
+    """Share and choice of the visual tokens that are retained.
 
     Attributes:
         select: ``uniform``: evenly spread over every frame; ``attention``: those with the highest attention from the
-            target's words; ``specvlm``: the fewest that get ``mass`` of that attention, and the rest of the share
-            evenly spread over the others.
-        keep_images: share of an image's tokens that stays.
-        keep_videos: share of a video's tokens that stays; also where the family takes its frames as images.
-        mass: of the attention, for the first stage of ``specvlm`` (0.4 in its authors' released code).
-        layers: of the target whose attention counts, None for all (as there); ``(-1,)`` is the last one.
+            target's text tokens; ``specvlm``: the fewest that get ``mass`` of that attention, and the rest of the
+            share evenly spread over the others.
+        keep_images: share of an image's tokens that is retained.
+        keep_videos: share of a video's tokens that is retained; also where the family takes its frames as images.
+        mass: share of the attention for the first stage of ``specvlm`` (0.4 in its authors' released code).
+        layers: layers of the target whose attention counts, None for all (as there); ``(-1,)`` is the last one.
     """
 
     select: Literal["uniform", "attention", "specvlm"] = "specvlm"
@@ -57,20 +57,20 @@ class Pruning:
 
     @property
     def prunes(self) -> bool:
-        """Whether any visual token goes."""
+        """Whether any visual token is dropped."""
         return min(self.keep_images, self.keep_videos) < 1
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the target's attention is read."""
+        """Whether the target's attention is needed."""
         return self.select != "uniform" and self.prunes
 
-    def kept(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
-        """Ascending indices of the tokens of one medium that stay.
+    def retained(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
+        """Choose the tokens of one medium that are retained; return their indices, ascending.
 
         Args:
             config: of the model whose tokens they are.
-            scores: ``[n_tokens]`` attention that each gets; None spreads evenly.
+            scores: ``[n_tokens]`` attention to each; None spreads evenly.
         """
         share = self.keep_videos if medium.is_of_video else self.keep_images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
@@ -82,52 +82,52 @@ class Pruning:
         self,
         config: Any,
         prompt: Prompt,
-        seen: Prompt | None = None,
+        target_prompt: Prompt | None = None,
         columns: Tensor | None = None,
         target: Any = None,
     ) -> list[int]:
-        """Ascending positions of the visual tokens of a drafter's prompt that go.
+        """Choose the visual tokens that a drafter's prompt loses; return their positions, ascending.
 
         Args:
-            config: of the drafter.
-            seen: the prompt as the target has it.
-            columns: ``[S]`` attention that each of its positions gets; None spreads evenly.
+            config: configuration of the drafter.
+            target_prompt: the target's form of the prompt.
+            columns: ``[S]`` attention to each of its positions; None spreads evenly.
             target: configuration of the target.
         """
         if not prompt.media:
             return []
         attention: list[Tensor | None] = [None] * len(prompt.media)
-        if self.select != "uniform" and seen is not None and columns is not None:
-            attention = _carried(config, prompt, target, seen, columns.cpu())
+        if self.select != "uniform" and target_prompt is not None and columns is not None:
+            attention = _transfer_scores(config, prompt, target, target_prompt, columns.cpu())
         out: list[int] = []
         for places, medium, scores in zip(places_of(config, prompt), prompt.media, attention, strict=True):
-            if len(places) == medium.n_tokens:  # else of a family whose placeholders are unknown
-                kept = set(self.kept(config, medium, scores))
-                out += [place for i, place in enumerate(places) if i not in kept]
+            if len(places) == medium.n_tokens:  # otherwise the family's placeholders are unknown
+                retained = set(self.retained(config, medium, scores))
+                out += [place for i, place in enumerate(places) if i not in retained]
         return sorted(out)
 
 
 def spread(frames: Sequence[int], budget: int) -> list[int]:
-    """``budget`` indices evenly spread over frames of these sizes: each has its part, in the middle of equal steps."""
-    kept, first = [], 0
+    """``budget`` indices spread evenly over frames of these sizes, each the middle of equal steps within its frame."""
+    indices, first = [], 0
     for number, size in enumerate(frames):
         part = min(size, budget * (number + 1) // len(frames) - budget * number // len(frames))
-        kept += [first + (2 * i + 1) * size // (2 * part) for i in range(part)]
+        indices += [first + (2 * i + 1) * size // (2 * part) for i in range(part)]
         first += size
-    return kept
+    return indices
 
 
 def two_stages(scores: Sequence[float], budget: int, mass: float) -> list[int]:
-    """SpecVLM's two stages: the highest scores until they hold ``mass`` of all, then an even spread over the others.
+    """SpecVLM's two stages: the highest scores up to ``mass`` of their sum, then an even spread over the others.
 
     With ``mass`` 1 the first stage takes the whole budget.
     """
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    total, held, first = sum(scores), 0.0, []
+    total, reached, first = sum(scores), 0.0, []
     for index in order[:budget]:
-        if held >= mass * total and mass < 1:
+        if reached >= mass * total and mass < 1:
             break
-        held += scores[index]
+        reached += scores[index]
         first.append(index)
     others = sorted(set(order) - set(first))
     rest = spread([len(others)], budget - len(first)) if others else []
@@ -154,39 +154,43 @@ def frames_of(config: Any, medium: Medium) -> list[int]:
     return sizes
 
 
-def transferred(scores: Tensor, here: Grid, there: Grid) -> Tensor:
-    """Scores ``[t * h * w]`` on one grid, read at the relative places of another grid's tokens."""
+def resample(scores: Tensor, here: Grid, there: Grid) -> Tensor:
+    """Scores ``[t * h * w]`` of one grid, resampled at the relative places of another grid's tokens."""
     values = scores[: math.prod(here)].view(here)
     for dim, (old, new) in enumerate(zip(here, there, strict=True)):
         values = values.index_select(dim, (2 * torch.arange(new) + 1) * old // (2 * new))
     return values.flatten()
 
 
-def _carried(config: Any, prompt: Prompt, target: Any, seen: Prompt, columns: Tensor) -> list[Tensor | None]:
-    """Every medium's scores over the drafter's tokens; None where the target's tokens cannot be found in them."""
-    if [m.kind for m in seen.media] != [m.kind for m in prompt.media]:
-        _note("the drafter's prompt has other images or videos than the target's")
+def _transfer_scores(
+    config: Any, prompt: Prompt, target: Any, target_prompt: Prompt, columns: Tensor
+) -> list[Tensor | None]:
+    """Every medium's scores over the drafter's tokens; None where the target's tokens cannot be mapped to them."""
+    if [m.kind for m in target_prompt.media] != [m.kind for m in prompt.media]:
+        _warn("the drafter's prompt has other images or videos than the target's")
         return [None] * len(prompt.media)
     found: list[Tensor | None] = []
-    for places, theirs, ours in zip(places_of(target, seen), seen.media, prompt.media, strict=True):
+    for places, theirs, ours in zip(
+        places_of(target, target_prompt), target_prompt.media, prompt.media, strict=True
+    ):
         scores = columns[places]
         here, there = family_of(target).grid(theirs), family_of(config).grid(ours)
         if theirs.n_tokens == ours.n_tokens:
             found.append(scores)
         elif here is None or there is None:
-            _note(
+            _warn(
                 f"its {ours.kind} has {ours.n_tokens} tokens and the target's {theirs.n_tokens}, not on a known grid"
             )
             found.append(None)
         else:
-            moved = transferred(scores, here, there)
+            moved = resample(scores, here, there)
             found.append(torch.nn.functional.pad(moved, (0, ours.n_tokens - len(moved))))
     return found
 
 
-def _note(why: str) -> None:
+def _warn(why: str) -> None:
     warnings.warn(
-        f"The target's attention says nothing about the drafter's visual tokens: {why}. They are pruned evenly "
+        f"The target's attention does not apply to the drafter's visual tokens: {why}. They are pruned evenly "
         "instead.",
         SaccadeWarning,
         stacklevel=2,
@@ -197,11 +201,11 @@ class PrunedDrafter(ModelDrafter):
     """A draft VLM behind pruned visual tokens (SpecVLM, Ji et al. 2025).
 
     Args:
-        model: the adapter of the draft model. The target's own makes it self-speculation: the weights are shared, and
-            a second, pruned context is what makes drafting cheaper. The vision tower runs once for both.
-        policy: which guesses are worth verifying.
+        model: the adapter of the draft model. The target's own makes it self-speculation: the weights are shared,
+            drafting is cheaper by a second, pruned context, and the vision tower runs once for both.
+        policy: which draft tokens are verified.
         vocab_size: as in `ModelDrafter`.
-        pruning: which visual tokens stay.
+        pruning: choice of the visual tokens that are retained.
     """
 
     def __init__(
@@ -226,30 +230,30 @@ class PrunedDraftSession(ModelDraftSession):
         super().__init__(drafter, rows, target)
         self._pruning = drafter.pruning
         self._target = target
-        self._room = [0] * rows
-        ask_attention(self._pruning, target)
+        self._capacity = [0] * rows
+        request_attention(self._pruning, target)
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Room is made when a prompt is loaded and its gaps are known: most of it would never be written."""
-        self._room[row] = capacity
+        """Note the capacity; `load` reserves what the pruned prompt needs."""
+        self._capacity[row] = capacity
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        dropped = dropped_of(self, row, prompt, self._pruning, self._target, prefill)
-        super().reserve(row, self._room[row] - len(dropped))
-        self.read(row, prompt, dropped)
+        dropped = positions_to_drop(self, row, prompt, self._pruning, self._target, prefill)
+        super().reserve(row, self._capacity[row] - len(dropped))
+        self.load_pruned(row, prompt, dropped)
 
 
-def ask_attention(pruning: Pruning, target: Context) -> None:
-    """Let the target tell what its words look at, where that decides what stays.
+def request_attention(pruning: Pruning, target: Context) -> None:
+    """Request the attention of the target's text tokens where it decides what is retained.
 
     Raises:
-        ModelError: another asks for other layers or tokens.
+        ModelError: other layers or tokens were requested before.
     """
     if pruning.needs_attention:
         target.requirements.add_attention(pruning.layers, "words")
 
 
-def dropped_of(
+def positions_to_drop(
     session: ModelDraftSession,
     row: int,
     prompt: Prompt,
@@ -257,12 +261,12 @@ def dropped_of(
     target: Context,
     prefill: PrefillResult | None,
 ) -> list[int]:
-    """Positions of a prompt that a row of a draft session is not to see.
+    """Choose the positions of a prompt that a row of a draft session drops.
 
-    What the row holds of an earlier prompt was chosen by what that prompt's words looked at. A later turn of the
-    conversation goes on from it; for any other prompt the row is emptied, so that its guesses are those of a fresh row.
+    Entries from an earlier prompt were chosen by that prompt's attention. A later turn of the conversation reuses them;
+    for any other prompt the row is emptied, so that it drafts as a fresh row would.
     """
-    if pruning.needs_attention and prompt.media and not session.goes_on(row, prompt):
+    if pruning.needs_attention and prompt.media and not session.continues(row, prompt):
         session.context.empty(row)
     config = session.context.target.config
     if prefill is None:

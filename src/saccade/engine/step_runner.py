@@ -307,7 +307,7 @@ class StepRunner:
         except Exception as error:
             self._batch.fail(row, error)
             return False
-        captions = self._batch.drafting.reading_seconds
+        captions = self._batch.drafting.captioning_seconds
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)
         return True

@@ -86,8 +86,8 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
 
 def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     from saccade.draft.ensemble.ensemble import EnsembleDrafter
-    from saccade.draft.ensemble.views import by_names
-    from saccade.draft.ensemble.weights import by_name
+    from saccade.draft.ensemble.views import make_views
+    from saccade.draft.ensemble.weights import make_weighting
     from saccade.inputs.families import visual_ids
 
     model, processor = parts.draft_model, parts.draft_processor
@@ -98,7 +98,7 @@ def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values)
     reader = (
         model if visual_ids(model.config) else parts.target
     )  # a blind drafter is given the target's prompt
-    views = by_names(
+    views = make_views(
         values["views"],
         model,
         processor,
@@ -107,7 +107,7 @@ def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values)
         reader.config,
     )
     history = values["history"] or None
-    weighting = by_name(values["weights"], len(views), distance=values["distance"], window=history)
+    weighting = make_weighting(values["weights"], len(views), distance=values["distance"], window=history)
     return EnsembleDrafter(model, policy, views, weighting, vocab_size, values["carry"])
 
 

@@ -1,1 +1,1 @@
-"""Acceptance rules: which drafted tokens stand."""
+"""Acceptance rules for draft tokens, and the logits processing and random numbers that they need."""

@@ -1,13 +1,13 @@
-"""LVSpec: strict where the answer speaks of what is seen, loose elsewhere. LOSSY.
+"""LVSpec: strict at visually relevant draft tokens, loose elsewhere; and its random control. LOSSY.
 
-LVSpec, Section 3: a guess is relevant when the target's hidden state that verifies it resembles those of visual tokens;
-of K guesses the floor(lambda * K) least relevant ones are accepted whatever the target would have said. A guess also
-passes when the target's own token occurs elsewhere in the draft (position-shift tolerance, PST). In a tree both are
-said of every branch by itself (Appendix E): K counts the guesses above and below a guess, and only among them is the
-target's token looked for. The longest accepted branch wins.
+LVSpec, Section 3: a draft token is relevant when the target's hidden state that verifies it resembles those of visual
+tokens; of K draft tokens the floor(lambda * K) least relevant ones are accepted without a match. A draft token is also
+accepted when the target's own token occurs elsewhere in the draft (position-shift tolerance, PST). In a tree both apply
+to every branch separately (Appendix E): K counts the draft tokens above and below a node, and the target's token is
+searched among those alone. The longest accepted branch wins.
 
-The paper leaves open which state verifies a guess: Eq. 7 reads as the one at the guess, Figure 4 speaks of tokens
-decoded from it. A last-layer state stands for the next token, so the state that verifies a guess is its parent's.
+The paper leaves open which state verifies a draft token: Eq. 7 reads as the one at that token, Figure 4 mentions tokens
+decoded from it. A last-layer state predicts the next token, so the state that verifies a draft token is its parent's.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
-from saccade.verify.loosening import drafted, guarded, in_line, least, target_tokens, walk
-from saccade.verify.rule import Verdict
+from saccade.verify.loosening import always_strict, longest_path, lowest_share, same_branch, target_tokens
+from saccade.verify.rule import StatelessRule, Verdict, draft_nodes
 
 
 @dataclass(frozen=True)
 class LVSpec:
     """The rule and its settings.
 
-    Attributes:
-        share: lambda, the share of guesses that are loose; 0 without ``shift`` is the greedy rule exactly.
-        nearest: N, how many of the most similar visual tokens are averaged.
-        shift: position-shift tolerance.
-        space: what is compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
-        position: whose hidden state judges a guess: its parent's, from which the target predicts what stands in the
-            guess's place (``verifying``), or its ``own`` (Eq. 7 to the letter). Embeddings always stand for their own
-            token.
-        special_ids: tokens that are never forgiven, neither as guess nor as the target's own.
-
     Guards that the paper leaves out: special tokens and tokens that a logits processor forbids are never loosened, and
     a row without visual tokens is strict.
+
+    Attributes:
+        share: lambda, the share of draft tokens that are loose; 0 without ``shift`` is the greedy rule exactly.
+        nearest: N, how many of the most similar visual tokens are averaged.
+        shift: position-shift tolerance.
+        space: vectors that are compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
+        position: whose hidden state verifies a draft token: its parent's, from which the target predicts that token
+            (``verifying``), or its ``own`` (Eq. 7 to the letter). An embedding always represents its own token.
+        special_ids: tokens that are never loosened, neither as draft token nor as the target's own.
     """
 
     share: float = 0.7
@@ -77,55 +76,49 @@ class LVSpec:
 
 
 class LVSpecJudge:
-    """The visual tokens of every row, and the rule."""
+    """LVSpec's rule with the states of every row's visual tokens."""
 
     def __init__(self, rule: LVSpec, context: Context) -> None:
         self._rule = rule
         self._config = context.target.config
         self._layer = len(context.target.layers) if rule.space == "hidden" else 0
         context.requirements.add_layers(self._layer)
-        # Per row the places of its visual tokens in the prompt and their normalised states [n, d].
-        self._seen: list[tuple[list[int], Tensor] | None] = [None] * context.rows
+        # Per row the positions of its visual tokens in the prompt, and their normalised states [n, d].
+        self._visual: list[tuple[list[int], Tensor] | None] = [None] * context.rows
         self._gathered: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
     def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Keep the states of the visual tokens that were just read; those of reused ids stay, all others go."""
+        """Store the states of newly prefilled visual tokens; those of the reused prefix remain, all others go."""
         start, states = prefill.start, prefill.hidden[self._layer]
         mask = visual_mask(self._config, prompt.ids)
         places = mask.nonzero()[:, 0].tolist()
         new = F.normalize(states[mask[start:].to(states.device)].float(), dim=-1)
-        held, earlier = self._seen[row] or ([], new[:0])
-        kept = bisect_left(held, start)
-        self._seen[row] = (
-            [*held[:kept], *places[bisect_left(places, start) :]],
-            torch.cat([earlier[:kept], new]),
+        old_places, old = self._visual[row] or ([], new[:0])
+        reused = bisect_left(old_places, start)
+        self._visual[row] = (
+            [*old_places[:reused], *places[bisect_left(places, start) :]],
+            torch.cat([old[:reused], new]),
         )
         self._gathered = None
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         if tree.size == 1:
-            zeros = torch.zeros_like(choice)
-            return Verdict(zeros, zeros[:, 0], choice[:, 0])
-        guesses = drafted(tree)
-        match = guesses & (tree.tokens == wanted)
-        barred = guarded(tree, scores, wanted, self._rule.special_ids)
-        sees = self._gather(rows)[1].any(1)[:, None]
-        forgivable = guesses & ~barred & sees
-        line = in_line(tree)
-        loose = least(self.relevance(rows, tree, output), line, self._rule.share) & forgivable
+            return Verdict.without_draft(choice)
+        is_draft = draft_nodes(tree)
+        match = is_draft & (tree.tokens == wanted)
+        strict = always_strict(tree, scores, wanted, self._rule.special_ids)
+        has_visual = self._gather(rows)[1].any(1)[:, None]
+        may_loosen = is_draft & ~strict & has_visual
+        branch = same_branch(tree)
+        loose = lowest_share(self.relevance(rows, tree, output), branch, self._rule.share) & may_loosen
         shifted = torch.zeros_like(match)
         if self._rule.shift:
-            elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & line
-            shifted = elsewhere.any(-1) & forgivable
-        return walk(tree, choice, match, loose, shifted)
+            elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & branch
+            shifted = elsewhere.any(-1) & may_loosen
+        return longest_path(tree, choice, match, loose, shifted)
 
     def relevance(self, rows: Sequence[int], tree: DraftTree, output: ForwardOutput) -> Tensor:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
@@ -140,10 +133,10 @@ class LVSpecJudge:
         return relevance.gather(1, tree.parents.expand_as(relevance))
 
     def _gather(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """``[A, V, d]`` normalised states of these rows' visual tokens, and ``[A, V]`` which are real."""
+        """``[A, V, d]`` normalised states of these rows' visual tokens, and ``[A, V]`` which are no padding."""
         key = tuple(rows)
         if self._gathered is None or self._gathered[0] != key:
-            states = [seen[1] for row in rows if (seen := self._seen[row]) is not None]
+            states = [visual[1] for row in rows if (visual := self._visual[row]) is not None]
             padded = pad_sequence(states, batch_first=True)
             if not padded.shape[1]:
                 padded = padded.new_zeros(padded.shape[0], 1, padded.shape[2])
@@ -154,14 +147,14 @@ class LVSpecJudge:
 
 
 @dataclass(frozen=True)
-class RandomLoosening:
-    """Control for LVSpec: as many guesses of every branch are loose, chosen at random. LOSSY.
+class RandomLoosening(StatelessRule):
+    """Control for LVSpec: the same number of draft tokens of every branch is loose, chosen at random. LOSSY.
 
-    There is one random number per level of a tree.
+    One random number per level of a tree.
 
     Attributes:
-        share: share of guesses that are loose.
-        special_ids: tokens that are never forgiven.
+        share: share of draft tokens that are loose.
+        special_ids: tokens that are never loosened.
     """
 
     share: float = 0.7
@@ -177,25 +170,14 @@ class RandomLoosening:
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         return max_depth, 1
 
-    def open(self, context: Context) -> RandomLoosening:
-        return self
-
-    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Nothing to remember of a prompt."""
-
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         assert uniforms is not None
         choice, wanted = target_tokens(tree, scores)
-        guesses = drafted(tree)
-        match = guesses & (tree.tokens == wanted)
+        is_draft = draft_nodes(tree)
+        match = is_draft & (tree.tokens == wanted)
         drawn = uniforms[:, :, 0].gather(1, (tree.depth - 1).clamp(min=0).expand_as(match))  # one per level
-        barred = guarded(tree, scores, wanted, self.special_ids)
-        loose = least(drawn, in_line(tree), self.share) & guesses & ~barred
-        return walk(tree, choice, match, loose, torch.zeros_like(match))
+        strict = always_strict(tree, scores, wanted, self.special_ids)
+        loose = lowest_share(drawn, same_branch(tree), self.share) & is_draft & ~strict
+        return longest_path(tree, choice, match, loose, torch.zeros_like(match))

@@ -12,11 +12,11 @@ from saccade.processors import PREFIX_FREE, is_stateful, process
 from saccade.tree import DraftTree
 
 Warp = Callable[[Tensor], Tensor]
-"""``[R, V]`` logits to ``[R, V]`` scores, whatever came before them."""
+"""``[R, V]`` logits to ``[R, V]`` scores that depend on them alone."""
 
 
 class RowProcessing:
-    """One row's processors, from its beginning to its end, and what the stateful ones have read.
+    """One row's processors for its whole life, with the states of the stateful ones.
 
     Args:
         processors: in the order in which `generate` would call them, each called as
@@ -25,6 +25,7 @@ class RowProcessing:
 
     Attributes:
         needs_prefix: whether scores depend on more than the logits.
+        settings: type and settings of the prefix-free processors; equal for rows that share their warpers.
     """
 
     def __init__(self, processors: Sequence[Any], ends: Container[int] = ()) -> None:
@@ -36,46 +37,46 @@ class RowProcessing:
         self._states: dict[int, Any] = {}
         self._read = 0
 
-    def states_behind(self, prefix: Sequence[int]) -> dict[int, Any]:
-        """State of every stateful processor behind a prefix, which is the prompt at first and then only grows."""
+    def states_after(self, prefix: Sequence[int]) -> dict[int, Any]:
+        """Return every stateful processor's state after a prefix, which is the prompt at first and then only grows."""
         if not self._stateful:
             return {}
         if not self._read:
             self._states = {place: self.processors[place].start(prefix) for place in self._stateful}
         else:
             for token in prefix[self._read :]:
-                self._states = self.advanced(self._states, token)
-                self._read += 1  # one by one: where a processor raises, it may be asked again
+                self._states = self.advance(self._states, token)
+                self._read += 1  # one by one: after a processor's exception the call may be repeated
         self._read = len(prefix)
         return self._states
 
-    def advanced(self, states: dict[int, Any], token: int) -> dict[int, Any]:
-        """The states one token further."""
+    def advance(self, states: dict[int, Any], token: int) -> dict[int, Any]:
+        """Return the states one token further."""
         return {place: self.processors[place].advance(state, token) for place, state in states.items()}
 
     def warp(self, logits: Tensor) -> Tensor:
-        """The prefix-free processors only, on float32 logits ``[R, V]``."""
+        """Apply the prefix-free processors alone to float32 logits ``[R, V]``."""
         for processor in self.prefix_free:
             logits = processor(None, logits)
         return logits
 
     def scores(self, ids: Tensor, scores: Tensor, states: Sequence[dict[int, Any]]) -> Tensor:
-        """Scores ``[n, V]`` of n nodes with prefixes ``ids`` ``[n, S]`` and these states."""
+        """Return scores ``[n, V]`` of n nodes with prefixes ``ids`` ``[n, S]`` and these states."""
         for place, processor in enumerate(self.processors):
             if states and place in states[0]:
                 parts = zip(states, scores, strict=True)
-                scores = torch.stack([processor.scores(held[place], part.clone()) for held, part in parts])
+                scores = torch.stack([processor.scores(own[place], part.clone()) for own, part in parts])
             else:
                 scores = process(processor, ids, scores)
         return scores
 
 
 class Processing:
-    """The processors of the rows of one forward, which may be other rows in the next.
+    """The processors of the rows of one forward.
 
     Args:
-        rows: the rows' `RowProcessing`, or their processors, of which such are made.
-        ends: for rows of the latter kind the ids that end each; none when empty.
+        rows: the rows' `RowProcessing`, or their processors.
+        ends: for rows given as processors the ids that end each; none when empty.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Processing:
         self._groups = list(groups.values())
 
     def warp(self, logits: Tensor) -> Tensor:
-        """The prefix-free processors only: what a drafter applies to its own logits ``[R, V]``, as many for each row,
-        row by row."""
+        """Apply the prefix-free processors alone, as a drafter does to its own logits ``[R, V]``: equally many for
+        each row, row by row."""
         scores = logits.float()
         if len(self._groups) == 1:
             return self._rows[0].warp(scores)
@@ -102,9 +103,8 @@ class Processing:
         warped = torch.empty_like(by_row)
         for group in self._groups:
             at = torch.tensor(group, device=scores.device)
-            warped[at] = (
-                self._rows[group[0]].warp(by_row[at].flatten(0, 1)).view(len(group), *by_row.shape[1:])
-            )
+            part = self._rows[group[0]].warp(by_row[at].flatten(0, 1))
+            warped[at] = part.view(len(group), *by_row.shape[1:])
         return warped.view_as(scores)
 
     def __call__(
@@ -114,16 +114,16 @@ class Processing:
         prefixes: Sequence[Sequence[int]],
         room: Sequence[int] | None = None,
     ) -> Tensor:
-        """Scores ``[B, N, V]`` from logits ``[B, N, V]``.
+        """Return scores ``[B, N, V]`` from logits ``[B, N, V]``.
+
+        Processors that depend on the prefix run once per row and depth, where all prefixes have one length; the
+        tree's form is then read on the host. They get only prefixes that plain decoding can reach, as they may
+        have no answer to others (a constraint that nothing can continue). Nodes behind a forbidden token, behind one
+        that ends the row, or beyond the row's room keep their logits: no lossless rule reaches them.
 
         Args:
             prefixes: ids of every row up to and including its root (host lists).
-            room: how many tokens every row may still get, 0 for one that has ended; None for no limit.
-
-        Processors that look at the prefix run once per row and depth, where all prefixes have one length; the
-        tree's form is then read on the host. They are only shown prefixes that plain decoding can come to, as they
-        may know no answer to others (a constraint that nothing can continue). Nodes behind a token that they forbid,
-        behind one that ends the row or without room keep their logits: no lossless rule comes to them.
+            room: tokens that every row may still emit, 0 for one that has ended; None for no limit.
         """
         if not any(row.processors for row in self._rows):
             return logits
@@ -134,54 +134,75 @@ class Processing:
         below = _tokens_below_root(tree)
         tokens, children = tree.tokens.tolist(), _children(tree)
         for index, row in enumerate(self._rows):
-            room_left = None if room is None else room[index]
-            if not row.needs_prefix:
+            if row.needs_prefix:
+                limit = tree.max_depth + 1 if room is None else room[index]
+                if limit:
+                    prefix = prefixes[index]
+                    _process_row(
+                        row, prefix, scores[index], below[index], tokens[index], children[index], limit
+                    )
+            else:
                 scores[index] = row.warp(scores[index])
-                continue
-            if room_left == 0:
-                continue
-            prefix = torch.tensor(list(prefixes[index]), device=logits.device)
-            nodes, depth, states = [0], 0, [row.states_behind(prefixes[index])]
-            while nodes and (room_left is None or depth < room_left):
-                at = torch.tensor(nodes, device=logits.device)
-                ids = torch.cat([prefix.expand(len(nodes), -1), below[index, at, :depth]], 1)
-                part = row.scores(ids, scores[index, at], states)
-                scores[index, at] = part
-                guesses = [
-                    (place, child, tokens[index][child])
-                    for place, node in enumerate(nodes)
-                    for child in children[index][node]
-                    if tokens[index][child] not in row.ends
-                ]
-                guesses = _allowed(guesses, part)
-                states = [row.advanced(states[place], token) for place, _, token in guesses]
-                nodes = [node for _, node, _ in guesses]
-                depth += 1
         return scores
 
 
+def _process_row(
+    row: RowProcessing,
+    prefix: Sequence[int],
+    scores: Tensor,
+    below: Tensor,
+    tokens: list[int],
+    children: list[list[int]],
+    limit: int,
+) -> None:
+    """Process one row's scores ``[N, V]`` in place, depth by depth down to ``limit`` - 1.
+
+    Args:
+        below: ``[N, D]`` tokens from below the root to every node.
+        tokens, children: of every node, on the host.
+    """
+    root_ids = torch.tensor(list(prefix), device=scores.device)
+    nodes, states = [0], [row.states_after(prefix)]
+    for depth in range(limit):
+        at = torch.tensor(nodes, device=scores.device)
+        ids = torch.cat([root_ids.expand(len(nodes), -1), below[at, :depth]], 1)
+        part = row.scores(ids, scores[at], states)
+        scores[at] = part
+        drafted = [
+            (place, child, tokens[child])
+            for place, node in enumerate(nodes)
+            for child in children[node]
+            if tokens[child] not in row.ends
+        ]
+        drafted = _not_forbidden(drafted, part)
+        if not drafted:
+            return
+        states = [row.advance(states[place], token) for place, _, token in drafted]
+        nodes = [node for _, node, _ in drafted]
+
+
 def _settings(processor: Any) -> tuple[Any, ...]:
-    """What two processors of one kind must have in common to be the same."""
+    """Type and attributes of a processor: equal for two that do the same."""
     values = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in vars(processor).items()}
     return type(processor), repr(sorted(values.items()))
 
 
-def _allowed(guesses: Sequence[tuple[int, int, int]], scores: Tensor) -> list[tuple[int, int, int]]:
-    """Those guesses (place of the parent in scores ``[n, V]``, node, token) that the scores do not forbid.
+def _not_forbidden(drafted: Sequence[tuple[int, int, int]], scores: Tensor) -> list[tuple[int, int, int]]:
+    """Those draft tokens (place of the parent in scores ``[n, V]``, node, token) that the scores do not forbid.
 
-    Where they forbid everything, greedy decoding still goes on with some token.
+    Where they forbid everything, greedy decoding still continues with some token.
     """
-    known = [guess for guess in guesses if guess[2] < scores.shape[1]]
+    known = [each for each in drafted if each[2] < scores.shape[1]]
     if not known:
         return []
     places, _, tokens = zip(*known, strict=True)
     at = list(places)
     forbidden = scores[at, list(tokens)].isneginf() & ~scores.amax(1)[at].isneginf()
-    return [guess for guess, not_this in zip(known, forbidden.tolist(), strict=True) if not not_this]
+    return [each for each, is_forbidden in zip(known, forbidden.tolist(), strict=True) if not is_forbidden]
 
 
 def _children(tree: DraftTree) -> list[list[list[int]]]:
-    """For every row and node its children, on the host, padding nodes left out."""
+    """Children of every row's nodes, on the host, padding nodes left out."""
     batch, size = tree.tokens.shape
     parents, valid = (t.expand(batch, -1).tolist() for t in (tree.parents, tree.valid))
     children: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(batch)]
@@ -193,7 +214,7 @@ def _children(tree: DraftTree) -> list[list[list[int]]]:
 
 
 def _tokens_below_root(tree: DraftTree) -> Tensor:
-    """``[B, N, D]`` the tokens on the way from the root (not counted) to every node, zeros behind."""
+    """``[B, N, D]`` tokens on the path from the root (excluded) to every node, then zeros."""
     batch, size = tree.tokens.shape
     above = tree.ancestors.expand(batch, -1, -1)
     depth = tree.depth.expand(batch, -1)[:, None].expand(-1, size, -1)

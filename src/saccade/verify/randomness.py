@@ -1,4 +1,4 @@
-"""Random numbers per row, at fixed places: a row's draws never depend on its neighbours."""
+"""Random numbers per row at fixed places, so that a row's draws never depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from saccade.target.cache import to_device
 class Uniforms:
     """One step's uniform numbers in [0, 1), drawn for each row by its own generator.
 
-    The rule's numbers come first and are looked up by level and rank; the proposer's follow and are taken in turn. So
-    none moves where more are taken because a neighbour's tree is deeper or wider.
+    The rule's numbers come first and are indexed by level and rank; the proposer's follow and are taken in turn. So
+    none moves when a neighbour's deeper or wider tree takes more.
 
     Args:
         generators: one CPU generator per row.
-        judging: L and C, as `saccade.verify.rule.Rule.uniforms` says.
-        drafting: numbers per row for the proposer; every row draws all whether they are used or not.
+        judging: L and C, as `saccade.verify.rule.Rule.uniforms` returns them.
+        drafting: numbers per row for the proposer; every row draws all of them, used or not.
 
     Attributes:
         judging: ``[B, L, C]`` for the rule.
@@ -43,11 +43,15 @@ class Uniforms:
         self._used = 0
 
     def take(self, count: int) -> Tensor:
-        """The next ``[B, count]`` numbers for the proposer."""
+        """Return the next ``[B, count]`` numbers for the proposer.
+
+        Raises:
+            IndexError: more numbers are taken than were drawn.
+        """
         start, self._used = self._used, self._used + count
         drawn = self._drafting.shape[1]
         if self._used > drawn:
-            raise IndexError(f"Only {drawn} uniform numbers per row were drawn for this step's guesses.")
+            raise IndexError(f"Only {drawn} uniform numbers per row were drawn for this step's draft tokens.")
         return self._drafting[:, start : self._used]
 
 
@@ -55,7 +59,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution; a token of weight zero is never drawn.
 
     Args:
-        weights: ``[R, V]`` non-negative, not necessarily normalised; an all-zero row gives token 0.
+        weights: ``[R, V]`` non-negative, not necessarily normalised; an all-zero row yields token 0.
         uniform: ``[R]`` in [0, 1).
 
     Returns:
@@ -65,6 +69,6 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     wanted = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[1] - 1)
-    # A parallel sum may not be monotone in its last bits; the likeliest token stands in for one of weight zero.
+    # A parallel sum may not be monotone in its last bits; the likeliest token replaces one of weight zero.
     index = torch.where(weights.gather(1, index) > 0, index, weights.argmax(-1, keepdim=True))
     return index[:, 0]

@@ -1,10 +1,10 @@
-"""What every acceptance rule gives: how far down the tree a row went, and the target's own next token."""
+"""Acceptance rule protocol, and the verdict that every rule returns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,20 +15,20 @@ from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 
 STRICT, LOOSE, SHIFTED = range(3)
-"""A guess passed as the target's own token; by a loose rule, for what it says; or because the target's token
-stands elsewhere in the draft."""
+"""How a draft token was accepted: as the target's own token; by a loose rule; or by position-shift tolerance, because
+the target's token occurs elsewhere in the draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One verification pass, judged.
+    """Outcome of one verification pass.
 
     Attributes:
-        path: ``[B, D + 1]`` node indices from the root down to the last accepted node, zeros behind.
+        path: ``[B, D + 1]`` node indices from the root down to the last accepted node, then zeros.
         count: ``[B]`` accepted nodes, the root not counted.
         token: ``[B]`` the target's own token after the path (correction or bonus).
-        marks: ``[B, D + 1]`` how each node of the path passed (`STRICT`, `LOOSE`, `SHIFTED`); None when all are
-            strict.
+        marks: ``[B, D + 1]`` how each node of the path was accepted (`STRICT`, `LOOSE`, `SHIFTED`); None when all
+            are strict.
     """
 
     path: Tensor
@@ -36,36 +36,37 @@ class Verdict:
     token: Tensor
     marks: Tensor | None = None
 
+    @classmethod
+    def without_draft(cls, choice: Tensor) -> Verdict:
+        """The verdict on trees of a root alone, from the target's tokens ``[B, 1]``."""
+        zeros = torch.zeros_like(choice)
+        return cls(zeros, zeros[:, 0], choice[:, 0])
+
 
 class Judge(Protocol):
-    """A rule at work on the rows of one session."""
+    """A rule's state for the rows of one session."""
 
     def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Called when the target has read a row's prompt, with the hidden states that the rule asked for."""
+        """Take in a row's prompt after the target's prefill, with the hidden states that the rule requested."""
         ...
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
-        """Judge some rows.
+        """Accept or reject the draft tokens of some rows.
 
         Args:
             tree: one tree per row.
             scores: ``[A, N, V]`` the target's processed logits after every node.
-            uniforms: ``[A, L, C]`` this step's random numbers in [0, 1), as many as `Rule.uniforms` asks for; None if
-                it asks for none. Which of them decides on a node must follow from that row's tree alone.
-            output: what the target's forward gave for the trees' nodes.
+            uniforms: ``[A, L, C]`` this step's random numbers in [0, 1), as many as `Rule.uniforms` returns; None if
+                it needs none. Which number decides on a node must depend on that row's tree alone.
+            output: the target's forward over the trees' nodes.
         """
         ...
 
 
 class Rule(Protocol):
-    """Which guesses stand."""
+    """An acceptance rule."""
 
     @property
     def lossless(self) -> bool:
@@ -74,23 +75,43 @@ class Rule(Protocol):
 
     @property
     def samples(self) -> bool:
-        """Whether the rule draws random numbers (and the drafter may draw its children)."""
+        """Whether tokens are sampled (and the drafter may draw its children)."""
         ...
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
-        """How many random numbers `Judge.judge` is given per row and step, for the drafter's bounds: L levels of C."""
+        """L levels of C random numbers that `Judge.judge` needs per row and step, for the drafter's bounds."""
         ...
 
     def open(self, context: Context) -> Judge:
-        """Start on a batch's rows; a rule that looks at hidden states asks for them here (``context.requirements``)."""
+        """Start a session; a rule that reads hidden states requests them here (``context.requirements``)."""
         ...
 
 
+class StatelessRule:
+    """Base of rules that need neither a prompt's states nor random numbers: the rule is its own judge."""
+
+    def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
+        return 0, 0
+
+    def open(self, context: Context) -> Self:
+        return self
+
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        """No state depends on the prompt."""
+
+
 def path_to(tree: DraftTree, node: Tensor) -> Tensor:
-    """``[B, D + 1]`` node indices from the root to ``node`` ``[B]``, zeros behind."""
+    """``[B, D + 1]`` node indices from the root to ``node`` ``[B]``, then zeros."""
     batch, count = tree.tokens.shape
     above = tree.ancestors.expand(batch, -1, -1)[torch.arange(batch, device=node.device), node]  # [B, N]
-    bin_ = tree.max_depth + 1  # nodes off the path go to a column that is cut away
+    bin_ = tree.max_depth + 1  # nodes off the path go to a column that is cut off
     places = torch.where(above, tree.depth, bin_)
     nodes = torch.arange(count, device=node.device).expand(batch, -1)
     return node.new_zeros(batch, bin_ + 1).scatter_(1, places, nodes)[:, :bin_]
+
+
+def draft_nodes(tree: DraftTree) -> Tensor:
+    """``[B, N]`` True for draft tokens: neither root nor padding."""
+    is_draft = tree.valid.expand(tree.tokens.shape[0], -1).clone()
+    is_draft[:, 0] = False
+    return is_draft

@@ -158,9 +158,9 @@ class OwnCaptions:
         answer: list[int] = []
         while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
             answer.append(token)
-            reading = context.forward([0], torch.tensor([[token]], device=self._model.device))
+            output = context.forward([0], torch.tensor([[token]], device=self._model.device))
             context.commit([0], [[0]], [[token]])
-            token = int(reading.logits.argmax())
+            token = int(output.logits.argmax())
         return self._processor.decode(answer)
 
 

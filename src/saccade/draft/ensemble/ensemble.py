@@ -1,4 +1,4 @@
-"""An ensemble of views of one prompt, read by one draft model in one batch (TABED, Lee et al. 2026, Section 5.1)."""
+"""An ensemble of views of one prompt, drafted by one model in one batch (TABED, Lee et al. 2026, Section 5.1)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import TreeDrafter
-from saccade.draft.ensemble.history import Labelled, Notes, heard
+from saccade.draft.ensemble.history import LabelledBlock, PendingBlocks, Verified, verified_positions
 from saccade.draft.ensemble.mixing import Mixture
 from saccade.draft.ensemble.view import View
-from saccade.draft.ensemble.weights import Weighting, by_name
-from saccade.draft.model import ModelDrafter, ModelDraftSession, goes_on
+from saccade.draft.ensemble.weights import Weighting, make_weighting
+from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
 from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -24,23 +24,23 @@ from saccade.verify.rule import Verdict
 
 
 class EnsembleDrafter(TreeDrafter):
-    """One draft model that reads every prompt in m ways and guesses with the weighted mean of what they say.
+    """One draft model with m views of every prompt, drafting from the weighted mean of their distributions.
 
-    Views of a row are rows of the draft model's batch, so that a draft step is one forward however many views there
-    are. What was emitted is read through every view; guesses are run through those alone that have a weight in their
-    row. The mixture q(.; w) = sum_i w_i q_i goes on to the tree policy as logits, so policies and proposers work as
-    they do for one model. When children are drawn, the request's warpers act on the mixture, and the distribution that
-    a child was drawn from is the one that it is verified with.
+    Views of a row are rows of the draft model's batch, so that a draft step is one forward for any number of views.
+    Emitted tokens run through every view; draft tokens only through active views, those with a weight in their row.
+    The mixture q(.; w) = sum_i w_i q_i enters the tree policy as logits, so policies and proposers work as they do for
+    one model. When children are drawn, the request's warpers act on the mixture, and a child is verified with the
+    distribution that it was drawn from.
 
-    A row whose views have read the same (words alone) has one view only.
+    A row whose views have equal prompts (text alone) has one active view.
 
     Args:
         model: the adapter of the draft model.
-        policy: which guesses are worth verifying.
-        views: the ways to read a prompt.
-        weighting: how they are weighed; by default a grid for two views and inverse errors for more.
+        policy: which draft tokens are verified.
+        views: forms of the prompt.
+        weighting: of the views; by default a grid for two views and inverse errors for more.
         vocab_size: as for `ModelDrafter`.
-        carry: keep what was learned of the views from one turn of a conversation to the next.
+        carry: retain the views' history from one turn of a conversation to the next.
 
     Raises:
         ValueError: there is no view.
@@ -60,7 +60,7 @@ class EnsembleDrafter(TreeDrafter):
         super().__init__(policy)
         self.model = model
         self.views = tuple(views)
-        self.weighting = weighting or by_name("auto", len(views))
+        self.weighting = weighting or make_weighting("auto", len(views))
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
         self.carry = carry
         self.early = all(view.early for view in views)
@@ -70,10 +70,10 @@ class EnsembleDrafter(TreeDrafter):
 
 
 class EnsembleSession:
-    """A draft session of m * R rows that is R rows to the engine.
+    """A draft session of m * R slots that has R rows for the engine: slot ``i * R + r`` is view i of row r.
 
     Attributes:
-        reading_seconds: spent on captions at the last `load`.
+        captioning_seconds: time spent on captions at the last `load`.
     """
 
     def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
@@ -83,77 +83,78 @@ class EnsembleSession:
         for view in drafter.views:
             view.open(target)
         self._weights = drafter.weighting.open(rows, views, device)
-        self._notes = Notes() if drafter.weighting.learns and views > 1 else None
+        self._pending = PendingBlocks() if drafter.weighting.needs_history and views > 1 else None
         self._mixture = Mixture(drafter.policy, rows, views, device)
         model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
         self._session = ModelDraftSession(model, rows * views, target)
         self._count = rows
-        self._asked: list[Prompt | None] = [None] * rows
-        self._room = [0] * rows
-        self._shown = [0] * rows  # tokens, the prompt's included
-        self._left = [0] * rows  # tokens that could still be emitted when the row guessed last
-        self._alike = [False] * rows  # rows whose views have read the same
+        self._prompts: list[Prompt | None] = [None] * rows
+        self._capacity = [0] * rows
+        self._length = [0] * rows  # tokens, the prompt's included
+        self._room = [0] * rows  # tokens that could still be emitted when the row drafted last
+        self._has_one_view = [False] * rows  # rows whose views have equal prompts
         self._roots: dict[
             int, Tensor
-        ] = {}  # what the views said, by the first row of those that guess together
-        self.reading_seconds = 0.0
+        ] = {}  # the views' distributions at the roots, by the first row of a proposal
+        self.captioning_seconds = 0.0
 
     @property
     def context(self) -> Context:
-        """The draft model's context: row ``i * R + r`` is view i of row r."""
+        """The draft model's context, of m * R slots."""
         return self._session.context
 
     @property
     def weights(self) -> Tensor:
-        """``[A, m]`` of the rows that guessed last."""
+        """``[A, m]`` of the rows that drafted last."""
         return self._mixture.weights
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Room is made when a prompt is loaded, and it is known which views there are and how long they are."""
-        self._room[row] = capacity
+        """Note the capacity; `load` reserves what the row's views need."""
+        self._capacity[row] = capacity
 
     def forget(self, row: int) -> None:
         for view in range(len(self._drafter.views)):
-            self._session.forget(view * self._count + row)
+            self._session.forget(self._slot(view, row))
         self._mixture.forget(row)
-        self._drop(row)
-        self._asked[row], self._alike[row] = None, False
+        self._forget_history(row)
+        self._prompts[row], self._has_one_view[row] = None, False
 
-    def _drop(self, row: int) -> None:
-        """Forget what was learned of a row's views."""
+    def _forget_history(self, row: int) -> None:
         self._weights.forget(row)
-        if self._notes is not None:
-            self._notes.forget(row)
+        if self._pending is not None:
+            self._pending.forget(row)
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        asked, self._asked[row] = self._asked[row], prompt
-        going_on = asked is not None and goes_on(asked, prompt)
-        if not going_on:
+        earlier, self._prompts[row] = self._prompts[row], prompt
+        continues = earlier is not None and is_later_turn(earlier, prompt)
+        if not continues:
             self._mixture.forget(row)
-        if going_on and self._drafter.carry:
-            self._learn_rest(row)
+        if continues and self._drafter.carry:
+            self._observe_last_block(row)
         else:
-            self._drop(row)
-        self._shown[row] = len(prompt)
+            self._forget_history(row)
+        self._length[row] = len(prompt)
         self._weights.load(row, prompt.ids)
         views = self._drafter.views
-        spent = sum(view.seconds for view in views)
-        given = [view.read(prompt) for view in views]
-        self.reading_seconds = sum(view.seconds for view in views) - spent
-        self._alike[row] = (
-            len(given) > 1 and not any(p.media for p in given) and len({p.ids for p in given}) == 1
-        )
+        before = sum(view.seconds for view in views)
+        prompts = [view.read(prompt) for view in views]
+        self.captioning_seconds = sum(view.seconds for view in views) - before
+        is_text = not any(p.media for p in prompts)
+        self._has_one_view[row] = len(prompts) > 1 and is_text and len({p.ids for p in prompts}) == 1
         for view in self._views_of(row):
-            slot, seen = view * self._count + row, given[view]
-            # A caption may be longer than what it stands for.
-            self._session.reserve(slot, self._room[row] + len(seen) - len(prompt))
-            views[view].load(self._session, slot, seen, self._target, prefill)
+            slot, own = self._slot(view, row), prompts[view]
+            # A view's prompt may be longer than the original: captions replace placeholders.
+            self._session.reserve(slot, self._capacity[row] + len(own) - len(prompt))
+            views[view].load(self._session, slot, own, self._target, prefill)
+
+    def _slot(self, view: int, row: int) -> int:
+        return view * self._count + row
 
     def _views_of(self, row: int) -> range:
-        return range(1 if self._alike[row] else len(self._drafter.views))
+        return range(1 if self._has_one_view[row] else len(self._drafter.views))
 
-    def _slots(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+    def _pairs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """(view, place) of all views of some rows, view by view."""
         views = range(len(self._drafter.views))
         return [(v, place) for v in views for place, row in enumerate(rows) if v in self._views_of(row)]
@@ -162,46 +163,47 @@ class EnsembleSession:
     def propose(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
-        pairs = self._slots(rows)
-        slots = [view * self._count + rows[place] for view, place in pairs]
-        every = [new[place] for _, place in pairs]
-        labelled = {}
+        pairs = self._pairs(rows)
+        slots = [self._slot(view, rows[place]) for view, place in pairs]
+        emitted = [new[place] for _, place in pairs]
+        blocks = {}
         for place, row in enumerate(rows):
-            self._shown[row] += len(new[place])
-            self._left[row] = self._room[row] - self._shown[row]
-            block = self._notes.emitted(row, new[place]) if self._notes is not None else None
+            self._length[row] += len(new[place])
+            self._room[row] = self._capacity[row] - self._length[row]
+            block = self._pending.pop(row, new[place]) if self._pending is not None else None
             if block is not None:
-                labelled[place] = block
-        said = self._session.take(slots, every, whole=bool(labelled))
-        self._learn(rows, labelled, dict(zip(pairs, said, strict=True)))
-        self._mixture.weights = self._chosen(rows)
-        tree = self._session.draft(slots, every, said, proposer, limit)
+                blocks[place] = block
+        logits = self._session.run_and_commit(slots, emitted, every=bool(blocks))
+        self._observe_blocks(rows, blocks, dict(zip(pairs, logits, strict=True)))
+        self._mixture.weights = self._choose_weights(rows)
+        tree = self._session.draft(slots, emitted, logits, proposer, limit)
         self._roots[rows[0]] = self._mixture.roots
         return tree
 
-    def _learn(
-        self, rows: Sequence[int], labelled: dict[int, Labelled], said: dict[tuple[int, int], Tensor]
+    def _observe_blocks(
+        self, rows: Sequence[int], blocks: dict[int, LabelledBlock], logits: dict[tuple[int, int], Tensor]
     ) -> None:
-        """Learn from blocks, by place.
+        """Add verified blocks, by place, to the weights' history.
 
         Args:
-            said: by view and place what a view said after every emitted token ``[n, V]``.
+            logits: by view and place the logits after every emitted token ``[n, V]``.
         """
-        if not labelled:
+        if not blocks:
             return
         views = range(len(self._drafter.views))
-        seen = heard([*labelled.values()], [[said[view, place] for view in views] for place in labelled])
-        self._weights.learn([rows[place] for place in labelled], seen)
+        by_view = [[logits[view, place] for view in views] for place in blocks]
+        verified: Verified = verified_positions([*blocks.values()], by_view)
+        self._weights.observe([rows[place] for place in blocks], verified)
 
-    def _chosen(self, rows: Sequence[int]) -> Tensor:
-        """``[A, m]`` weights; all of it is the first view's where there is one view only."""
+    def _choose_weights(self, rows: Sequence[int]) -> Tensor:
+        """``[A, m]`` weights; where a row has one view, the first has all of it."""
         weights = self._weights.choose(rows)
-        alike = [self._alike[row] for row in rows]
-        if not any(alike):
+        has_one_view = [self._has_one_view[row] for row in rows]
+        if not any(has_one_view):
             return weights
         first = torch.zeros_like(weights)
         first[:, 0] = 1
-        return torch.where(on_device(alike, weights.device)[:, None], first, weights)
+        return torch.where(on_device(has_one_view, weights.device)[:, None], first, weights)
 
     @torch.inference_mode()
     def observe(
@@ -209,21 +211,21 @@ class EnsembleSession:
     ) -> None:
         self._mixture.observe(rows, verdict)
         roots = self._roots.pop(rows[0])
-        # Views that read the same differ by rounding alone: no row learns from it.
-        telling = [place for place, row in enumerate(rows) if not self._alike[row]]
-        if self._notes is not None and telling:
-            self._notes.note([rows[place] for place in telling], telling, roots, tree, scores, verdict)
+        # Views with equal prompts differ by rounding alone: they have no history.
+        places = [place for place, row in enumerate(rows) if not self._has_one_view[row]]
+        if self._pending is not None and places:
+            self._pending.add([rows[place] for place in places], places, roots, tree, scores, verdict)
 
-    def _learn_rest(self, row: int) -> None:
-        """Learn from what a row emitted last in its last turn, which the draft model has not run."""
-        left = self._notes.left(row, self._left[row]) if self._notes is not None else None
-        if left is None:
+    def _observe_last_block(self, row: int) -> None:
+        """Add a row's last block of the last turn to the history; the draft model has not run it."""
+        block = self._pending.pop_last(row, self._room[row]) if self._pending is not None else None
+        if block is None:
             return
         views = range(len(self._drafter.views))
-        slots = [view * self._count + row for view in views]
-        said: dict[tuple[int, int], Tensor] = {(view, 0): left.scores[:0] for view in views}
-        if len(left.emitted) > 1:
-            logits = self._session.run(slots, [left.emitted[:-1]] * len(slots), whole=True)
-            said = {(view, 0): logits[view] for view in views}
+        slots = [self._slot(view, row) for view in views]
+        logits: dict[tuple[int, int], Tensor] = {(view, 0): block.scores[:0] for view in views}
+        if len(block.emitted) > 1:
+            every = self._session.run(slots, [block.emitted[:-1]] * len(slots), every=True)
+            logits = {(view, 0): every[view] for view in views}
             self._session.context.cache.drop(slots)
-        self._learn([row], {0: left}, said)
+        self._observe_blocks([row], {0: block}, logits)

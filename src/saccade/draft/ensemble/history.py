@@ -15,18 +15,18 @@ from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 TINY = torch.finfo(torch.float32).tiny
-"""Least probability that a logarithm is taken of."""
+"""Lower clamp of probabilities before a logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Positions of one block that the target has labelled.
+    """Positions of some rows' blocks that the target has labelled.
 
     Attributes:
         p: ``[B, T, V]`` the target's distribution, after the user's logits processors.
         q: ``[m, B, T, V]`` every view's distribution.
-        emitted: per row the tokens that were emitted, at as many of the first positions; T is the longest row's number
-            or more, and nothing is known of the positions behind.
+        emitted: per row the emitted tokens, one for each of its first positions; T is the longest row's number or
+            more, and later positions are unknown.
     """
 
     p: Tensor
@@ -41,7 +41,7 @@ class Verified:
 
 
 def simplex(views: int, steps: int) -> Tensor:
-    """``[G, m]`` every weight vector of multiples of 1/steps, the first view's weight falling."""
+    """``[G, m]`` all weight vectors of multiples of 1/steps, the first view's weight falling."""
     bars = combinations(range(steps + views - 1), views - 1)
     edges = [(-1, *bar, steps + views - 1) for bar in bars]
     counts = torch.tensor([[b - a - 1 for a, b in pairwise(e)] for e in edges])
@@ -69,24 +69,24 @@ class History:
     def __init__(self, batch: int, size: int, window: int | None, device: torch.device) -> None:
         self._window = window
         self._seen = [0] * batch
-        places = 1 if window is None else window + 1  # one more for what is not to be kept
-        self._kept = torch.zeros(batch, places, size, device=device)
+        places = 1 if window is None else window + 1  # the last one collects positions beyond the window
+        self._sums = torch.zeros(batch, places, size, device=device)
 
     def add(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> None:
         """Add positions of some rows in order: of values ``[A, T, S]`` the first ``new`` ones of each."""
-        index = on_device(rows, self._kept.device)
+        index = on_device(rows, self._sums.device)
         if self._window is not None:
-            ring = self._kept[index].scatter_(1, self._places(rows, values, new), values)
-            self._kept.index_copy_(0, index, ring)
+            ring = self._sums[index].scatter_(1, self._places(rows, values, new), values)
+            self._sums.index_copy_(0, index, ring)
         else:
             places = torch.arange(values.shape[1], device=values.device)
             known = places < on_device(new, values.device)[:, None]
-            self._kept.index_add_(0, index, torch.where(known[..., None], values, 0.0).sum(1, keepdim=True))
+            self._sums.index_add_(0, index, torch.where(known[..., None], values, 0.0).sum(1, keepdim=True))
         for row, more in zip(rows, new, strict=True):
             self._seen[row] += more
 
     def _places(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> Tensor:
-        """``[A, T, S]`` where in the ring the positions go; those that are not to be kept go behind it."""
+        """``[A, T, S]`` places of the positions in the ring; those beyond the window go behind it."""
         assert self._window is not None
         window, places = self._window, []
         for row, more in zip(rows, new, strict=True):
@@ -96,13 +96,13 @@ class History:
 
     def forget(self, row: int) -> None:
         """Empty one row."""
-        self._kept[row] = 0
+        self._sums[row] = 0
         self._seen[row] = 0
 
     def total(self, rows: Sequence[int]) -> Tensor:
         """``[A, S]`` sums of some rows."""
-        kept = self._kept[on_device(rows, self._kept.device)]
-        return kept[:, 0] if self._window is None else kept[:, : self._window].sum(1)
+        own = self._sums[on_device(rows, self._sums.device)]
+        return own[:, 0] if self._window is None else own[:, : self._window].sum(1)
 
     def counts(self, rows: Sequence[int]) -> list[int]:
         """Positions in the sums of some rows."""
@@ -111,13 +111,13 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled:
-    """Positions of a row's last block: after its root, and after every token that it emitted but the last.
+class LabelledBlock:
+    """Positions of a row's last block: after its root, and after every emitted token but the last.
 
     Attributes:
         scores: ``[T, V]`` the target's processed logits there, for every emitted token or more.
-        roots: ``[m, 1, V]`` what the views said after the root, before the block: distributions.
-        emitted: what came of the block.
+        roots: ``[m, 1, V]`` the views' distributions after the root.
+        emitted: tokens of the block.
     """
 
     scores: Tensor
@@ -125,19 +125,18 @@ class Labelled:
     emitted: Sequence[int]
 
 
-def heard(blocks: Sequence[Labelled], said: Sequence[Sequence[Tensor]]) -> Verified:
-    """The positions of some rows' blocks, once the draft model has run what was emitted.
+def verified_positions(blocks: Sequence[LabelledBlock], logits: Sequence[Sequence[Tensor]]) -> Verified:
+    """The positions of some rows' blocks, once the draft model has run the emitted tokens.
 
     Args:
-        said: per row and view ``[n, V]`` logits after at least all emitted tokens but the last; nothing where there is
-            but one.
+        logits: per row and view ``[n, V]`` after at least all emitted tokens but the last.
     """
     p, q = [], []
-    for block, views in zip(blocks, said, strict=True):
+    for block, views in zip(blocks, logits, strict=True):
         count = len(block.emitted)
         expected = block.roots
         if count > 1:
-            below = torch.stack([logits[: count - 1] for logits in views])
+            below = torch.stack([each[: count - 1] for each in views])
             expected = torch.cat([expected, below.softmax(-1, torch.float32)], 1)
         labels = block.scores[:count].to(expected.device).softmax(-1, torch.float32)
         vocab = min(labels.shape[1], expected.shape[2])
@@ -147,19 +146,18 @@ def heard(blocks: Sequence[Labelled], said: Sequence[Sequence[Tensor]]) -> Verif
     return Verified(pad_sequence(p, batch_first=True), joint.contiguous(), [b.emitted for b in blocks])
 
 
-class Notes:
-    """What verification has shown of rows and the views have not been asked about yet, by row.
+class PendingBlocks:
+    """Verified blocks, by row, that the views have not run yet.
 
-    The draft model runs what a row has emitted at the start of the row's next block, in any case and through every
-    view, and what a view says after each token is what it expected at the labelled positions. So views that draft
-    nothing because their weight is zero learn too, and no tree has to be searched for the accepted path. The last
-    block of a row waits until the row is asked again.
+    At the start of a row's next block the draft model runs the emitted tokens through every view anyway, and a view's
+    distribution after each token is its prediction at a labelled position. So inactive views have a history too, and
+    no tree is searched for the accepted path. A row's last block is pending until its next turn.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
 
-    def note(
+    def add(
         self,
         rows: Sequence[int],
         places: Sequence[int],
@@ -168,12 +166,12 @@ class Notes:
         scores: Tensor,
         verdict: Verdict,
     ) -> None:
-        """Blocks were verified.
+        """Add blocks that were verified.
 
         Args:
-            rows: those to learn from.
-            places: where these stand in what follows, which is of A rows.
-            roots: ``[m, A, 1, V]`` what the views said after the block's roots.
+            rows: of the blocks.
+            places: of these rows within the A rows of the arguments below.
+            roots: ``[m, A, 1, V]`` the views' distributions after the blocks' roots.
             tree: as proposed.
             scores: ``[A, N, V]`` the target's processed logits.
             verdict: of every row.
@@ -183,28 +181,28 @@ class Notes:
         for row, place in zip(rows, places, strict=True):
             self._blocks[row] = _Block(place, roots, scores, tree.tokens, verdict)
 
-    def emitted(self, row: int, new: Sequence[int]) -> Labelled | None:
-        """What the ``new`` tokens of a row label in the block before, if anything."""
+    def pop(self, row: int, new: Sequence[int]) -> LabelledBlock | None:
+        """Return a row's pending block, labelled by the ``new`` tokens that it emitted."""
         block = self._blocks.pop(row, None)
         return None if block is None else block.labelled(new)
 
-    def left(self, row: int, room: int) -> Labelled | None:
-        """What a row emitted in the last block of its turn, if anything is to be learned from it.
+    def pop_last(self, row: int, room: int) -> LabelledBlock | None:
+        """Return the pending block of a row whose turn has ended, labelled by its accepted tokens.
 
         Args:
-            room: tokens that could still be emitted; what was accepted behind them was guessed for longer rows' sake.
+            room: tokens that could still be emitted; tokens accepted beyond it were drafted for longer rows.
         """
         block = self._blocks.pop(row, None)
         return None if block is None else block.labelled(block.emitted()[:room])
 
     def forget(self, row: int) -> None:
-        """Drop what is known of a row."""
+        """Drop a row's pending block."""
         self._blocks.pop(row, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One row, at ``place`` in what `Notes.note` was given; scores ``[A, T, V]`` on the path."""
+    """One row, at ``place`` in the arguments of `PendingBlocks.add`; scores ``[A, T, V]`` along the path."""
 
     place: int
     roots: Tensor
@@ -212,8 +210,8 @@ class _Block:
     tokens: Tensor
     verdict: Verdict
 
-    def labelled(self, emitted: Sequence[int]) -> Labelled:
-        return Labelled(self.scores[self.place], self.roots[:, self.place], emitted)
+    def labelled(self, emitted: Sequence[int]) -> LabelledBlock:
+        return LabelledBlock(self.scores[self.place], self.roots[:, self.place], emitted)
 
     def emitted(self) -> list[int]:
         """The tokens of the block, brought to the host."""

@@ -1,4 +1,4 @@
-"""The mixture of what several views say, in the form of a tree policy (TABED, Lee et al. 2026, Section 5.1)."""
+"""The mixture of several views' distributions, as a tree policy (TABED, Lee et al. 2026, Section 5.1)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from saccade.verify.rule import Verdict
 
 
 class Mixture:
-    """A tree policy of R rows for a draft session of m * R: mixes what comes in, repeats what goes out.
+    """A tree policy of R rows for a draft session of m * R slots: mixes the views' logits, repeats frontiers for them.
 
-    Row ``i * R + r`` of the draft session is view i of row r. Of a row whose views have read the same, view 0 alone
+    Slot ``i * R + r`` of the draft session is view i of row r. Of a row whose views have equal prompts, view 0 alone
     takes part.
 
     Attributes:
-        weights: ``[A, m]`` of the rows that guess now; to be set before their trees are begun.
-        roots: ``[m, A, 1, V]`` what every view said after these rows' roots; view 0's where a view did not take part.
+        weights: ``[A, m]`` of the rows that draft next; set before their trees are begun.
+        roots: ``[m, A, 1, V]`` every view's distribution after these rows' roots; view 0's where a view takes no part.
     """
 
     def __init__(self, policy: TreePolicy, rows: int, views: int, device: torch.device) -> None:
@@ -57,8 +57,8 @@ class Mixture:
         return self
 
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
-        """Start the trees of rows of the draft session: all that take part, view 0 of every row first."""
-        own = [row for row in rows if row < self._rows]
+        """Start trees for slots of the draft session: all that take part, view 0 of every row first."""
+        own = [slot for slot in rows if slot < self._rows]
         growth = self._shaping.begin(own, roots[: len(own)], proposer)
         return growth if self._views == 1 else MixedGrowth(growth, self, rows, self._rows)
 
@@ -66,10 +66,10 @@ class Mixture:
         self._shaping.observe(rows, verdict)
 
     def restart(self, row: int) -> None:
-        """Left to the ensemble: whether a prompt is new is not for one view of it to say."""
+        """Left to the ensemble, which compares whole prompts rather than one view of them."""
 
     def forget(self, row: int) -> None:
-        """Start a row of R anew."""
+        """Discard the history of one of the R rows."""
         self._shaping.restart(row)
 
 
@@ -78,23 +78,25 @@ class MixedGrowth:
 
     Args:
         growth: of the A rows.
-        mixing: what the views have said of the roots is left there.
-        rows: of the draft session, as in `Mixture.begin`.
+        mixing: gets the views' distributions at the roots.
+        slots: of the draft session, as in `Mixture.begin`.
         count: R.
     """
 
-    def __init__(self, growth: Growth, mixing: Mixture, rows: Sequence[int], count: int) -> None:
-        places = {row: place for place, row in enumerate(row for row in rows if row < count)}
+    def __init__(self, growth: Growth, mixing: Mixture, slots: Sequence[int], count: int) -> None:
+        places = {row: place for place, row in enumerate(slot for slot in slots if slot < count)}
         self._growth = growth
         self._mixing = mixing
-        self._rows = list(rows)
-        self._pairs = [(row // count, places[row % count]) for row in rows]  # (view, place) of those that run
+        self._active = list(slots)
+        self._pairs = [
+            (slot // count, places[slot % count]) for slot in slots
+        ]  # (view, place) of active views
         self._shares = mixing.weights.t()[:, :, None, None]  # [m, A, 1, 1]
         self._index = self._indexed()
         self._first = True
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        """logits: ``[P, W, V]`` of the rows of the draft session that have run, first of all those that take part."""
+        """Expand the mixture of ``[P, W, V]`` logits: at first of all slots that take part, then of active ones."""
         q = logits.softmax(-1, torch.float32)
         views, rows = self._shares.shape[:2]
         every = q if self._index is None else q[self._index]
@@ -102,7 +104,7 @@ class MixedGrowth:
         if self._first:
             self._mixing.roots = every
             self._first = False
-            self._narrow()
+            self._drop_inactive()
         new = self._growth.expand(mixture(every, self._shares))
         if new is None:
             return None
@@ -111,33 +113,34 @@ class MixedGrowth:
             places = on_device([place for _, place in self._pairs], tokens.device)
             tokens = tokens[places]
             mask = mask if mask is None or len(mask) == 1 else mask[places]
-        return Frontier(tokens, mask, new.depth, self._rows)
+        return Frontier(tokens, mask, new.depth, self._active)
 
     def tree(self) -> DraftTree:
         return self._growth.tree()
 
-    def _narrow(self) -> None:
-        """From here on run those views of every row alone that have a weight in it; an accelerator is not waited for,
-        there all go on."""
+    def _drop_inactive(self) -> None:
+        """Run only active views from here on; on an accelerator all continue, which saves a synchronisation."""
         weights = self._mixing.weights
         if weights.device.type != "cpu":
             return
         shares = weights.tolist()
         chosen = [i for i, (view, place) in enumerate(self._pairs) if shares[place][view] > 0]
         if len(chosen) < len(self._pairs):
-            self._rows = [self._rows[i] for i in chosen]
+            self._active = [self._active[i] for i in chosen]
             self._pairs = [self._pairs[i] for i in chosen]
             self._index = self._indexed()
 
     def _indexed(self) -> Tensor | None:
-        """``[m * A]`` which of the pairs that run stands for each view of each row; None where all run in order.
+        """``[m * A]`` index of the active pair that represents each view of each row; None where all run in order.
 
-        Where a view does not run, it has no weight, and any other of the row will do.
+        An inactive view has no weight, so any other of the row represents it.
         """
         views, rows = self._shares.shape[:2]
         found = {pair: i for i, pair in enumerate(self._pairs)}
-        stand_in = {place: i for i, (_, place) in reversed(list(enumerate(self._pairs)))}
-        index = [found.get((view, place), stand_in[place]) for view in range(views) for place in range(rows)]
+        substitute = {place: i for i, (_, place) in reversed(list(enumerate(self._pairs)))}
+        index = [
+            found.get((view, place), substitute[place]) for view in range(views) for place in range(rows)
+        ]
         if index == list(range(len(self._pairs))):
             return None
         return on_device(index, self._shares.device)

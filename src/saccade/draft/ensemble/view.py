@@ -1,4 +1,4 @@
-"""What an ensemble asks of a view: one way in which its draft model reads a prompt."""
+"""View protocol of an ensemble: one form in which its draft model gets a prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from saccade.target.context import Context, PrefillResult
 
 
 class View(Protocol):
-    """One way to read a prompt.
+    """One form of a prompt.
 
     Attributes:
-        name: as the paper writes it.
-        seconds: spent on putting pictures into words so far; 0 for views that do not.
+        name: the paper's letter.
+        seconds: time spent on captions so far; 0 for views without.
     """
 
     name: str
@@ -22,49 +22,39 @@ class View(Protocol):
 
     @property
     def early(self) -> bool:
-        """Whether it can be loaded before the target has read its own prompt."""
+        """Whether it can be loaded before the target's prefill."""
         ...
 
     def open(self, target: Context) -> None:
-        """Start on a batch of the target; a view that needs to know how the target reads a prompt says so here."""
+        """Start a session; a view that needs the target's attention requests it here."""
         ...
 
     def read(self, prompt: Prompt) -> Prompt:
-        """What the draft model is given in the prompt's place."""
+        """Return the draft model's form of the prompt."""
         ...
 
     def load(
-        self,
-        session: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
-        """Make a row of the draft session hold what `read` returned.
+        """Prefill a row of the draft session with the prompt that `read` returned.
 
         Args:
-            prefill: what the target has read of its own prompt; None where it has not yet, and every view is early.
+            prefill: result of the target's prefill; None where that is still to come, and every view is early.
         """
         ...
 
 
 class PlainView:
-    """A view that is prefilled as any other prompt."""
+    """Base of views that are prefilled as any other prompt."""
 
     name = ""
     early = True
     seconds = 0.0
 
     def open(self, target: Context) -> None:
-        """Nothing is asked of the target."""
+        """Nothing is requested of the target."""
 
     def load(
-        self,
-        session: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
         session.load(row, prompt, prefill)

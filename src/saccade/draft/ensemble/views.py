@@ -1,4 +1,4 @@
-"""Views: ways to read one prompt with one draft model (TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2)."""
+"""Views: forms in which one draft model gets a prompt (TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from saccade.draft.ensemble.captions import Caption, Captioner, OwnCaptions
 from saccade.draft.ensemble.pooled import pooled
 from saccade.draft.ensemble.view import PlainView, View
 from saccade.draft.model import ModelDraftSession
-from saccade.draft.pruning import Pruning, ask_attention, dropped_of
+from saccade.draft.pruning import Pruning, positions_to_drop, request_attention
 from saccade.errors import MethodError
 from saccade.inputs.blind import without_media
 from saccade.inputs.processor import InputProcessor
@@ -18,7 +18,7 @@ from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
 
 
-def by_names(
+def make_views(
     names: str,
     model: Target,
     processor: InputProcessor,
@@ -26,18 +26,18 @@ def by_names(
     pruning: Pruning | None = None,
     config: Any = None,
 ) -> list[View]:
-    """The views of one draft model by their letters, as in ``MTCP``.
+    """Make the views of one draft model from their letters, as in ``MTCP``.
 
     Args:
         names: letters M, T, C, P and R, each once.
         model: the adapter of the draft model.
-        processor: its inputs.
+        processor: its input processor.
         captioner: for C; the draft model itself when None.
         pruning: for R; SpecVLM's shares when None.
-        config: of the model whose prompts T and C are given; the draft model's when None.
+        config: configuration of the model whose prompts T and C get; the draft model's when None.
 
     Raises:
-        MethodError: a letter is unknown or repeated, there is none, or the draft model cannot have that view.
+        MethodError: a letter is unknown, repeated or missing, or the draft model does not support that view.
     """
     config, tokenizer = config or processor.config, processor.tokenizer
     makers: dict[str, Callable[[], View]] = {
@@ -48,12 +48,14 @@ def by_names(
         "R": lambda: Pruned(pruning),
     }
     if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
-        raise MethodError(f"The views {names!r} are not letters of {''.join(makers)}, each at most once.")
+        raise MethodError(
+            f"The views {names!r} must be one or more letters of {''.join(makers)}, each at most once."
+        )
     return [makers[name]() for name in names]
 
 
 class Multimodal(PlainView):
-    """M: the prompt as the draft model always reads it."""
+    """M: the prompt unchanged."""
 
     name = "M"
 
@@ -62,7 +64,7 @@ class Multimodal(PlainView):
 
 
 class TextOnly(PlainView):
-    """T: one newline in the place of every image or video (Gagrani et al. 2024).
+    """T: one newline in place of every image or video (Gagrani et al. 2024).
 
     Args:
         config: the draft model's Hugging Face configuration.
@@ -82,10 +84,10 @@ class TextOnly(PlainView):
 
 
 class Pruned:
-    """R: only the visual tokens that the target's words look at most, at their own positions (SpecVLM, Ji et al. 2025).
+    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025).
 
     Args:
-        pruning: which visual tokens stay.
+        pruning: choice of the visual tokens that are retained.
     """
 
     name = "R"
@@ -99,17 +101,12 @@ class Pruned:
         return not self._pruning.needs_attention
 
     def open(self, target: Context) -> None:
-        ask_attention(self._pruning, target)
+        request_attention(self._pruning, target)
 
     def read(self, prompt: Prompt) -> Prompt:
         return prompt
 
     def load(
-        self,
-        session: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
-        session.read(row, prompt, dropped_of(session, row, prompt, self._pruning, target, prefill))
+        session.load_pruned(row, prompt, positions_to_drop(session, row, prompt, self._pruning, target, prefill))

@@ -1,7 +1,7 @@
-"""How much each draft view counts, learned from the positions that verification has already labelled.
+"""Weights of an ensemble's views, computed from the positions that verification has labelled.
 
 TABED (Lee et al. 2026), Section 5.1, Algorithm 1 and Appendix B. One weight vector per row and block, chosen when the
-block starts. All state stays on the device; nothing here waits for it.
+block starts. All state stays on the device, without synchronisation.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from saccade.target.cache import on_device
 
 Distance = Literal["kl", "tv", "match"]
 ERROR_FLOOR = 1e-4
-"""Least accumulated error, in nats, that a view is taken to have made."""
+"""Least accumulated error of a view, in nats."""
 _MOST_VALUES = 1 << 24
-"""Values of candidate mixtures that are held at a time."""
+"""Most values of candidate mixtures in memory at a time."""
 
 
 class Weights(Protocol):
-    """A weighting at work on rows that come and go."""
+    """A weighting's state for rows that come and go."""
 
     def load(self, row: int, ids: Sequence[int]) -> None:
-        """A row's new prompt."""
+        """Take in a row's new prompt."""
         ...
 
     def forget(self, row: int) -> None:
@@ -37,11 +37,11 @@ class Weights(Protocol):
         ...
 
     def choose(self, rows: Sequence[int]) -> Tensor:
-        """``[A, m]`` non-negative weights of sum one for the blocks of some rows that start now."""
+        """Return ``[A, m]`` non-negative weights of sum one for blocks of some rows that start now."""
         ...
 
-    def learn(self, rows: Sequence[int], seen: Verified) -> None:
-        """Take in what the verification of some rows' last blocks has shown."""
+    def observe(self, rows: Sequence[int], verified: Verified) -> None:
+        """Take in the verified positions of some rows' last blocks."""
         ...
 
 
@@ -49,12 +49,12 @@ class Weighting(Protocol):
     """A way to weigh views."""
 
     @property
-    def learns(self) -> bool:
-        """Whether it looks at verified positions at all."""
+    def needs_history(self) -> bool:
+        """Whether weights depend on verified positions."""
         ...
 
     def open(self, batch: int, views: int, device: torch.device) -> Weights:
-        """Start on ``batch`` rows without history."""
+        """Start a session of ``batch`` rows without history."""
         ...
 
 
@@ -64,15 +64,15 @@ class Grid:
 
     Attributes:
         steps: n; the weights are the multiples of 1/n that sum to one (11 points for two views).
-        distance: what is least over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``, the most
-            positions where the mixture's likeliest token was emitted, of equals the least KL.
+        distance: minimised over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``: most positions where
+            the mixture's likeliest token was emitted, of equals the least KL.
         window: h, verified positions that count; None for all.
     """
 
     steps: int = 10
     distance: Distance = "kl"
     window: int | None = None
-    learns = True
+    needs_history = True
 
     def __post_init__(self) -> None:
         _check(window=self.window, steps=self.steps)
@@ -85,11 +85,11 @@ class Grid:
         grid = simplex(views, self.steps).to(device)  # [G, m]
         matching = self.distance == "match"
 
-        def measure(seen: Verified) -> Tensor:
-            held = max(1, _MOST_VALUES // seen.p.numel())
-            if held >= len(grid):
-                return self._gains(seen, grid).flatten(2)
-            return torch.cat([self._gains(seen, part) for part in grid.split(held)], -1).flatten(2)
+        def measure(verified: Verified) -> Tensor:
+            at_once = max(1, _MOST_VALUES // verified.p.numel())
+            if at_once >= len(grid):
+                return self._gains(verified, grid).flatten(2)
+            return torch.cat([self._gains(verified, part) for part in grid.split(at_once)], -1).flatten(2)
 
         def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
             gain = total
@@ -98,22 +98,22 @@ class Grid:
                 gain = gain.masked_fill(hits < hits.amax(1, keepdim=True), -torch.inf)
             return grid.index_select(0, gain.argmax(1))
 
-        return _Learned(batch, views, len(grid) * (1 + matching), self.window, device, measure, decide)
+        return _Adaptive(batch, views, len(grid) * (1 + matching), self.window, device, measure, decide)
 
-    def _gains(self, seen: Verified, grid: Tensor) -> Tensor:
-        """``[B, T, G]`` how little every point is off, or ``[B, T, 2, G]`` that and matches.
+    def _gains(self, verified: Verified, grid: Tensor) -> Tensor:
+        """``[B, T, G]`` negative distance of every point, or ``[B, T, 2, G]`` that and matches.
 
-        That is minus the distance, in KL(p||q) without p's entropy, which no weight changes.
+        KL(p||q) is taken without p's entropy, which no weight changes.
         """
-        mixed = (grid @ seen.q.flatten(1)).view(-1, *seen.p.shape)  # [G, B, T, V]
+        mixed = (grid @ verified.q.flatten(1)).view(-1, *verified.p.shape)  # [G, B, T, V]
         if self.distance == "tv":
-            return -total_variation(seen.p, mixed)
+            return -total_variation(verified.p, mixed)
         likeliest = mixed.argmax(-1) if self.distance == "match" else None
         # In place: this is the largest tensor.
-        gain = mixed.clamp_min_(TINY).log_().mul_(seen.p).sum(-1).permute(1, 2, 0)
+        gain = mixed.clamp_min_(TINY).log_().mul_(verified.p).sum(-1).permute(1, 2, 0)
         if likeliest is None:
             return gain
-        hits = (likeliest == seen.label).permute(1, 2, 0)
+        hits = (likeliest == verified.label).permute(1, 2, 0)
         return torch.stack([gain, hits.to(gain)], 2)
 
 
@@ -123,15 +123,15 @@ class InverseError:
 
     Attributes:
         temperature: tau.
-        average: take the mean error instead of the paper's sum. A sum grows without end and its inverse vanishes, so
-            that over all positions the weights tend to equal ones.
+        average: take the mean error instead of the paper's sum, which grows without bound: its inverse vanishes, and
+            the weights tend to equal ones.
         window: h, verified positions that count; None for all.
     """
 
     temperature: float = 1.0
     average: bool = False
     window: int | None = None
-    learns = True
+    needs_history = True
 
     def __post_init__(self) -> None:
         _check(window=self.window)
@@ -143,18 +143,18 @@ class InverseError:
             error = total / _column(counts, device).clamp(min=1) if self.average else total
             return (1 / error.clamp(min=ERROR_FLOOR) / self.temperature).softmax(-1)
 
-        def measure(seen: Verified) -> Tensor:
-            return divergence(seen.p, seen.q.clamp(min=TINY).log())
+        def measure(verified: Verified) -> Tensor:
+            return divergence(verified.p, verified.q.clamp(min=TINY).log())
 
-        return _Learned(batch, views, views, self.window, device, measure, decide)
+        return _Adaptive(batch, views, views, self.window, device, measure, decide)
 
 
 @dataclass(frozen=True)
 class AdaBoost:
     """ln(1 / eps - 1) + C ln(K - 1), eps a view's share of wrong likeliest tokens, K tokens (Eq. 2).
 
-    The paper does not say where eps comes from; it is taken over the history, half an error and half a success added,
-    so that it is never 0 or 1. Weights below 0 become 0, and the rest is scaled to sum one.
+    The paper does not define the positions of eps; here it is taken over the history, half an error and half a success
+    added, so that it is never 0 or 1. Weights below 0 become 0, and the rest is scaled to sum one.
 
     Attributes:
         constant: C; 1 is SAMME's (Hastie et al. 2009).
@@ -163,7 +163,7 @@ class AdaBoost:
 
     constant: float = 1.0
     window: int | None = None
-    learns = True
+    needs_history = True
 
     def __post_init__(self) -> None:
         _check(window=self.window)
@@ -171,10 +171,10 @@ class AdaBoost:
     def open(self, batch: int, views: int, device: torch.device) -> Weights:
         vocab = 2
 
-        def measure(seen: Verified) -> Tensor:
+        def measure(verified: Verified) -> Tensor:
             nonlocal vocab
-            vocab = seen.q.shape[3]
-            return (seen.q.argmax(-1) != seen.label).permute(1, 2, 0).float()
+            vocab = verified.q.shape[3]
+            return (verified.q.argmax(-1) != verified.label).permute(1, 2, 0).float()
 
         def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
             eps = (total + 0.5) / (_column(counts, device) + 1)
@@ -183,16 +183,16 @@ class AdaBoost:
             whole = stage.sum(1, keepdim=True)
             return torch.where(whole > 0, stage / whole.clamp(min=TINY), 1 / views)
 
-        return _Learned(batch, views, views, self.window, device, measure, decide)
+        return _Adaptive(batch, views, views, self.window, device, measure, decide)
 
 
-def by_name(
+def make_weighting(
     name: str, views: int, *, distance: Distance = "kl", window: int | None = None, seed: int = 0
 ) -> Weighting:
-    """A weighting by its name in options.
+    """Make a weighting from its name in options.
 
     Args:
-        name: ``grid``; ``best``, of whose points one view has all the weight, so that the others draft nothing;
+        name: ``grid``; ``best``, a grid whose points give one view all the weight, so that it alone is active;
             ``inverse-error``, ``adaboost``, ``random``, ``static``; or ``auto``: the paper's choice, a grid for two
             views and inverse errors for more.
 
@@ -214,8 +214,8 @@ def by_name(
     return makers[name]()
 
 
-class _Learned:
-    """Weights decided from sums of what is measured at every verified position."""
+class _Adaptive:
+    """Weights decided from sums of a measure over verified positions."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class _Learned:
         self._decide = decide
 
     def load(self, row: int, ids: Sequence[int]) -> None:
-        """A prompt says nothing about the views."""
+        """Weights do not depend on the prompt."""
 
     def forget(self, row: int) -> None:
         self.history.forget(row)
@@ -245,12 +245,12 @@ class _Learned:
             return weights
         return torch.where(_column(counts, weights.device) > 0, weights, 1 / self._views)
 
-    def learn(self, rows: Sequence[int], seen: Verified) -> None:
-        self.history.add(rows, self._measure(seen), [len(tokens) for tokens in seen.emitted])
+    def observe(self, rows: Sequence[int], verified: Verified) -> None:
+        self.history.add(rows, self._measure(verified), [len(tokens) for tokens in verified.emitted])
 
 
 def _column(counts: Sequence[int], device: torch.device) -> Tensor:
-    """``[B, 1]`` on a device, which is not waited for."""
+    """``[B, 1]`` on a device, without synchronisation."""
     return on_device(counts, device)[:, None]
 
 
@@ -263,14 +263,14 @@ def _check(*, window: int | None, steps: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Weights that never change: equal ones (the paper's Static), or as given.
+    """Constant weights: equal ones (the paper's Static), or given values.
 
     Attributes:
         values: one per view, non-negative, of any sum; None for equal ones.
     """
 
     values: tuple[float, ...] | None = None
-    learns = False
+    needs_history = False
 
     def __post_init__(self) -> None:
         if self.values is not None and (min(self.values, default=-1) < 0 or sum(self.values) <= 0):
@@ -288,11 +288,11 @@ class Random:
     """Weights drawn evenly from the simplex for every block (the control of Table 4).
 
     Attributes:
-        seed: with a row's prompt it decides the row's weights, whatever its neighbours are.
+        seed: determines, with a row's prompt, the row's weights, independently of its neighbours.
     """
 
     seed: int = 0
-    learns = False
+    needs_history = False
 
     def open(self, batch: int, views: int, device: torch.device) -> Drawn:
         return Drawn(self.seed, batch, views, device)
@@ -305,16 +305,16 @@ class Constant:
         self._weights = weights
 
     def load(self, row: int, ids: Sequence[int]) -> None:
-        """Whatever is asked."""
+        """Weights do not depend on the prompt."""
 
     def forget(self, row: int) -> None:
-        """There is nothing to forget."""
+        """There is no history."""
 
     def choose(self, rows: Sequence[int]) -> Tensor:
         return self._weights.expand(len(rows), -1)
 
-    def learn(self, rows: Sequence[int], seen: Verified) -> None:
-        """Nothing is learned."""
+    def observe(self, rows: Sequence[int], verified: Verified) -> None:
+        """There is no history."""
 
 
 class Drawn(Constant):

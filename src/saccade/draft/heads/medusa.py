@@ -153,7 +153,7 @@ class AheadDraftSession:
     so that a tree is the product of what its stacks hold likely; Hydra's depend on the path.
     """
 
-    reading_seconds = 0.0
+    captioning_seconds = 0.0
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         assert isinstance(drafter.head, StackedHead)

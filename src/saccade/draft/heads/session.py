@@ -81,7 +81,7 @@ class HeadDraftSession:
         cache: of the head; one entry per token that it sees, but the first.
     """
 
-    reading_seconds = 0.0
+    captioning_seconds = 0.0
     lag: ClassVar[int] = 1
     """How many tokens before its own an entry is fed the target's state."""
 

@@ -1,1 +1,1 @@
-"""Tree policies: which guesses are drafted and verified."""
+"""Tree policies: which draft tokens are proposed and verified."""

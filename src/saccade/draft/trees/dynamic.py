@@ -1,4 +1,4 @@
-"""Policies that keep the likeliest nodes: EAGLE-2's dynamic tree and TABED's tree of constant width."""
+"""Policies that choose nodes by path probability: EAGLE-2's dynamic tree and TABED's tree of constant width."""
 
 from __future__ import annotations
 
@@ -8,33 +8,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.draft.trees.policy import Frontier, Growth, Proposer
+from saccade.draft.trees.policy import (
+    Frontier,
+    Growth,
+    Proposer,
+    StatelessPolicy,
+    extend_mask,
+    require_positive,
+)
 from saccade.target.cache import on_device
-from saccade.tree import DraftTree, ancestors_of
-from saccade.verify.rule import Verdict
+from saccade.tree import DraftTree, ancestors_of, reindexed_parents
 
 
 @dataclass(frozen=True)
-class DynamicTree:
+class DynamicTree(StatelessPolicy):
     """Context-aware tree (Li et al. 2024, EAGLE-2, Section 4).
+
+    Its form depends on the drafter's probabilities of the draft tokens, so children are the likeliest tokens, never
+    draws: under sampling each is verified as a point mass, which stays exact.
 
     Attributes:
         top: children per expanded node, and nodes expanded per level.
         max_depth: levels.
         total: nodes that are verified, the root not counted.
-
-    Its form depends on what the drafter says of the guessed tokens, so children are the likeliest tokens, never
-    draws: under sampling each is verified as a point mass, which stays exact.
     """
 
     top: int = 10
     max_depth: int = 6
     total: int = 60
 
+    can_sample = False
+
     def __post_init__(self) -> None:
-        for name in ("top", "max_depth", "total"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        require_positive(top=self.top, max_depth=self.max_depth, total=self.total)
 
     @property
     def max_nodes(self) -> int:
@@ -48,24 +54,13 @@ class DynamicTree:
     def max_children(self) -> int:
         return self.top
 
-    @property
-    def can_sample(self) -> bool:
-        return False
-
-    def open(self, batch: int, device: torch.device) -> DynamicTree:
-        return self
-
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         return _DynamicGrowth(self, roots)
 
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
-        """Its form follows the drafter alone."""
-
-    def restart(self, row: int) -> None:
-        """Nothing is remembered of a row."""
-
 
 class _DynamicGrowth:
+    """Candidates of all levels; the best of them become the tree (EAGLE-2's expansion and reranking)."""
+
     def __init__(self, policy: DynamicTree, roots: Tensor) -> None:
         batch, device = roots.shape[0], roots.device
         self._policy = policy
@@ -78,7 +73,6 @@ class _DynamicGrowth:
         self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        batch, width, _ = logits.shape
         top = min(self._policy.top, logits.shape[2])
         best, tokens = logits.float().topk(top, -1)
         scores = best - logits.float().logsumexp(-1, keepdim=True) + self._frontier_scores[..., None]
@@ -86,64 +80,55 @@ class _DynamicGrowth:
         self._tokens.append(tokens.flatten(1))
         self._scores.append(scores.flatten(1))
         self._parents.append(self._frontier[..., None].expand(-1, -1, top).flatten(1))
-        self._level_sizes.append(width * top)
+        self._level_sizes.append(self._tokens[-1].shape[1])
         depth = len(self._level_sizes) - 1
         if depth == self._policy.max_depth:
             return None
-        self._frontier_scores, picked = scores.flatten(1).topk(
-            min(self._policy.top, width * top), -1
-        )  # [B, W']
-        count = picked.shape[1]
-        above = self._mask.gather(1, (picked // top)[..., None].expand(-1, -1, self._mask.shape[2]))
-        self_seen = torch.eye(count, dtype=torch.bool, device=logits.device).expand(batch, -1, -1)
-        self._mask = torch.cat([above, self_seen], 2)
+        count = min(self._policy.top, self._level_sizes[-1])
+        self._frontier_scores, picked = self._scores[-1].topk(count, -1)  # [B, W']
+        self._mask = extend_mask(self._mask, picked // top)
         self._frontier = first + picked
         return Frontier(self._tokens[-1].gather(1, picked), self._mask, depth)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
-        scores = torch.cat(self._scores, 1)
-        batch, device = tokens.shape[0], tokens.device
-        depths = on_device([d for d, size in enumerate(self._level_sizes) for _ in range(size)], device)
-        # Stable: of equal scores the earlier node wins, so no child is kept without its parent.
-        order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self._policy.max_nodes]
-        kept = order.sort(1).values  # [B, N], node 0 first
-        place = torch.zeros_like(parents).scatter_(
-            1, kept, torch.arange(kept.shape[1], device=device).expand(batch, -1)
-        )
-        new_parents = place.gather(1, parents.gather(1, kept))
+        sizes = enumerate(self._level_sizes)
+        depths = on_device([depth for depth, size in sizes for _ in range(size)], tokens.device)
+        # Stable: of equal scores the earlier node wins, so no child is chosen without its parent.
+        order = torch.cat(self._scores, 1).sort(dim=1, descending=True, stable=True).indices
+        chosen = order[:, : self._policy.max_nodes].sort(1).values  # [B, N], node 0 first
+        new_parents = reindexed_parents(parents, chosen)
         return DraftTree(
-            tokens=tokens.gather(1, kept),
+            tokens=tokens.gather(1, chosen),
             parents=new_parents,
-            depth=depths[kept],
+            depth=depths[chosen],
             ancestors=ancestors_of(new_parents, self._policy.max_depth),
-            valid=torch.ones_like(kept, dtype=torch.bool),
+            valid=torch.ones_like(chosen, dtype=torch.bool),
             max_depth=self._policy.max_depth,
             max_children=self._policy.top,
         )
 
 
 @dataclass(frozen=True)
-class WidthTree:
+class WidthTree(StatelessPolicy):
     """A beam of d paths, all of whose nodes are verified.
 
-    The paper gives d = 2 and 3 without saying which guesses a width of d keeps; here the d nodes of highest
-    path probability at each depth, among the d likeliest children of every node of the depth before.
+    TABED gives d = 2 and 3 without defining which draft tokens a width of d retains; here the d nodes of highest path
+    probability at each depth, among the d likeliest children of every node of the depth before. The choice depends on
+    draft probabilities, so children are the likeliest tokens, never draws.
 
     Attributes:
         width: d.
         max_depth: levels.
-
-    Which nodes are kept depends on the draft probabilities, so children are the likeliest tokens, never draws.
     """
 
     width: int = 2
     max_depth: int = 5
 
+    can_sample = False
+
     def __post_init__(self) -> None:
-        for name in ("width", "max_depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        require_positive(width=self.width, max_depth=self.max_depth)
 
     @property
     def max_nodes(self) -> int:
@@ -157,21 +142,8 @@ class WidthTree:
     def max_children(self) -> int:
         return self.width
 
-    @property
-    def can_sample(self) -> bool:
-        return False
-
-    def open(self, batch: int, device: torch.device) -> WidthTree:
-        return self
-
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         return _Beam(self, roots)
-
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
-        """Its form follows the drafter alone."""
-
-    def restart(self, row: int) -> None:
-        """Nothing is remembered of a row."""
 
 
 class _Beam:
@@ -185,7 +157,6 @@ class _Beam:
         self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        batch = logits.shape[0]
         best, tokens = logits.float().log_softmax(-1).topk(min(self._policy.width, logits.shape[2]), -1)
         paths = (best + self._scores[..., None]).flatten(1)
         self._scores, picked = paths.topk(min(self._policy.width, paths.shape[1]), -1)  # [B, d]
@@ -197,9 +168,7 @@ class _Beam:
         depth = len(self._tokens) - 1
         if depth == self._policy.max_depth:
             return None
-        seen = self._mask.gather(1, above[..., None].expand(-1, -1, self._mask.shape[2]))
-        itself = torch.eye(picked.shape[1], dtype=torch.bool, device=logits.device).expand(batch, -1, -1)
-        self._mask = torch.cat([seen, itself], 2)
+        self._mask = extend_mask(self._mask, above)
         return Frontier(new, self._mask, depth)
 
     def tree(self) -> DraftTree:

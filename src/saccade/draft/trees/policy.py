@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ from saccade.verify.rule import Verdict
 
 @dataclass(slots=True)
 class Frontier:
-    """Nodes whose children are wanted next: the drafter runs them in one forward.
+    """Nodes to expand next: the drafter runs them in one forward.
 
     Attributes:
         tokens: ``[B, W]`` ids.
         attention_mask: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where
             every node sees all entries before it and itself.
         depth: of the frontier below the root (host integer).
-        rows: rows of the draft model that run them, where a policy has several for one tree; None for those that the
-            trees were begun with.
+        rows: rows of the draft model that run them, where several run for one tree; None for those that the trees were
+            begun with.
     """
 
     tokens: Tensor
@@ -35,36 +35,39 @@ class Frontier:
 
 
 class Growth(Protocol):
-    """One step's tree while it grows."""
+    """One step's trees while they grow."""
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        """Add children from the drafter's logits at the root (first call, ``[B, 1, V]``) or at the last
-        frontier (``[B, W, V]``); returns what to run next, or None when the tree is complete."""
+        """Add children and return the next frontier, or None when the trees are complete.
+
+        Args:
+            logits: the drafter's, ``[B, 1, V]`` after the roots (first call) or ``[B, W, V]`` after the last frontier.
+        """
         ...
 
     def tree(self) -> DraftTree:
-        """The finished tree."""
+        """Return the finished trees."""
         ...
 
 
 class PolicySession(Protocol):
-    """A tree policy at work on the rows of one session."""
+    """A tree policy's state for the rows of one session."""
 
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         """Start this step's trees of some rows below ``roots`` ``[A]``."""
         ...
 
     def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
-        """Take in how far these rows went down their last trees, for policies that adapt."""
+        """Take in the accepted lengths of these rows' last trees, for policies that adapt."""
         ...
 
     def restart(self, row: int) -> None:
-        """A row has a prompt that does not go on from its earlier one: what was seen of its answers counts no more."""
+        """Discard the row's history: its new prompt does not continue the earlier one."""
         ...
 
 
 class TreePolicy(Protocol):
-    """Which guesses are worth verifying."""
+    """Which draft tokens are verified."""
 
     @property
     def max_nodes(self) -> int:
@@ -88,25 +91,62 @@ class TreePolicy(Protocol):
 
     @property
     def can_sample(self) -> bool:
-        """Whether children may be drawn from q; only exact when the form does not depend on what was drawn."""
+        """Whether children may be drawn from q; exact only if the tree's form does not depend on the draws."""
         ...
 
     def open(self, batch: int, device: torch.device) -> PolicySession:
-        """Start on ``batch`` rows."""
+        """Start a session of ``batch`` rows."""
         ...
+
+
+class StatelessPolicy:
+    """Base of policies that do not depend on earlier steps: the policy is its own session."""
+
+    def open(self, batch: int, device: torch.device) -> Self:
+        return self
+
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+        """Earlier trees do not matter."""
+
+    def restart(self, row: int) -> None:
+        """There is no history to discard."""
+
+
+def require_positive(**values: int) -> None:
+    """Raise `ValueError` unless all values are at least 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}.")
+
+
+def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
+    """Attention mask ``[B, W', F + W']`` of a new frontier: every node sees the entries of its ancestors and itself.
+
+    Args:
+        mask: ``[B, W, F]`` of the last frontier, over all F entries run so far; ``[B, 1, 0]`` of the root.
+        above: ``[B, W']`` places of the new nodes' parents in that frontier.
+    """
+    batch, width = above.shape
+    inherited = mask.gather(1, above[..., None].expand(-1, -1, mask.shape[2]))
+    itself = torch.eye(width, dtype=torch.bool, device=mask.device).expand(batch, -1, -1)
+    return torch.cat([inherited, itself], 2)
 
 
 class Proposer(Protocol):
     """Turns logits into child tokens."""
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
-        """``[B, W, V]`` logits to ``[B, W, width]`` tokens in the order in which they are to be tried, and the
-        distribution ``[B, W, V]`` they were drawn from, or None when they are deterministic."""
+        """Propose children from ``[B, W, V]`` logits.
+
+        Returns:
+            ``[B, W, width]`` tokens in the order in which they are verified, and the distribution ``[B, W, V]`` that
+            they were drawn from; None when they are deterministic.
+        """
         ...
 
 
 class TopProposer:
-    """The likeliest tokens, each to be verified as a point mass."""
+    """The likeliest tokens, each verified as a point mass."""
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         if width == 1:
@@ -119,8 +159,8 @@ class DrawProposer:
 
     Args:
         warp: the request's prefix-free warpers (temperature, top-k, top-p, ...).
-        uniforms: this step's random numbers of every row. A policy that draws has to ask for the children of its nodes
-            in the same order in every batch; it may stop early.
+        uniforms: this step's random numbers of every row. A policy that draws must request its nodes' children in the
+            same order in every batch; it may stop early.
     """
 
     def __init__(self, warp: Warp, uniforms: Uniforms) -> None:
@@ -130,10 +170,10 @@ class DrawProposer:
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         batch, parents, vocab = logits.shape
         q = self._warp(logits.flatten(0, 1)).softmax(-1)  # [B * W, V]
-        left, taken = q, []
+        left, drawn = q, []
         for _ in range(width):
             token = draw(left, self._uniforms.take(parents).flatten())
-            taken.append(token)
+            drawn.append(token)
             left = left.scatter(1, token[:, None], 0.0)
-        tokens = torch.stack(taken, 1).view(batch, parents, width)
+        tokens = torch.stack(drawn, 1).view(batch, parents, width)
         return tokens, q.view(batch, parents, vocab)

@@ -1,59 +1,59 @@
-"""How SAGE's trees grow: one drafter forward per level, every row by its own depth, widths and thresholds."""
+"""Growth of SAGE's trees: one drafter forward per level, every row by its own depth, widths and thresholds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from saccade.draft.trees.policy import Frontier
-from saccade.tree import DraftTree, ancestors_of
+from saccade.draft.trees.policy import Frontier, extend_mask
+from saccade.target.cache import on_device
+from saccade.tree import DraftTree, TreeShape, ancestors_of, reindexed_parents
 
-if TYPE_CHECKING:
-    from saccade.draft.trees.sage import SageSession
+UNREACHABLE = 2.0
+"""A threshold that no probability exceeds: below a row's last level."""
+
+_PADDING = -1.0
+"""Score of a candidate that is no node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LevelBounds:
     """Upper bounds of one level, per row.
 
     Attributes:
         children: per expanded node.
-        nodes: that are kept.
-        run: of these, that are expanded in turn.
+        nodes: on the level.
+        run: of these, nodes that are expanded in turn.
     """
 
     children: int
     nodes: int
     run: int
 
-    def or_larger(self, other: Level) -> Level:
-        return Level(
+    def or_larger(self, other: LevelBounds) -> LevelBounds:
+        return LevelBounds(
             max(self.children, other.children), max(self.nodes, other.nodes), max(self.run, other.run)
         )
 
 
-BEYOND = 2.0
-"""A threshold that no probability exceeds: below a row's last level."""
-
-
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """The form of one step's trees.
+class StepShape:
+    """The shape of one step's trees, by row and level.
 
     Attributes:
         levels: bounds, as many as the deepest row's tree may have.
         widest: largest ``W(alpha)`` of a row.
         width: ``[L, B, 1]`` each row's ``W(alpha)`` (Eq. 11), divided by the level.
-        threshold: ``[L, B, 1]`` what a node's probability must exceed.
+        threshold: ``[L, B, 1]`` probability that a node must exceed.
         limits: the same on the host, by level and row.
-        starting: ``[B, 1]`` which rows have their static first tree, None when no row has.
+        starting: ``[B, 1]`` rows that grow their static first tree, None when no row does.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[LevelBounds, ...]
     widest: float
     width: Tensor
     threshold: Tensor
@@ -61,38 +61,100 @@ class Shape:
     starting: Tensor | None
 
 
+@dataclass
+class GrowthConstants:
+    """What all growths of a session share.
+
+    Attributes:
+        k: probabilities that give a row's confidence.
+        max_nodes, max_children: bounds of a tree.
+        by_path: whether a node's probability is that of its whole path; its own otherwise.
+        start: shape of a row's first tree.
+        device: of the drafter.
+    """
+
+    k: int
+    max_nodes: int
+    max_children: int
+    by_path: bool
+    start: TreeShape
+    device: torch.device
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """``[C]`` rank r passes a width w if ``ranks[r] <= w``: r is below w rounded half up, at least 1, exactly if
+        r = 0 or r + 1/2 <= w."""
+        ranks = torch.arange(self.max_children, device=self.device) + 0.5
+        ranks[:1] = 0.0
+        return ranks
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """``[]`` score of a candidate that is no node."""
+        return torch.full((), _PADDING, device=self.device)
+
+    @cached_property
+    def start_nodes(self) -> Tensor:
+        """``[nodes + 1, C]`` node of the static first tree by parent and rank, 0 (the root) where it has none."""
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(self.start.paths)}
+        table = [[index.get((*p, rank), 0) for rank in range(self.max_children)] for p in index]
+        return on_device(table, self.device)
+
+
+@dataclass(slots=True)
+class _Expanding:
+    """The frontier's F nodes.
+
+    Attributes:
+        nodes: ``[B, F]`` their node indices.
+        path: ``[B, F]`` probabilities of their paths.
+        own: ``[B, F]`` probabilities that Eq. 12 reads: of the path, or the node's own.
+        start: ``[B, F]`` their nodes in the static first tree; None where no row grows it.
+    """
+
+    nodes: Tensor
+    path: Tensor
+    own: Tensor
+    start: Tensor | None
+
+
 class SageGrowth:
     """One step's trees while they grow.
 
-    A level's candidates are scored by the probability of their path, -1 for those that the rule drops, so that the
-    best come first and padding last everywhere; below a dropped one every path is negative and is dropped, too. Sizes
-    are read off where the host computes anyway; an accelerator gets the bounds instead of being waited for.
+    A level's candidates are scored by the probability of their path, -1 for rejected ones, so that everywhere the best
+    come first and padding last; below a rejected one every path is negative and is rejected, too. On a CPU sizes are
+    read off the scores; an accelerator gets the bounds instead of a synchronisation.
+
+    Args:
+        roots: ``[B]`` ids.
+        choose_shape: returns this step's shape from the k largest probabilities after the roots ``[B, k]``.
+        record: called at the end, where confidence is measured at accepted nodes, with the k largest probabilities
+            after every node that was run ``[B, E, k]`` and the index ``[B, N]`` of each node's own, or of its parent's
+            where it was not run.
     """
 
-    def __init__(self, shaping: SageSession, rows: Sequence[int], roots: Tensor) -> None:
+    def __init__(
+        self,
+        constants: GrowthConstants,
+        roots: Tensor,
+        choose_shape: Callable[[Tensor], StepShape],
+        record: Callable[[Tensor, Tensor], None] | None,
+    ) -> None:
         batch, device = roots.shape[0], roots.device
-        self._shaping, self._policy = shaping, shaping.policy
-        self._rows = list(rows)
-        self._on_path = self._policy.probability == "path"
-        self._shape: Shape | None = None
+        self._constants, self._choose_shape, self._record = constants, choose_shape, record
+        self._shape: StepShape | None = None
         self._exact = device.type == "cpu"
         self._level = 0
-        self._tokens = [roots[:, None]]
-        self._parents = [roots.new_zeros(batch, 1)]
-        self._path = self._own = torch.ones(
-            batch, 1, device=device
-        )  # probabilities of the frontier's F nodes
-        self._scores = [self._path + 1]  # the root comes first
-        self._size = 1  # nodes so far
-        self._kept = [1] * batch  # of them, those that are no padding; on the host where sizes are exact
-        self._nodes = self._parents[0]  # of the frontier
-        self._form: Tensor | None = self._nodes  # places in the static first tree
+        nodes, certain = roots.new_zeros(batch, 1), torch.ones(batch, 1, device=device)
+        self._frontier = _Expanding(nodes, certain, certain, nodes)
         self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
-        # Where the last accepted node's confidence is wanted: what was said after every node that was run, and which of
-        # it is nearest to each node.
-        self._keeps_tops = self._policy.alpha_of == "accepted"
+        self._tokens = [roots[:, None]]
+        self._parents = [nodes]
+        self._scores = [certain + 1]  # the root comes first
+        self._size = 1  # nodes so far
+        self._real = [1] * batch  # of them, those that are no padding; on the host where sizes are exact
         self._tops: list[Tensor] = []
-        self._sources = [self._nodes]
+        self._sources = [nodes]
         self._ran = 0
 
     def expand(self, logits: Tensor) -> Frontier | None:
@@ -100,77 +162,66 @@ class SageGrowth:
         tokens, own = self._candidates(logits)
         shape = self._shape
         assert shape is not None
-        path = own * self._path[..., None]  # [B, F, C]
-        keep, form = self._passing(shape, own, path)
+        path = own * self._frontier.path[..., None]  # [B, F, C]
+        passes, start = self._passing(shape, own, path)
         bound = shape.levels[self._level - 1]
-        scores, picked = (
-            torch.where(keep, path, self._shaping.nothing)
-            .flatten(1)
-            .topk(min(bound.nodes, path[0].numel()), -1)
-        )
+        candidates = torch.where(passes, path, self._constants.padding).flatten(1)
+        scores, picked = candidates.topk(min(bound.nodes, candidates.shape[1]), -1)
         rows = scores.tolist() if self._exact else None
         if rows is not None:
-            kept = [sum(score >= 0 for score in row) for row in rows]
-            self._kept = [before + new for before, new in zip(self._kept, kept, strict=True)]
-            scores, picked = scores[:, : max(kept)], picked[:, : max(kept)]
-        count, above = scores.shape[1], picked // own.shape[2]
-        first, self._size = self._size, self._size + count
+            real = [sum(score >= 0 for score in row) for row in rows]
+            self._real = [before + new for before, new in zip(self._real, real, strict=True)]
+            scores, picked = scores[:, : max(real)], picked[:, : max(real)]
+        above = picked // own.shape[2]  # the parents' places in the frontier
         new = tokens.flatten(1).gather(1, picked)
-        self._tokens.append(new)
-        self._parents.append(self._nodes.gather(1, above))
-        self._scores.append(scores)
-        if self._keeps_tops:
+        first = self._add(new, above, scores)
+        if self._record is not None:
             self._sources.append(self._ran + above)
             self._ran += own.shape[1]
+        count = scores.shape[1]
         if self._level == len(shape.levels) or count == 0:
             return None
 
-        chosen: Tensor | None = (
-            None  # without static trees the nodes to expand are the first ones of each row
-        )
-        if form is None:
-            width = min(self._deeper(shape, rows, bound), count)
+        chosen: Tensor | None = None  # without static trees every row expands its first nodes
+        if start is None:
+            width = min(self._num_expandable(shape, rows, bound), count)
         else:
-            form = form.flatten(1).gather(1, picked)
-            more = self._expanded(shape, scores, form)
-            width = min(int(more.sum(1).max()) if self._exact else bound.run, count)
-            chosen = more.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
+            start = start.flatten(1).gather(1, picked)
+            expandable = self._expandable(shape, scores, start)
+            width = min(int(expandable.sum(1).max()) if self._exact else bound.run, count)
+            chosen = expandable.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
         if width == 0:
             return None
 
-        def taken(values: Tensor) -> Tensor:
+        def expanded(values: Tensor) -> Tensor:
             return values[:, :width] if chosen is None else values.gather(1, chosen)
 
-        above = taken(above)
-        order, itself = self._shaping.counted(width)
-        places = order.expand(len(scores), -1) if chosen is None else chosen
-        self._nodes = first + places
-        self._path = taken(scores)
-        self._own = self._path if self._on_path else taken(own.flatten(1).gather(1, picked))
-        self._form = None if form is None else taken(form)
-        if self._keeps_tops:
-            self._sources[-1] = self._sources[-1].scatter(
-                1, places, self._ran + order.expand(len(scores), -1)
-            )
-        seen = self._mask.gather(1, above[..., None].expand(-1, -1, self._mask.shape[2]))
-        self._mask = torch.cat([seen, itself.expand(len(scores), -1, -1)], 2)
-        return Frontier(taken(new), self._mask, self._level)
+        order = torch.arange(width, device=scores.device).expand(len(scores), -1)
+        places = order if chosen is None else chosen
+        if self._record is not None:
+            self._sources[-1] = self._sources[-1].scatter(1, places, self._ran + order)
+        likely = expanded(scores)
+        self._frontier = _Expanding(
+            nodes=first + places,
+            path=likely,
+            own=likely if self._constants.by_path else expanded(own.flatten(1).gather(1, picked)),
+            start=None if start is None else expanded(start),
+        )
+        self._mask = extend_mask(self._mask, expanded(above))
+        return Frontier(expanded(new), self._mask, self._level)
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
-        count = min(max(self._kept) if self._exact else self._size, self._policy.max_nodes)
-        # Stable: of equal scores the earlier node wins, so no child comes before its parent.
+        count = min(max(self._real) if self._exact else self._size, self._constants.max_nodes)
+        # Stable: of equal scores the earlier node wins, so no child precedes its parent.
         scores, order = torch.cat(self._scores, 1).sort(dim=1, descending=True, stable=True)
         order, valid = order[:, :count], scores[:, :count] >= 0  # root first
-        place = torch.zeros_like(parents).scatter_(1, order, self._shaping.counted(count)[0].expand_as(order))
-        new_parents = place.gather(1, parents.gather(1, order)).where(valid, 0)
+        new_parents = reindexed_parents(parents, order).where(valid, 0)
         levels = len(self._tokens) - 1
         ancestors = ancestors_of(new_parents, levels)
         ancestors[..., 0] &= valid  # padding sees itself alone
-        if self._keeps_tops:
-            self._shaping.measured(
-                self._rows, torch.cat(self._tops, 1), torch.cat(self._sources, 1).gather(1, order)
-            )
+        if self._record is not None:
+            self._record(torch.cat(self._tops, 1), torch.cat(self._sources, 1).gather(1, order))
         return DraftTree(
             tokens=tokens.gather(1, order),
             parents=new_parents,
@@ -178,64 +229,74 @@ class SageGrowth:
             ancestors=ancestors,
             valid=valid,
             max_depth=levels,
-            max_children=self._policy.max_children,
+            max_children=self._constants.max_children,
         )
 
+    def _add(self, tokens: Tensor, above: Tensor, scores: Tensor) -> int:
+        """Add a level's nodes ``[B, n]`` to the trees; return the index of the first."""
+        first, self._size = self._size, self._size + tokens.shape[1]
+        self._tokens.append(tokens)
+        self._parents.append(self._frontier.nodes.gather(1, above))
+        self._scores.append(scores)
+        return first
+
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``[B, F, C]`` and their probabilities, best first; at the root they also give this step's form."""
-        probabilities, k = logits.softmax(-1, torch.float32), self._policy.k
-        wanted = self._policy.max_children if self._shape is None else self._most(self._shape)
-        measured = self._shape is None or self._keeps_tops
+        """Tokens ``[B, F, C]`` and their probabilities, best first; at the root they also decide this step's shape."""
+        probabilities, k = logits.softmax(-1, torch.float32), self._constants.k
+        wanted = self._constants.max_children if self._shape is None else self._most_children(self._shape)
+        measured = self._shape is None or self._record is not None
         own, tokens = probabilities.topk(min(max(wanted, k) if measured else wanted, logits.shape[2]), -1)
-        if self._keeps_tops:
+        if self._record is not None:
             self._tops.append(own[..., :k])
         if self._shape is None:
-            self._shape = self._shaping.shape(self._rows, own[:, 0, :k])
-            wanted = self._most(self._shape)
+            self._shape = self._choose_shape(own[:, 0, :k])
+            wanted = self._most_children(self._shape)
         return tokens[..., :wanted], own[..., :wanted]
 
-    def _most(self, shape: Shape) -> int:
-        """Children that any node of this level can have, its parent's probability being 1 at most."""
+    def _most_children(self, shape: StepShape) -> int:
+        """Most children that a node of this level can have, its parent's probability being 1 at most."""
         bound = shape.levels[self._level - 1].children
         if shape.starting is not None:
             return bound
         scale = 1.0 if self._level == 1 else 1.5 / self._level
         return min(bound, max(1, int(shape.widest * scale + 0.5)))
 
-    def _passing(self, shape: Shape, own: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Which candidates become nodes ``[B, F, C]``, and their places in the static first tree."""
+    def _passing(self, shape: StepShape, own: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Candidates that become nodes ``[B, F, C]``, and their nodes in the static first tree."""
+        constants, frontier = self._constants, self._frontier
         width = shape.width[self._level - 1]
         if self._level > 1:
-            width = width * (0.5 + self._own)  # Eq. 12
-        judged = path if self._on_path else own
-        keep = self._shaping.ranks[: own.shape[2]] <= width[..., None]
-        keep &= judged > shape.threshold[self._level - 1][..., None]
+            width = width * (0.5 + frontier.own)  # Eq. 12
+        probability = path if constants.by_path else own
+        passes = constants.ranks[: own.shape[2]] <= width[..., None]
+        passes &= probability > shape.threshold[self._level - 1][..., None]
         if self._level == 1:
-            keep[..., 0] = True  # the best child of the root, however unlikely
-        if not self._on_path:
-            keep &= (self._path >= 0)[..., None]
-        if shape.starting is None or self._form is None:
-            return keep, None
-        form = self._shaping.places[self._form][..., : own.shape[2]]
-        keep = torch.where(shape.starting[..., None], (form > 0) & (self._path >= 0)[..., None], keep)
-        return keep, form
+            passes[..., 0] = True  # the best child of the root, however unlikely
+        has_parent = (frontier.path >= 0)[..., None]
+        if not constants.by_path:
+            passes &= has_parent
+        if shape.starting is None or frontier.start is None:
+            return passes, None
+        start = constants.start_nodes[frontier.start][..., : own.shape[2]]
+        return torch.where(shape.starting[..., None], (start > 0) & has_parent, passes), start
 
-    def _deeper(self, shape: Shape, rows: list[list[float]] | None, bound: Level) -> int:
-        """How many of a level's nodes may have children, in the row that has the most of them."""
+    def _num_expandable(self, shape: StepShape, rows: list[list[float]] | None, bound: LevelBounds) -> int:
+        """Most nodes of this level that may have children, in any row; ``rows`` are the scores on the host."""
         if rows is None:
             return bound.run
         limits = shape.limits[self._level]
-        if self._on_path:  # no child's path is likelier than its parent's
+        if self._constants.by_path:  # no child's path is likelier than its parent's
             return max(sum(score > limit for score in row) for row, limit in zip(rows, limits, strict=True))
         return max(
-            sum(score >= 0 for score in row) * (limit < BEYOND)
+            sum(score >= 0 for score in row) * (limit < UNREACHABLE)
             for row, limit in zip(rows, limits, strict=True)
         )
 
-    def _expanded(self, shape: Shape, scores: Tensor, form: Tensor) -> Tensor:
-        """Which of a level's nodes ``[B, n]`` may have children, where some rows have their static first tree."""
+    def _expandable(self, shape: StepShape, scores: Tensor, start: Tensor) -> Tensor:
+        """Nodes of this level ``[B, n]`` that may have children, where some rows grow their static first tree."""
         threshold = shape.threshold[self._level]
-        more = scores > threshold if self._on_path else (scores >= 0) & (threshold < BEYOND)
+        by_path = self._constants.by_path
+        adaptive = scores > threshold if by_path else (scores >= 0) & (threshold < UNREACHABLE)
         assert shape.starting is not None
-        has_children = (self._shaping.places > 0).any(1)
-        return torch.where(shape.starting, has_children[form] & (scores >= 0), more)
+        has_children = (self._constants.start_nodes > 0).any(1)
+        return torch.where(shape.starting, has_children[start] & (scores >= 0), adaptive)

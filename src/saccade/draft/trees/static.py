@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from saccade.draft.trees.policy import Frontier, Growth, Proposer
+from saccade.draft.trees.policy import Frontier, Growth, Proposer, StatelessPolicy, require_positive
 from saccade.target.cache import on_device, to_device
 from saccade.tree import DraftTree, TreeShape, ancestors_of
-from saccade.verify.rule import Verdict
 
 _SPECVLM_PATHS = """
     0 1 2 3
@@ -26,18 +25,15 @@ SPECVLM_TREE = tuple(tuple(map(int, path)) for path in _SPECVLM_PATHS.split())
 """The 25-node tree of SpecVLM (4, 8, 8, 3, 2 nodes per level), as paths of child ranks."""
 
 
-@dataclass(frozen=True)
-class StaticTree:
-    """A tree of fixed form, given as child-rank paths (EAGLE's and Medusa's notation)."""
+class FixedShape(StatelessPolicy, ABC):
+    """Base of policies whose trees all have one shape, so that children may be drawn."""
 
-    paths: Sequence[Sequence[int]] = SPECVLM_TREE
+    can_sample = True
 
-    def __post_init__(self) -> None:
-        self.shape  # noqa: B018  (checks the paths now, not at the first step)
-
-    @cached_property
+    @property
+    @abstractmethod
     def shape(self) -> TreeShape:
-        return TreeShape.of(self.paths)
+        """The shape of every tree."""
 
     @property
     def max_nodes(self) -> int:
@@ -55,36 +51,37 @@ class StaticTree:
     def max_children(self) -> int:
         return self.shape.max_children
 
-    @property
-    def can_sample(self) -> bool:
-        return True
-
     @cached_property
     def _plans(self) -> dict[str, _Plan]:
         return {}
 
     def plan(self, device: torch.device | str) -> _Plan:
-        """The constants of this form on a device, made once."""
+        """Return the shape's constants on a device, made once."""
         key = str(device)
         if key not in self._plans:
             self._plans[key] = _Plan.of(self.shape, torch.device(device))
         return self._plans[key]
 
-    def open(self, batch: int, device: torch.device) -> StaticTree:
-        return self
-
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         return _StaticGrowth(self.plan(roots.device), roots, proposer)
 
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
-        """Its form never changes."""
 
-    def restart(self, row: int) -> None:
-        """Nothing is remembered of a row."""
+@dataclass(frozen=True)
+class StaticTree(FixedShape):
+    """A tree of fixed shape, given as child-rank paths (EAGLE's and Medusa's notation)."""
+
+    paths: Sequence[Sequence[int]] = SPECVLM_TREE
+
+    def __post_init__(self) -> None:
+        self.shape  # noqa: B018  (checks the paths now, not at the first step)
+
+    @cached_property
+    def shape(self) -> TreeShape:
+        return TreeShape.of(self.paths)
 
 
 def branches_of(count: int, gamma: int) -> StaticTree:
-    """A tree of ``count`` chains of ``gamma`` guesses, which part at the root.
+    """A tree of ``count`` chains of ``gamma`` draft tokens that branch at the root.
 
     Raises:
         ValueError: one of the numbers is below 1.
@@ -95,50 +92,17 @@ def branches_of(count: int, gamma: int) -> StaticTree:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """gamma guesses in a row: the tree of width one (Leviathan et al. 2023)."""
+class Chain(FixedShape):
+    """gamma draft tokens in a row: the tree of width one (Leviathan et al. 2023)."""
 
     gamma: int = 5
 
     def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise ValueError(f"gamma must be at least 1, not {self.gamma}.")
+        require_positive(gamma=self.gamma)
 
     @cached_property
-    def _static(self) -> StaticTree:
-        return StaticTree([(0,) * (i + 1) for i in range(self.gamma)])
-
-    @property
-    def max_nodes(self) -> int:
-        return self.gamma + 1
-
-    @property
-    def max_run(self) -> int:
-        return self.gamma - 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.gamma
-
-    @property
-    def max_children(self) -> int:
-        return 1
-
-    @property
-    def can_sample(self) -> bool:
-        return True
-
-    def open(self, batch: int, device: torch.device) -> Self:
-        return self
-
-    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
-        return self._static.begin(rows, roots, proposer)
-
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
-        """What became of earlier chains changes nothing."""
-
-    def restart(self, row: int) -> None:
-        """Nothing is remembered of a row."""
+    def shape(self) -> TreeShape:
+        return TreeShape.of([(0,) * (i + 1) for i in range(self.gamma)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +110,12 @@ class _Level:
     """Constants of one level of a static tree.
 
     Attributes:
-        width: children wanted per expanded parent.
+        width: children proposed per expanded parent.
         pick: ``[n]`` which of the ``W * width`` candidates become nodes.
-        parents: ``[n]`` places, within the frontier, of the new nodes' parents.
         run: places, within the new nodes, of those that have children themselves.
-        attention_mask: ``[1, W', F + W']`` for the next frontier; None where each sees all before it and itself.
+        run_index: the same on the device.
+        run_nodes: their node indices, on the device.
+        attention_mask: ``[1, W', F + W']`` of the next frontier; None where each sees all before it and itself.
     """
 
     width: int
@@ -163,12 +128,13 @@ class _Level:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    """Constants of a shape on one device; the tensors are those of `DraftTree`."""
+
     levels: tuple[_Level, ...]
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
     valid: Tensor
-    max_depth: int
     max_children: int
 
     @classmethod
@@ -187,17 +153,17 @@ class _Plan:
             pick = [frontier.index(p[:-1]) * width + p[-1] for p in new]
             run = [i for i, p in enumerate(new) if p in has_children]
             frontier = [new[i] for i in run]
-            nodes_run = [index[p] for p in frontier]
-            ran += nodes_run
-            allow = matrix[:, nodes_run][:, :, ran]
+            run_nodes = [index[p] for p in frontier]
+            ran += run_nodes
+            mask = matrix[:, run_nodes][:, :, ran]
             levels.append(
                 _Level(
                     width=width,
                     pick=on_device(pick, device),
                     run=run,
                     run_index=to_device(torch.tensor(run, dtype=torch.long), device),
-                    run_nodes=to_device(torch.tensor(nodes_run, dtype=torch.long), device),
-                    attention_mask=None if bool(allow.all()) else to_device(allow, device),
+                    run_nodes=to_device(torch.tensor(run_nodes, dtype=torch.long), device),
+                    attention_mask=None if bool(mask.all()) else to_device(mask, device),
                 )
             )
         return cls(
@@ -206,7 +172,6 @@ class _Plan:
             depth=on_device([[len(p) for p in nodes]], device),
             ancestors=to_device(matrix, device),
             valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
-            max_depth=shape.max_depth,
             max_children=shape.max_children,
         )
 
@@ -225,11 +190,8 @@ class _StaticGrowth:
         candidates, q = self._proposer.children(logits, level.width)  # [B, W, width]
         if q is not None:
             self._q.append((self._expanding, q))
-        new = (
-            candidates.flatten(1)[:, level.pick]
-            if level.width > 1 or len(level.pick) > 1
-            else candidates[:, 0]
-        )
+        is_chain = level.width == 1 and len(level.pick) == 1
+        new = candidates[:, 0] if is_chain else candidates.flatten(1)[:, level.pick]
         self._tokens.append(new)
         self._depth += 1
         if not level.run:
@@ -240,7 +202,7 @@ class _StaticGrowth:
 
     def tree(self) -> DraftTree:
         plan, tokens = self._plan, torch.cat(self._tokens, 1)
-        count = tokens.shape[1]  # fewer than the plan's where it was not grown to the end
+        count = tokens.shape[1]  # fewer than the plan's where growth stopped early
         return DraftTree(
             tokens=tokens,
             parents=plan.parents[:, :count],
@@ -264,16 +226,16 @@ class _StaticGrowth:
 
 @dataclass(frozen=True)
 class ConfidentChain(Chain):
-    """Stop drafting when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
+    """A chain that stops when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
 
-    A guess made with less confidence is still verified, but nothing is guessed behind it. Rows end where they are; the
-    drafter stops once all have that are still generated. Confidence is the drafter's largest probability, before
-    temperature or any other processing. It is known before a token is drawn, and depends on the tokens above alone,
-    so that sampling with drawn guesses stays exact.
+    A draft token of less confidence is still verified, but none is drafted behind it. Every row ends by itself; the
+    drafter stops once all have. Confidence is the drafter's largest probability, before temperature or any other
+    processing. It is known before a token is drawn and depends on the tokens above alone, so that sampling with drawn
+    tokens stays exact.
 
     Attributes:
-        gamma: most guesses.
-        confidence: smallest confidence at which drafting goes on; 0 is the plain chain.
+        gamma: most draft tokens.
+        confidence: smallest confidence at which drafting continues; 0 is the plain chain.
     """
 
     gamma: int = 6
@@ -294,15 +256,14 @@ class ConfidentGrowth:
     def __init__(self, policy: ConfidentChain, roots: Tensor, proposer: Proposer) -> None:
         self._policy, self._proposer = policy, proposer
         self._tokens = [roots[:, None]]
-        alive = torch.ones_like(roots, dtype=torch.bool)[:, None]
-        self._valid = [alive]  # each [B, 1]; of the root first
-        self._going = alive
+        self._continues = torch.ones_like(roots, dtype=torch.bool)[:, None]  # [B, 1] rows still drafting
+        self._valid = [self._continues]
         self._q: list[Tensor] = []
 
     def expand(self, logits: Tensor) -> Frontier | None:
         tokens, q = self._proposer.children(logits, 1)  # [B, 1, 1]
         self._tokens.append(tokens[:, 0])
-        self._valid.append(self._going)
+        self._valid.append(self._continues)
         if q is not None:
             self._q.append(q)
         depth = len(self._tokens) - 1
@@ -310,28 +271,14 @@ class ConfidentGrowth:
             return None
         if self._policy.confidence:
             confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
-            self._going = self._going & (confidence >= self._policy.confidence)
-            # One host sync per guess: Kangaroo stops drafting when no row is confident any more, which saves forwards.
-            if not self._going.any():
+            self._continues = self._continues & (confidence >= self._policy.confidence)
+            # One host sync per draft token: stopping once no row is confident any more saves forwards.
+            if not self._continues.any():
                 return None
         return Frontier(self._tokens[-1], None, depth)
 
     def tree(self) -> DraftTree:
-        tokens, valid = torch.cat(self._tokens, 1), torch.cat(self._valid, 1)
-        count = tokens.shape[1]
-        place = torch.arange(count, device=tokens.device)
-        itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
-        return DraftTree(
-            tokens=tokens,
-            parents=(place - 1).clamp(min=0)[None],
-            depth=torch.where(valid, place, 0),
-            ancestors=torch.where(valid[..., None], torch.ones_like(itself).tril(), itself),
-            valid=valid,
-            max_depth=count - 1,
-            max_children=1,
-            q=self._children_of() if self._q else None,
-        )
-
-    def _children_of(self) -> Tensor:
-        """``[B, N, V]`` distributions; the last node has no children."""
-        return torch.cat([*self._q, torch.zeros_like(self._q[0])], 1)
+        q = (
+            torch.cat([*self._q, torch.zeros_like(self._q[0])], 1) if self._q else None
+        )  # a last node has no children
+        return DraftTree.chains(torch.cat(self._tokens, 1), torch.cat(self._valid, 1), q)
