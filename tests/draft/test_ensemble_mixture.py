@@ -185,15 +185,15 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
 
 
 def verified(blocks: dict[int, LabelledBlock]) -> Verified:
-    """What some rows' blocks teach, once the views are run on what was emitted, which may be without the last token."""
-    said = [
+    """Verified positions of some rows' blocks, once the views have run the emitted tokens, perhaps without the last."""
+    logits = [
         [
             logits_after([(b, *block.emitted[:t]) for t in range(1, max(len(block.emitted), 2))], i)
             for i in range(VIEWS)
         ]
         for b, block in blocks.items()
     ]
-    return verified_positions([*blocks.values()], said)
+    return verified_positions([*blocks.values()], logits)
 
 
 def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
@@ -258,20 +258,20 @@ def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
 
 
 class _Watched(Grid):
-    """Remembers what it was taught."""
+    """Records the blocks that it observes."""
 
     def open(self, batch: int, views: int, device: torch.device) -> Any:
         weights: Any = super().open(batch, views, device)
         self.__dict__["seen"] = seen = list[tuple[int, list[int]]]()
-        learn = weights.learn
-        weights.learn = lambda rows, block: (
+        observe = weights.observe
+        weights.observe = lambda rows, block: (
             seen.extend(zip(rows, block.emitted, strict=True)),
-            learn(rows, block),
+            observe(rows, block),
         )
         return weights
 
 
-def test_rows_that_have_ended_teach_nothing() -> None:
+def test_rows_that_have_ended_add_nothing_to_the_history() -> None:
     case = FAMILIES["llava"]
     target, weighting = Target(case.model()), _Watched()
     drafter = EnsembleDrafter(
@@ -284,12 +284,12 @@ def test_rows_that_have_ended_teach_nothing() -> None:
     assert len({len(output.tokens) for output in outputs}) > 1
     blocks: list[tuple[int, list[int]]] = weighting.__dict__["seen"]
     for row, output in enumerate(outputs):
-        taught = [emitted for slot, emitted in blocks if slot == row]
-        assert len(taught) == output.stats.target_passes, (
-            "the first was guessed before the prompt was read, and the last one is learned from in the next turn"
+        observed = [emitted for slot, emitted in blocks if slot == row]
+        assert len(observed) == output.stats.target_passes, (
+            "the first block was drafted before the target's prefill, and the last one is observed in the next turn"
         )
-        said = [token for tokens in taught for token in tokens]
-        assert said == output.tokens[: len(said)]
+        tokens = [token for block in observed for token in block]
+        assert tokens == output.tokens[: len(tokens)]
 
 
 def test_weights_that_never_change_keep_no_distributions() -> None:

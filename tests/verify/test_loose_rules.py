@@ -149,9 +149,9 @@ class Still(Context):
 
     def judge(self, rule: LVSpec, tree: DraftTree, scores: torch.Tensor) -> Verdict:
         judge = rule.open(self)
-        assert self.needs.layers == (2,)
+        assert self.requirements.layers == (2,)
         judge._visual = [(list(range(len(v))), F.normalize(v, dim=-1)) for v in self._visual]
-        return judge.judge(range(len(scores)), tree, scores, None, Reading(scores, {2: self._nodes}))
+        return judge.judge(range(len(scores)), tree, scores, None, ForwardOutput(scores, {2: self._nodes}))
 
 
 @given(

@@ -32,8 +32,8 @@ class DraftSession(Protocol):
         """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.
 
         Args:
-            prefill: result of the target's prefill; None where the drafter is `Drafter.early` and the target's prefill is
-                still to come. The prompt then lacks its last token, which comes as the first root.
+            prefill: result of the target's prefill; None where the drafter is `Drafter.early` and that is still to
+                come. The prompt then lacks its last token, which comes as the first root.
         """
         ...
 

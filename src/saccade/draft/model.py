@@ -14,7 +14,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import TokenBlock, ForwardOutput
+from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

@@ -115,7 +115,12 @@ class FLy(StatelessRule):
             raise ValueError(f"deferred must be at least 0, not {self.deferred}.")
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         is_draft = draft_nodes(tree)

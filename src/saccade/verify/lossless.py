@@ -20,7 +20,12 @@ class Greedy(StatelessRule):
     samples = False
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         choice = scores.max(-1).indices  # [B, N]; argmax is slow in bfloat16 on CPUs
         if tree.size == 1:
@@ -58,7 +63,12 @@ class Sampling(StatelessRule):
         return max_depth + 1, max(max_children, 1)
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         assert uniforms is not None
         probabilities = scores.float().softmax(

@@ -102,7 +102,12 @@ class LVSpecJudge:
         self._gathered = None
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         if tree.size == 1:
@@ -171,7 +176,12 @@ class RandomLoosening(StatelessRule):
         return max_depth, 1
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         assert uniforms is not None
         choice, wanted = target_tokens(tree, scores)

@@ -51,7 +51,12 @@ class Judge(Protocol):
         ...
 
     def judge(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+        self,
+        rows: Sequence[int],
+        tree: DraftTree,
+        scores: Tensor,
+        uniforms: Tensor | None,
+        output: ForwardOutput,
     ) -> Verdict:
         """Accept or reject the draft tokens of some rows.
 

@@ -142,7 +142,12 @@ class PooledFeatures(PlainView):
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
         with self._pooling():
             session.load(row, prompt, prefill)

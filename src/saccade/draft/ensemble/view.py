@@ -34,7 +34,12 @@ class View(Protocol):
         ...
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
         """Prefill a row of the draft session with the prompt that `read` returned.
 
@@ -55,6 +60,11 @@ class PlainView:
         """Nothing is requested of the target."""
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
         session.load(row, prompt, prefill)

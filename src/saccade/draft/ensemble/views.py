@@ -107,6 +107,13 @@ class Pruned:
         return prompt
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
-        session.load_pruned(row, prompt, positions_to_drop(session, row, prompt, self._pruning, target, prefill))
+        session.load_pruned(
+            row, prompt, positions_to_drop(session, row, prompt, self._pruning, target, prefill)
+        )

@@ -64,8 +64,8 @@ class Grid:
 
     Attributes:
         steps: n; the weights are the multiples of 1/n that sum to one (11 points for two views).
-        distance: minimised over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``: most positions where
-            the mixture's likeliest token was emitted, of equals the least KL.
+        distance: minimised over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``: most positions
+            where the mixture's likeliest token was emitted, of equals the least KL.
         window: h, verified positions that count; None for all.
     """
 
