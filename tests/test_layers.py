@@ -39,7 +39,6 @@ UPWARD = {
 """Imports against the order that remain, with their reason."""
 
 CIRCLES = (
-    {"draft.trees.sage", "draft.trees.sage_growth"},
     {"engine.batch", "engine.engine", "engine.work"},
     {"target.adapter", "target.features"},
     {"target.context", "target.probe"},
