@@ -13,7 +13,19 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "saccade"
 
 LAYERS = [
-    *("errors", "files", "formats", "environment", "inputs", "tree", "text", "output", "target", "grammar"),
+    *(
+        "errors",
+        "files",
+        "formats",
+        "typed",
+        "environment",
+        "inputs",
+        "tree",
+        "text",
+        "output",
+        "target",
+        "grammar",
+    ),
     *(
         "processors",
         "verify",

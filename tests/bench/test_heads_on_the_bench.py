@@ -165,7 +165,7 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
         ("eagle2-text-only", "text-only", {}),
         ("hivis-3", None, {"top": 3}),
     ]
-    with pytest.raises(SaccadeError, match="head of a method must be the name of one, not 3"):
+    with pytest.raises(SaccadeError, match="head must be text, not 3"):
         suite(methods=[{"name": "eagle2", "head": 3}])
     for entry, message in (
         ({"name": "eagle2"}, r"Method eagle2 can use several heads \(text-only, all\)"),

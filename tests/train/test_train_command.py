@@ -97,7 +97,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.
     [
         (["--resume", "maybe"], "--resume takes auto or never"),
         (["--on-bad-line", "cry"], "--on-bad-line takes stop or skip"),
-        (["--set", "speed=9"], "no setting 'speed'"),
+        (["--set", "speed=9"], "unknown key 'speed'"),
         (["--set", "batch_size=64"], "fewer than one batch of 64"),
     ],
 )

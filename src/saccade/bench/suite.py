@@ -1,34 +1,34 @@
-"""What a benchmark runs: tasks, methods, sizes and seeds, as data with strict keys."""
+"""Benchmark suites as data with strict keys: tasks, methods, sizes and seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from saccade.errors import SaccadeError
+from saccade.typed import check_keys, check_whole, make
 
 BASELINE = "plain"
-"""The method that every other one is compared with; it is part of every suite."""
+"""Method that all others are compared with; part of every suite."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
-    """A group of prompts that is reported together; exactly one of ``task``, ``file`` and ``dataset`` is set.
+    """Group of prompts reported together; exactly one of ``task``, ``file`` and ``dataset`` is set.
 
     Attributes:
-        name: how the group is called in records and reports.
+        name: of the group in records and reports.
         task: a task of the pocket world.
         grammar: of the pocket task: ``dense`` or ``verbose``.
         file: JSON lines with LLaVA conversations or OpenAI messages.
         media: folder of the file's images and videos; the file's own when None.
         dataset: id of a Hugging Face dataset (needs the package ``datasets``).
-        subset: of the dataset.
-        split: of the dataset.
+        subset, split: of the dataset.
         columns: names of the dataset's columns for ``question``, ``images``, ``videos``, ``reference``, ``id``.
-        count: prompts taken; the suite's ``per_task`` when None.
-        turns: user turns asked per conversation, if it has that many; the suite's when None.
-        optional: left out, and said so, where this version of Saccade does not have the task.
+        count: number of prompts; the suite's ``per_task`` when None.
+        turns: most user turns per conversation; the suite's when None.
+        optional: omit the task, and report that, where this version of Saccade lacks it.
     """
 
     name: str
@@ -47,15 +47,14 @@ class TaskEntry:
 
 @dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """A method with options.
+    """Method with options.
 
     Attributes:
-        name: of `saccade methods`.
-        label: how it is called in records and reports.
-        options: override the method's defaults.
-        head: name of the head that it drafts with; when None that of its kind (see `VLM.using`).
-        optional: left out, and said so, where this version of Saccade does not have the method, or what it needs was
-            not given.
+        name: as in `saccade methods`.
+        label: in records and reports.
+        options: overrides of the method's defaults.
+        head: name of its head; the head of its kind when None (see `VLM.using`).
+        optional: omit the method, and report that, where this version of Saccade lacks it or its drafter is not loaded.
     """
 
     name: str
@@ -67,23 +66,23 @@ class MethodEntry:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A benchmark.
+    """Benchmark suite.
 
     Attributes:
-        name: of the built-in suite or the file, without its ending.
+        name: of the built-in suite, or of the file without its suffix.
         title: one line.
-        mirrors: the paper's table whose question this suite asks again; empty for others.
-        note: what differs from the paper, or what to know when reading the result.
+        mirrors: the paper's table that this suite repeats; empty for others.
+        note: differences from the paper, or advice for reading the result.
         tasks: groups of prompts.
         methods: the baseline first.
         per_task: prompts per task.
-        seed: of the pictures and, when sampling, of the draws; equal seeds give equal prompts.
+        seed: of the pictures and, when sampling, of the draws; equal seeds produce equal prompts.
         repeats: timed answers per prompt and method.
-        warmup: answers per method before anything counts.
-        trace: prompts per task whose draft trees are kept for the report (taken in an extra, untimed answer).
-        turns: user turns asked per conversation, if it has that many.
+        warmup: untimed answers per method before the first timed one.
+        trace: prompts per task whose draft trees are recorded for the report, in an extra, untimed answer.
+        turns: most user turns per conversation.
         max_new_tokens: longest answer.
-        sampling: options such as ``temperature``; empty means greedy decoding.
+        sampling: options such as ``temperature``; empty for greedy decoding.
     """
 
     name: str
@@ -102,11 +101,11 @@ class Suite:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """All fields, ready for JSON."""
         return asdict(self)
 
     def with_(self, **changes: Any) -> Suite:
-        """The suite with some sizes changed.
+        """Return the suite with some fields replaced.
 
         Raises:
             SaccadeError: a value is out of range.
@@ -126,38 +125,36 @@ _SIZES = {
     "turns": 1,
     "max_new_tokens": 1,
 }
-"""Whole numbers of a suite, and the least that each may be."""
+"""Whole numbers of a suite and their minima."""
 
 
 def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:
-    """A suite from the content of a file.
+    """Make a suite of the content of a file.
 
     Args:
         name: of the suite.
         where: the file, for messages.
 
     Raises:
-        SaccadeError: an unknown key, a missing one, or a value of the wrong kind.
+        SaccadeError: an unknown key, a missing one, or a value of the wrong type.
     """
-    _known(content, {f.name for f in fields(Suite)} - {"name"}, where)
-    tasks = tuple(_task(item, where) for item in _list(content, "tasks", where))
-    methods = with_baseline(_method(item, where) for item in _list(content, "methods", where))
-    plain = {k: v for k, v in content.items() if k not in ("tasks", "methods", "sampling")}
-    plain.setdefault("title", name)
-    for key in ("title", "mirrors", "note"):
-        if not isinstance(plain.get(key, ""), str):
-            raise SaccadeError(f"{where}: {key} must be text, not {plain[key]!r}.")
-    suite = Suite(name=name, tasks=tasks, methods=methods, sampling=_sampling(content, where), **plain)
+    check_keys(content, {f.name for f in fields(Suite)} - {"name"}, where)
+    parts = {
+        "name": name,
+        "tasks": tuple(_task(item, where) for item in _list(content, "tasks", where)),
+        "methods": with_baseline(_method(item, where) for item in _list(content, "methods", where)),
+    }
+    check_keys(_sampling(content, where), SAMPLING, f"{where}, sampling")
+    suite = make(Suite, {"title": name, **content, **parts}, where)
     _check_sizes(suite, where)
-    _unique([t.name for t in tasks], "tasks", where)
-    _unique([m.label for m in methods], "methods", where)
+    _check_unique([t.name for t in suite.tasks], "tasks", where)
+    _check_unique([m.label for m in suite.methods], "methods", where)
     return suite
 
 
-def with_baseline(methods: Any) -> tuple[MethodEntry, ...]:
-    """The methods with plain decoding in front, whether it was named or not."""
-    rest = [m for m in methods if m.name != BASELINE]
-    return (MethodEntry(BASELINE, BASELINE), *rest)
+def with_baseline(methods: Iterable[MethodEntry]) -> tuple[MethodEntry, ...]:
+    """Put plain decoding in front of the methods, once."""
+    return (MethodEntry(BASELINE, BASELINE), *(m for m in methods if m.name != BASELINE))
 
 
 def _task(item: Any, where: str) -> TaskEntry:
@@ -165,8 +162,7 @@ def _task(item: Any, where: str) -> TaskEntry:
         return TaskEntry(name=item, task=item)
     if not isinstance(item, Mapping):
         raise SaccadeError(f"{where}: a task must be a name or a table, not {item!r}.")
-    known = {f.name for f in fields(TaskEntry)}
-    _known(item, known, f"{where}, task {item.get('name', '')!r}")
+    check_keys(item, (f.name for f in fields(TaskEntry)), f"{where}, task {item.get('name', '')!r}")
     sources = [item[key] for key in ("task", "file", "dataset") if key in item]
     if len(sources) != 1 or not isinstance(sources[0], str):
         raise SaccadeError(
@@ -174,12 +170,9 @@ def _task(item: Any, where: str) -> TaskEntry:
             f"got {dict(item)!r}."
         )
     for key in ("count", "turns"):
-        value = item.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise SaccadeError(
-                f"{where}: {key} of a task must be a whole number of at least 1, not {value!r}."
-            )
-    return TaskEntry(**{"name": sources[0], **item})
+        if item.get(key) is not None:
+            check_whole(item[key], 1, f"{key} of a task", where)
+    return make(TaskEntry, {"name": sources[0], **item}, f"{where}, task {item.get('name', sources[0])!r}")
 
 
 def _method(item: Any, where: str) -> MethodEntry:
@@ -189,22 +182,21 @@ def _method(item: Any, where: str) -> MethodEntry:
         raise SaccadeError(
             f'{where}: a method must be a name or a table with one, such as {{name = "chain"}}.'
         )
-    options = {k: v for k, v in item.items() if k not in ("name", "label", "optional", "head")}
-    head = item.get("head")
-    if head is not None and not isinstance(head, str):
-        raise SaccadeError(f"{where}: head of a method must be the name of one, not {head!r}.")
+    own = {key: item[key] for key in ("name", "label", "optional", "head") if key in item}
+    options = {key: value for key, value in item.items() if key not in own}
     label = item.get("label")
     if label is None:
-        label = "-".join([item["name"], *([head] if head else []), *(str(v) for v in options.values())])
-    return MethodEntry(item["name"], str(label), options, bool(item.get("optional", False)), head)
+        head = [item["head"]] if item.get("head") else []
+        label = "-".join(map(str, (item["name"], *head, *options.values())))
+    values = {**own, "label": str(label), "options": options}
+    return make(MethodEntry, values, f"{where}, method {item['name']!r}")
 
 
-def _sampling(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _sampling(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     given = content.get("sampling", {})
     if not isinstance(given, Mapping):
         raise SaccadeError(f"{where}: sampling must be a table such as {{temperature = 1.0}}.")
-    _known(given, set(SAMPLING), f"{where}, sampling")
-    return dict(given)
+    return given
 
 
 def _list(content: Mapping[str, Any], key: str, where: str) -> list[Any]:
@@ -214,22 +206,14 @@ def _list(content: Mapping[str, Any], key: str, where: str) -> list[Any]:
     return items
 
 
-def _known(content: Mapping[str, Any], known: set[str], where: str) -> None:
-    for key in content:
-        if key not in known:
-            raise SaccadeError(f"{where}: unknown key {key!r}; expected one of {', '.join(sorted(known))}.")
-
-
-def _unique(names: list[str], what: str, where: str) -> None:
+def _check_unique(names: list[str], what: str, where: str) -> None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise SaccadeError(
-            f"{where}: two {what} are called {twice!r}; give one of them another name or label."
+            f"{where}: two {what} have the name {twice!r}; give one of them another name or label."
         )
 
 
 def _check_sizes(suite: Suite, where: str) -> None:
     for key, least in _SIZES.items():
-        value = getattr(suite, key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise SaccadeError(f"{where}: {key} must be a whole number of at least {least}, not {value!r}.")
+        check_whole(getattr(suite, key), least, key, where)

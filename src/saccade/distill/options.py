@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import InputError
+from saccade.typed import check_whole
 
 FIRST_SEED = 1_000_000
 """Pocket samples for training are drawn from here on; evaluation, benchmarks and the demo draw below."""
@@ -50,8 +51,7 @@ class Options:
             value = getattr(self, name)
             if name == "limit" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, not {value!r}.")
+            check_whole(value, 1, name, error=InputError)
         if not 0 <= self.sampled_share <= 1:
             raise InputError(f"sampled_share must be from 0 (all greedy) to 1, not {self.sampled_share}.")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from saccade.draft.heads.registry import HEAD_KINDS, objective_class
 from saccade.errors import TrainingError
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Objective
+from saccade.typed import check_keys, make
+
+T = TypeVar("T")
 
 DRAFT_VLM = "draft-vlm"
 """The one kind of drafter to train that is no head."""
@@ -119,9 +122,7 @@ class Recipe:
                 raise TrainingError(f"stage{number} needs a rate above 0, not {stage.rate}.")
         if not self.steps:
             raise TrainingError("No stage has any steps, so there is nothing to train.")
-        objective = objective_of(self.kind)
-        _strict(self.loss, {f.name for f in fields(objective)}, "loss.")
-        made = _typed(objective, self.loss, "loss.")
+        made = _made(objective_of(self.kind), self.loss, "loss.")
         for name, value in asdict(made).items():
             if isinstance(value, (int, float)) and not value >= 0:
                 raise TrainingError(f"loss.{name} is {value}; it must be at least 0.")
@@ -188,18 +189,15 @@ def from_dict(content: Mapping[str, Any]) -> Recipe:
     Raises:
         TrainingError: a key is unknown or missing, or a value cannot be.
     """
-    _strict(content, {f.name for f in fields(Recipe)}, "")
-    given, stages = content.get("stages", ()), []
+    given = content.get("stages", ())
     if not (isinstance(given, (list, tuple)) and all(isinstance(stage, Mapping) for stage in given)):
         raise TrainingError(
             f"The setting stages is {given!r}; expected tables, in a recipe's file: [[stages]]. Numbers of one stage "
             "are set by names like stage1.steps."
         )
-    for number, stage in enumerate(given, 1):
-        _strict(stage, {f.name for f in fields(Stage)}, f"stage{number}.")
-        stages.append(_typed(Stage, stage, f"stage{number}."))
-    recipe: Recipe = _typed(Recipe, {**content, "stages": tuple(stages)}, "")
-    return recipe
+    check_keys(content, (field.name for field in fields(Recipe)), "The recipe", error=TrainingError)
+    stages = [_made(Stage, stage, f"stage{number}.") for number, stage in enumerate(given, 1)]
+    return _made(Recipe, {**content, "stages": tuple(stages)})
 
 
 def trained_kinds() -> tuple[str, ...]:
@@ -237,33 +235,10 @@ def _are_betas(given: Any) -> bool:
     return len(numbers) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in numbers)
 
 
-def _strict(given: Mapping[str, Any], known: set[str], prefix: str) -> None:
-    unknown = sorted(set(given) - known)
-    if unknown:
-        names = ", ".join(prefix + name for name in sorted(known))
-        raise TrainingError(f"The recipe has no setting {prefix + unknown[0]!r}; known are {names}.")
-
-
-def _typed(kind: Any, given: Mapping[str, Any], prefix: str) -> Any:
-    """The dataclass of these values; whole numbers will do for others and, as digits, for words; nothing else will."""
-    wanted: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
-    values = dict(given)
-    for f in fields(kind):
-        if str(f.type) == "str" and type(values.get(f.name)) is int:
-            values[f.name] = str(values[f.name])
-        value, types = values.get(f.name), wanted.get(str(f.type))
-        if (
-            f.name in values
-            and types
-            and (not isinstance(value, types) or isinstance(value, bool) != (types is bool))
-        ):
-            raise TrainingError(f"The setting {prefix + f.name} is {value!r}; expected {f.type}.")
-        if str(f.type).startswith("Mapping") and f.name in values and not isinstance(value, Mapping):
-            raise TrainingError(f"The setting {prefix + f.name} is {value!r}; expected a table.")
+def _made(kind: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+    """A dataclass of these values; a whole number also serves as text, a list as ``betas``."""
+    text = {field.name for field in fields(kind) if field.type == "str"}  # type: ignore[arg-type]
+    values = {name: str(v) if name in text and type(v) is int else v for name, v in table.items()}
     if isinstance(values.get("betas"), list):
         values["betas"] = tuple(values["betas"])
-    try:
-        return kind(**values)
-    except TypeError as problem:
-        missing = str(problem).split(": ")[-1]
-        raise TrainingError(f"The recipe lacks the setting {missing}.") from None
+    return make(kind, values, "The recipe", prefix=prefix, error=TrainingError)
