@@ -24,4 +24,4 @@ class TrainingError(SaccadeError):
 
 
 class SaccadeWarning(UserWarning):
-    """Something is done in another way than was asked for, so that its speed may not be the method's."""
+    """A request is served in another way, so that its speed may not be the method's."""

@@ -290,7 +290,7 @@ def _refusing(path: str | Path) -> Iterator[None]:
             ) from problem
         raise ModelError(
             f"The checkpoint {path} cannot be loaded ({_first_sentence(problem)}); give a complete checkpoint that "
-            "this version of transformers knows."
+            "this version of transformers supports."
         ) from problem
 
 

@@ -41,16 +41,10 @@ def draw_samples(
 
     Example: `saccade pocket draw --task story --count 4 --out stories`
     """
-    from saccade.pocket import WORLD, draw
+    from saccade.pocket import draw
     from saccade.pocket.contact_sheet import write_sheet
 
-    chosen = tasks or list(WORLD)
-    for task in chosen:
-        if task not in WORLD:
-            raise SaccadeError(f"There is no pocket task {task!r}; choose from {', '.join(WORLD)}.")
-        if grammar not in WORLD[task].grammars:
-            known = " or ".join(WORLD[task].grammars)
-            raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
+    chosen = _checked(tasks, grammar)
     with screen.waiting("Drawing"):
         drawn = {task: [(n, draw(n, task, grammar)) for n in range(seed, seed + count)] for task in chosen}
         try:
@@ -77,6 +71,24 @@ def train_pair() -> None:
 def inflate_model() -> None:
     """Moved to the repository's tools."""
     raise _moved("inflate")
+
+
+def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
+    """Return the tasks, all by default.
+
+    Raises:
+        SaccadeError: unknown task, or a grammar that one of them does not have.
+    """
+    from saccade.pocket import WORLD
+
+    chosen = tasks or list(WORLD)
+    for task in chosen:
+        if task not in WORLD:
+            raise SaccadeError(f"There is no pocket task {task!r}; choose from {', '.join(WORLD)}.")
+        if grammar not in WORLD[task].grammars:
+            known = " or ".join(WORLD[task].grammars)
+            raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
+    return chosen
 
 
 def _moved(command: str) -> SaccadeError:
@@ -121,20 +133,14 @@ def evaluate_model(
     from saccade.pocket import WORLD, draft_path, draw, target_path
     from saccade.pocket.evaluate import measure, table
 
-    chosen = tasks or list(WORLD)
-    for task in chosen:
-        if task not in WORLD:
-            raise SaccadeError(f"There is no pocket task {task!r}; choose from {', '.join(WORLD)}.")
-        if grammar not in WORLD[task].grammars:
-            known = " or ".join(WORLD[task].grammars)
-            raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
+    chosen = _checked(tasks, grammar)
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))
     draft = drafter or (draft_path() if model == "target" else None)
     vlm = saccade.load(folder, draft, method="chain" if draft else "plain")
     for task in list(chosen):
         try:
-            asked = vlm.processor.prompt(draw(0, task, grammar).messages())
-            vlm.target.family.limits.check(len(asked.ids) + WORLD[task].longest)
+            prompt = vlm.processor.prompt(draw(0, task, grammar).messages())
+            vlm.target.family.limits.check(len(prompt.ids) + WORLD[task].longest)
         except InputError as problem:
             if tasks:
                 raise

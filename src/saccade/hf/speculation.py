@@ -213,8 +213,8 @@ def _check_outputs(config: Any) -> None:
     wanted = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
     if wanted and config.return_dict_in_generate:
         raise InputError(
-            f"{wanted[0]} is not available from speculative decoding, whose passes hold several tokens and rejected "
-            "guesses; run the model once over the finished sequence instead."
+            f"{wanted[0]} is not available from speculative decoding, whose forwards hold several tokens and rejected "
+            "ones; run the model once over the finished sequence instead."
         )
 
 
