@@ -12,7 +12,8 @@ import pytest
 from saccade import MethodError
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.methods import METHODS, is_lossless, options
-from saccade.methods.settings import GROUPS, TREES, table
+from saccade.methods.groups import GROUPS, TREES
+from saccade.methods.settings import about, table
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
 HEADS: dict[str, dict[str, Any]] = {
@@ -113,6 +114,7 @@ def test_every_option_is_told_with_its_meaning() -> None:
     told = {n for brings, rows in table(METHODS["chain"].settings) for n, _, _ in rows}
     assert told == {n for group, rows in GROUPS.items() if group != "lookup" for n in rows}
     assert all(not (set(TREES[tree]) & {"tree", "rule"}) for tree in TREES)
+    assert all(about(brings) for brings, _ in table(METHODS["chain"].settings) if brings)
 
 
 def test_methods_are_listed_without_torch() -> None:

@@ -47,7 +47,7 @@ _MOVED = {
     "builtin": "saccade.methods.drafters",
     "compositions": "saccade.methods.compositions",
     "drafters": "saccade.methods.drafters",
-    "options": "saccade.methods.settings",
+    "options": "saccade.methods.groups",
     "parts": "saccade.methods.compositions",
 }
 """Former modules -> their places now."""

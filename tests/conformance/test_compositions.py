@@ -16,7 +16,7 @@ from saccade.draft.pruning import PrunedDrafter
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options
 from saccade.methods.compositions import Parts
-from saccade.methods.settings import RULES, TREES
+from saccade.methods.groups import RULES, TREES
 
 TREE_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 3},

@@ -21,7 +21,7 @@ def methods(
     trained head; `saccade bench` takes more heads with --head.
     """
     from saccade.methods import METHODS, get
-    from saccade.methods.settings import table
+    from saccade.methods.settings import about, table
 
     chosen = METHODS if name is None else {name: get(name)}
     if as_json:
@@ -54,9 +54,10 @@ def methods(
         for line in lines:
             console.print(f"    {line}", markup=False, soft_wrap=True)
     for brings, rows in table(METHODS[name].settings) if name is not None else []:
-        console.print(f"    with {brings}:" if brings else "    options:", markup=False, soft_wrap=True)
-        for option, default, about in rows:
-            text = f"        {option}={default}  {about.meaning}" + (
-                f" ({about.range})" if about.range else ""
+        heading = f"    with {brings}: {about(brings)}" if brings else "    options:"
+        console.print(heading, markup=False, soft_wrap=True)
+        for option, default, limits in rows:
+            text = f"        {option}={default}  {limits.meaning}" + (
+                f" ({limits.range})" if limits.range else ""
             )
             console.print(text, markup=False, soft_wrap=True)

@@ -131,7 +131,7 @@ def tree_policy(values: Values) -> TreePolicy:
     from saccade.draft.trees.dynamic import DynamicTree, WidthTree
     from saccade.draft.trees.sage import SageTree
     from saccade.draft.trees.static import Chain, ConfidentChain, StaticTree, branches_of
-    from saccade.methods.settings import TREES
+    from saccade.methods.groups import TREES
 
     makers: dict[str, Callable[..., TreePolicy]] = {
         "chain": Chain,
@@ -148,7 +148,7 @@ def tree_policy(values: Values) -> TreePolicy:
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     """Lossy rule of the options; None for the lossless ones, selected by decoding."""
-    from saccade.methods.settings import LOSSLESS_RULE, RULES
+    from saccade.methods.groups import LOSSLESS_RULE, RULES
     from saccade.verify.loosening import FLy
     from saccade.verify.lvspec import LVSpec, RandomLoosening
 

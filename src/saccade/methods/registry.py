@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
 from saccade.methods.fitting import Needs, fit, needs
-from saccade.methods.settings import LOSSLESS_RULE, resolved
+from saccade.methods.groups import LOSSLESS_RULE
+from saccade.methods.settings import resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine
