@@ -136,14 +136,14 @@ def test_images_of_a_family_that_tells_them_by_unknown_types_are_refused(name: s
     }
     count = int((given["input_ids"] == IMAGE).sum())
     prompt = Prompt(tuple(given["input_ids"][0].tolist()), (Medium("image", tensors, count, "one"),))
-    with pytest.raises(ModelError, match=rf"'{name}', whose model is told by mm_token_type_ids"):
+    with pytest.raises(ModelError, match=rf"'{name}', whose model needs mm_token_type_ids"):
         Engine(adapt(model(name))).generate([Request(prompt)], max_new_tokens=3)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_generate_refuses_such_images_too(name: str) -> None:
     speculation = saccade.hf.speculate(method="prompt-lookup")
-    with pytest.raises(ModelError, match=rf"'{name}', whose model is told by mm_token_type_ids"):
+    with pytest.raises(ModelError, match=rf"'{name}', whose model needs mm_token_type_ids"):
         model(name).generate(**pictured(name), max_new_tokens=3, custom_generate=speculation)
 
 

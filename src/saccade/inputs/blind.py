@@ -1,4 +1,4 @@
-"""A prompt as a drafter without eyes reads it."""
+"""Text-only prompts for drafters without vision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saccade.inputs.prompt import Prompt
 def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
     """Put one newline in the place of every image or video (the T view of TABED).
 
-    A medium goes with everything between its placeholders (row breaks, tile tags, timestamps) and with its
+    A medium is removed with everything between its placeholders (row breaks, tile tags, timestamps) and with its
     wrapper tokens.
 
     Args:
@@ -33,8 +33,7 @@ def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
 
 
 def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
-    """First and last (excluded) position of every medium with its wrapper tokens, in order and apart; arguments as in
-    `without_media`."""
+    """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order; arguments as in `without_media`."""
     openers, closers = _wrapper_ids(config, tokenizer)
     ids = prompt.ids
     spans = sorted(media_spans(config, prompt))
@@ -47,7 +46,7 @@ def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tup
         while stop < ceiling and ids[stop] in closers:
             stop += 1
         if family_of(config).stamps_video:
-            # the template's own pair of wrappers stands around the first timestamp and the last patch
+            # the template's own wrappers enclose the first timestamp and the last patch
             opened = sum(i in openers for i in ids[start:stop])
             closed = sum(i in closers for i in ids[start:stop])
             while opened < closed and start > floor:

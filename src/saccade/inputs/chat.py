@@ -1,4 +1,4 @@
-"""Chat messages, in the forms that users write them, into text with one placeholder per image or video."""
+"""Chat messages rendered to text with one placeholder per image or video."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IMAGE_TYPES = ("image", "image_url", "input_image")
 _VIDEO_TYPES = ("video", "video_url", "input_video")
 _TEXT_TYPES = ("text", "input_text", "output_text")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that every template may be given; others must stand in the template itself."""
+"""Roles that every template may get; others must occur in the template itself."""
 
 _SOURCES = ("url", "path", "base64", "data")
 
@@ -26,8 +26,8 @@ class Slot:
     """A place for an image or a video in a conversation.
 
     Attributes:
-        kind: what belongs there.
-        source: what the message itself gives; None when it comes from the list of images or videos.
+        kind: image or video.
+        source: from the message itself; None when it comes from the list of images or videos.
     """
 
     kind: Literal["image", "video"]
@@ -35,7 +35,7 @@ class Slot:
 
 
 def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Slot]]:
-    """Bring messages to the form of Hugging Face chat templates, media taken out.
+    """Convert messages to the form of Hugging Face chat templates, with the media taken out.
 
     Understands content as a string or a list of ``{"type": "text"}``, ``{"type": "image"}`` with ``image``,
     ``url``, ``path`` or ``base64``, ``{"type": "image_url", "image_url": {"url": ...}}``, the same for videos, and
@@ -69,7 +69,7 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
 
 
 def as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose lists of text parts are joined into strings, as language models' templates want them."""
+    """Join lists of text parts into strings, for the templates of language models."""
     return [
         {**m, "content": "".join(part["text"] for part in m["content"])}
         if isinstance(m.get("content"), list)
@@ -87,8 +87,8 @@ def render(
 ) -> str:
     """Render messages through a chat template.
 
-    Some templates drop content that is a plain string. Where that shows, it is given as a list. (Thoughts in
-    earlier answers are for the template to drop.)
+    Some templates drop content that is a plain string; it is then passed as a list. (Thoughts in earlier answers are
+    for the template to drop.)
 
     Raises:
         InputError: the template refuses the messages, or a role is neither usual nor in the template.
@@ -98,7 +98,9 @@ def render(
             raise InputError(
                 f"The chat template knows no role {role!r}; give system, user or assistant messages."
             )
-    said = [m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)]
+    texts = [
+        m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)
+    ]
 
     def attempt(messages: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -113,7 +115,7 @@ def render(
     failure: Exception | None = None
     try:
         text = attempt(messages)
-        if all(words in text for words in said):
+        if all(words in text for words in texts):
             return text
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         failure = error
@@ -122,9 +124,9 @@ def render(
         for m in messages
     ]
     try:
-        if said:
+        if texts:
             again = attempt(listed)
-            if failure is not None or all(words in again for words in said):
+            if failure is not None or all(words in again for words in texts):
                 return again
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         failure = failure or error

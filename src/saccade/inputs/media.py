@@ -1,4 +1,4 @@
-"""Images as users have them, made into RGB; digests of what they become."""
+"""RGB images from paths, bytes, URIs, PIL images and arrays, and digests of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_PIXELS = 178_956_970
 
 
 def load_image(source: Any) -> Image.Image:
-    """Turn whatever names or holds an image into an upright RGB image.
+    """Load an upright RGB image.
 
     Transparent images are laid over white, as the Hugging Face image processors do.
 
@@ -60,7 +60,7 @@ def read_source(source: Any, what: str) -> tuple[str, bytes]:
     """Read a path, a ``file://`` or ``data:`` URI, or bytes.
 
     Args:
-        source: where the file is, or its content.
+        source: place or content of the file.
         what: "image" or "video", for messages.
 
     Returns:

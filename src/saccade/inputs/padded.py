@@ -76,7 +76,7 @@ def type_ids(config: Any, ids: Ids) -> dict[str, Tensor]:
 
 
 def visual_mask(config: Any, ids: Ids) -> Tensor:
-    """Which ids are image or video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
+    """Mask of image and video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
     given = torch.as_tensor(ids)
     mask = torch.zeros_like(given, dtype=torch.bool)
     for token in visual_ids(config).values():
@@ -85,14 +85,14 @@ def visual_mask(config: Any, ids: Ids) -> Tensor:
 
 
 def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
-    """Where every medium of a prompt lies in its ids.
+    """Spans of a prompt's media in its ids.
 
     Returns:
-        ``[start, end)`` per medium, from its first placeholder to behind its last one. What stands between
-        the placeholders (row breaks, tile tags, timestamps) is inside, what wraps them is not.
+        ``[start, end)`` per medium, from its first placeholder to behind its last one. Tokens between
+        the placeholders (row breaks, tile tags, timestamps) are inside, wrapper tokens are not.
 
     Raises:
-        InputError: the ids have not as many placeholders as the media fill.
+        InputError: the number of placeholders differs from the tokens of the media.
     """
     tokens = visual_ids(config)
     places = {kind: [i for i, t in enumerate(prompt.ids) if t == token] for kind, token in tokens.items()}
@@ -120,9 +120,9 @@ def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
 
 
 def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
-    """Refuse Hugging Face inputs with images that lack the token types which their model needs.
+    """Refuse Hugging Face inputs with images but without the token types that their model needs.
 
-    Qwen2.5-VL and Gemma 3 would answer from such inputs without complaint, and wrongly.
+    Qwen2.5-VL and Gemma 3 would accept such inputs and generate wrong answers.
 
     Raises:
         InputError: there are images or videos but no ``mm_token_type_ids`` or ``token_type_ids``.

@@ -15,7 +15,7 @@ from saccade.inputs.families import family_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a checkpoint gives for its inputs.
+    """Everything of a checkpoint that makes its inputs.
 
     Attributes:
         config: the model's Hugging Face configuration.
@@ -24,7 +24,7 @@ class Parts:
         video_settings: content of its video configuration file; empty without one.
         chat_template: Jinja source, where it is not the tokenizer's own.
         eos_token_ids: ids that end an answer, where the generation configuration names them.
-        composite: its whole Hugging Face processor, for families outside the table only.
+        composite: its whole Hugging Face processor, for families outside the registry only.
     """
 
     config: Any
@@ -137,7 +137,7 @@ def _chat_template(path: str, processor_config: Mapping[str, Any]) -> str | None
 
 
 def clean_video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a video configuration that say something; SmolVLM keeps its sampling in a part of its own."""
+    """Settings of a video configuration that are not None; SmolVLM has its sampling in a nested part."""
     settings = {k: v for k, v in content.items() if v is not None}
     sampling = settings.pop("video_sampling", None)
     if sampling:
@@ -173,11 +173,11 @@ def _write(file: Path, text: str) -> None:
 
 
 _NAMES = ("image_processor_type", "video_processor_type", "feature_extractor_type", "processor_class")
-"""What a class is called says nothing about what it does, and changes with the version of transformers."""
+"""Class names, which change with the version of transformers and not with behaviour."""
 
 
 def settings_digest(parts: Parts) -> str:
-    """Of a checkpoint's image and video settings and its chat template."""
+    """Hash of a checkpoint's image and video settings and its chat template."""
     composite = parts.composite
     settings = [
         _settings(parts.image_processor),

@@ -1,4 +1,4 @@
-"""From messages, images and videos to a :class:`~saccade.inputs.prompt.Prompt` for one model."""
+"""Prompts of one model from messages, images and videos."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from saccade.inputs.visuals import Visuals, composite_prompt
 
 
 class InputProcessor:
-    """Makes prompts for one model, token for token as its Hugging Face processor does, without torchvision.
+    """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision.
 
     Attributes:
         config: the model's Hugging Face configuration.
         tokenizer: the model's tokenizer.
         eos_token_ids: ids that end an answer.
-        parts: all that the checkpoint brings besides the weights.
+        parts: everything in the checkpoint besides the weights.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -48,7 +48,7 @@ class InputProcessor:
 
     @cached_property
     def digest(self) -> str:
-        """Of image and video settings and chat template."""
+        """Hash of image and video settings and chat template."""
         return settings_digest(self.parts)
 
     @classmethod
@@ -115,14 +115,14 @@ class InputProcessor:
             images: for the places of messages that carry no image themselves, in order; see
                 :func:`~saccade.inputs.media.load_image` for what each can be.
             videos: likewise; see :func:`~saccade.inputs.video.load_video`.
-            add_generation_prompt: whether the model answers next.
+            add_generation_prompt: whether an answer follows.
             num_frames: frames taken of a video file, in place of the checkpoint's own setting.
             fps: frames a second taken of a video file, likewise.
             template_options: further variables of the chat template.
 
         Returns:
             ids with every placeholder expanded, and the media in the order of their placeholders. Families
-            that see a video as images (InternVL, SmolVLM) get one medium of kind "image" per frame.
+            that take a video as images (InternVL, SmolVLM) get one medium of kind "image" per frame.
 
         Raises:
             InputError: messages, images or videos cannot be used, do not match in number, or are not for
@@ -154,15 +154,15 @@ class InputProcessor:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def text_only(self, prompt: Prompt) -> Prompt:
-        """The prompt as a drafter without eyes reads it: one newline for every image or video.
+        """The prompt for a drafter without vision: one newline for every image or video.
 
-        A medium's placeholders go with what is between and around them: row breaks, tile tags, timestamps,
+        A medium's placeholders are removed with everything between and around them: row breaks, tile tags, timestamps,
         start and end tokens (the T view of TABED).
         """
         return without_media(self.config, self.tokenizer, prompt)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write what `load` reads besides the configuration: for a model whose inputs are the same."""
+        """Write all files that `load` reads except the configuration, for a model with the same inputs."""
         save_parts(self.parts, Path(folder))
 
     def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
@@ -185,7 +185,7 @@ class InputProcessor:
         return normalise([{"role": "user", "content": [*parts, {"type": "text", "text": given}]}])
 
     def _refuse(self, slots: Sequence[Slot]) -> None:
-        """Media that this model does not take."""
+        """Refuse media that this model does not take."""
         family, name = self._family, self._family.name
         if family.is_composite:
             return
@@ -222,7 +222,7 @@ class InputProcessor:
         return "".join(self._family.raw.format(words[s.kind]) for s in slots) + given
 
     def _has_special_tokens(self, text: str, *, templated: bool) -> bool:
-        """Whether the template wrote them itself; language models' templates are taken to do so always."""
+        """Whether the template wrote the special tokens itself; those of language models are taken to do so always."""
         if not self._family.reads_images:
             return templated
         bos = getattr(self.tokenizer, "bos_token", None)
@@ -276,7 +276,7 @@ def _listed(given: Iterable[Any], name: str) -> list[Any]:
 
 
 def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[Slot]:
-    """Give the places without a source of their own what the caller listed."""
+    """Fill places without a source of their own from the caller's lists."""
     given = {"image": iter(images), "video": iter(videos)}
     missing = object()
     out = []

@@ -1,4 +1,4 @@
-"""What a model is asked: token ids with placeholders, and the media that fill them."""
+"""Prompts: token ids with placeholders, and the media that fill them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Medium:
             (for example ``pixel_values`` and ``image_grid_thw``).
         n_tokens: number of placeholder tokens in the prompt that it fills.
         digest: hash of the content; equal digests mean interchangeable features.
-        frame: which frame it is and of how many, where it is an image to the family but one frame of a video to who
-            gave it; None for all others, and for prompts that others have made.
+        frame: index and number of frames, where the family takes the frames of a video as images; None for all others
+            and for prompts made elsewhere.
     """
 
     kind: Literal["image", "video"]
@@ -52,7 +52,7 @@ class Prompt:
 
     @property
     def given(self) -> list[tuple[Medium, ...]]:
-        """The media as they were given: the frames of one video together, all others alone."""
+        """Media by source: the frames of one video together, all others alone."""
         found: list[tuple[Medium, ...]] = []
         for medium in self.media:
             if medium.frame is not None and medium.frame[0] and found:

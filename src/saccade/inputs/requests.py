@@ -1,4 +1,4 @@
-"""What was asked: one question or a batch of them, with the media and the seed of every row."""
+"""Public calls into rows: one prompt or a batch, with the media and the seed of every row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""
 
 Question = str | Messages | Prompt
-"""What one row is asked."""
+"""Prompt of one row as a caller writes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One row as the user gave it, images loaded."""
+    """One row as the caller gave it, images loaded."""
 
     question: Question
     images: Sequence[Any]
@@ -33,7 +33,7 @@ class Asked:
     sampling: Mapping[str, Any]
 
     def prompt(self, processor: InputProcessor) -> Prompt:
-        """The question as one model takes it."""
+        """Prompt for one model."""
         if isinstance(self.question, Prompt):
             if self.images or self.videos:
                 raise InputError("A Prompt holds its media already; leave images and videos out.")
@@ -93,10 +93,10 @@ def _is_seed(seed: Any) -> bool:
 def kept_video(
     processor: InputProcessor, source: Any, num_frames: float | None = None, fps: float | None = None
 ) -> Any:
-    """A video's frames as a prompt with this sampling takes them, so that later prompts take the same ones.
+    """Load the frames that a prompt with this sampling uses, so that later prompts use the same ones.
 
     Returns:
-        A `Video`; the source as it is where no prompt can be made of it, which the prompt will say.
+        A `Video`; the source itself where no prompt can be made of it, which the prompt then refuses.
 
     Raises:
         InputError: the video cannot be read.

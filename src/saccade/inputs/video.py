@@ -13,7 +13,7 @@ from saccade.errors import InputError
 from saccade.inputs.media import load_image, read_source, to_uint8
 
 ASSUMED_FPS = 24.0
-"""Frames per second of videos that do not say (the value that transformers assumes)."""
+"""Frames per second of videos of unknown rate (the value that transformers assumes)."""
 
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
 Choose = Callable[[int, float], Sequence[int]]
@@ -21,7 +21,7 @@ Choose = Callable[[int, float], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """Frames of a video and where in it they were.
+    """Frames of a video and their times.
 
     Attributes:
         frames: ``[T, H, W, 3]`` uint8.
@@ -47,7 +47,7 @@ class Video:
 
     @property
     def sampled_fps(self) -> float:
-        """Kept frames per second; the assumed rate when the video does not say its own."""
+        """Kept frames per second; the assumed rate when the video's own is unknown."""
         return len(self.indices) / self.total * self.fps if self.fps else ASSUMED_FPS
 
 
@@ -58,7 +58,7 @@ def wanted_frames(total: int, fps: float, settings: Mapping[str, Any]) -> int:
 
 
 def load_video(source: Any, choose: Choose | None = None) -> Video:
-    """Turn whatever names or holds a video into frames.
+    """Load the frames of a video.
 
     Args:
         source: a path, a ``file://`` or ``data:`` URI, the bytes of a video file; or frames that are sampled

@@ -1,4 +1,4 @@
-"""What differs between model families, read from their configuration: data, not code."""
+"""Traits of a loaded model: masks, limits and whether the conformance suite covers it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from saccade.target.masks import MaskPlan
 TESTED = {
     name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()
 }
-"""``model_type`` -> name, for every family in the conformance suite; others are tried and checked at load."""
+"""``model_type`` -> name, for every family in the conformance suite; others are checked at load."""
 
 DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for decoder in family.decoders}
 """``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
-one is tried and checked like an unknown architecture."""
+one is checked at load like an unknown architecture."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Kinds of layers for which there are masks."""
@@ -26,7 +26,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one loaded model wants to be called.
+    """Traits of one loaded model.
 
     Attributes:
         model_type: of the top-level configuration.
@@ -34,7 +34,7 @@ class Family:
         tested: whether the conformance suite covers both.
         masks: the masks that its decoder takes.
         bidirectional_images: whether image tokens attend to later tokens of the same image.
-        limits: how long its sequences may become.
+        limits: on the length of its sequences.
     """
 
     model_type: str
@@ -46,7 +46,7 @@ class Family:
 
     @property
     def context(self) -> int | None:
-        """Longest sequence that the model supports, or None when it does not say."""
+        """Longest sequence that the model supports, or None when unknown."""
         return self.limits.context
 
     @classmethod

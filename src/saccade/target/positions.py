@@ -1,4 +1,4 @@
-"""Positions of a prompt's tokens, and the token types that some models ask for."""
+"""Positions of a prompt's tokens, and the token types that some models need."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from saccade.inputs.padded import join, type_ids
 from saccade.inputs.prompt import Prompt
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments that tell image tokens from text."""
+"""Forward arguments that distinguish image tokens from text."""
 
 
 def check_types(model: Any) -> None:
-    """Refuse media for a family outside the table whose model wants to be told which tokens are images.
+    """Refuse media for a family outside the registry whose model needs token types.
 
-    What its types mean (positions, attention both ways) is unknown, and without them it would read images wrongly.
+    The meaning of its types (positions, bidirectional attention) is unknown, and without them outputs would be wrong.
 
     Raises:
         ModelError: the model is of such a family.
@@ -34,13 +34,13 @@ def check_types(model: Any) -> None:
     types = next((name for name in TYPES if name in wanted), None)
     if types is not None:
         raise ModelError(
-            f"Images cannot be given to the family {family.name!r}, whose model is told by {types} which "
-            "tokens they are and how to read them; ask it without images, or use a model of a tested family."
+            f"Images cannot be given to the family {family.name!r}, whose model needs {types} of unknown meaning for "
+            "them; leave images out, or use a model of a tested family."
         )
 
 
 def rope_positions(rope_index: Any, config: Any, ids: Tensor, prompt: Prompt) -> tuple[Tensor, int]:
-    """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta.
+    """M-RoPE positions ``[3, 1, S]`` of the whole prompt, and its rope delta.
 
     Computed here and passed explicitly, because the model would otherwise keep the delta of an earlier
     request as state on its module.

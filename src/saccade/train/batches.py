@@ -21,7 +21,7 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Keyword arguments of the target's model for B sequences and their media.
 
     Args:
-        prompts: whole sequences, answers included. Of a family that Saccade does not know, one at a time.
+        prompts: whole sequences, answers included. Of an unknown family, one at a time.
 
     Returns:
         ``input_ids`` and ``attention_mask`` ``[B, S]``, positions where the model has M-RoPE ``[3, B, S]``, token
@@ -29,7 +29,7 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """
     device = target.device
     rows = [torch.tensor(p.ids, device=device) for p in prompts]
-    # A row's own last token fills it up: unlike an id that means nothing here, it can never be a placeholder.
+    # Padding repeats a row's last token: unlike an arbitrary id, it can never be a placeholder.
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -50,10 +50,10 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
 def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, dict[str, Any]]]:
     """Forward passes for all prompts in order: halved where media do not fit together (videos of several lengths).
 
-    Prompts of a family that Saccade does not know go one at a time.
+    Prompts of an unknown family are passed one at a time.
 
     Yields:
-        Which prompts a pass is for, and its `forward_inputs`, made when it is asked for.
+        Which prompts a pass is for, and its `forward_inputs`, computed when it is requested.
 
     Raises:
         InputError: the media of one prompt alone cannot be used.
@@ -85,7 +85,7 @@ _POOL = 32
 
 
 def set_apart(count: int, wanted: int, seed: int) -> tuple[list[int], list[int]]:
-    """Samples to measure on, at most a tenth, and samples to learn from."""
+    """Samples to validate on, at most a tenth, and samples to train on."""
     some = min(wanted, count // 10)
     apart = set(Random(f"apart/{seed}").sample(range(count), some))
     return sorted(apart), [i for i in range(count) if i not in apart]

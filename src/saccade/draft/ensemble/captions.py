@@ -1,4 +1,4 @@
-"""View C: every image told in words (TABED, Lee et al. 2026, Section 6.1, Appendices E and I.2)."""
+"""View C: a caption in place of every image (TABED, Lee et al. 2026, Section 6.1, Appendices E and I.2)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from saccade.target.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An image or a video as it stands in a prompt.
+    """An image or a video in a prompt.
 
     Attributes:
         media: one; of a video that the family takes as images, all its frames.
-        ids: placeholders, with what is between and around them.
+        ids: placeholders, with the tokens between and around them.
     """
 
     media: tuple[Medium, ...]
@@ -50,7 +50,7 @@ class Seen:
 
 
 Captioner = Callable[[Seen], str]
-"""Tells in a few words what an image or a video shows."""
+"""Short caption of an image or a video."""
 
 
 class Caption(PlainView):
@@ -59,13 +59,13 @@ class Caption(PlainView):
     Args:
         config: the draft model's Hugging Face configuration.
         tokenizer: its tokenizer.
-        captioner: asked once for every image or video, when a prompt with it is first read; `OwnCaptions`,
+        captioner: called once for every image or video, when it first occurs in a prompt; `OwnCaptions`,
             `GivenCaptions`, or `PictureCaptions` around any function of a PIL image.
-        device: where the captioner computes. What is still queued there (the target's prefill) is waited for first, so
-            that it does not count as time spent on captions.
+        device: of the captioner. Work that is queued there (the target's prefill) is awaited first, so that it does not
+            count as time spent on captions.
 
     Attributes:
-        captions: what was told, by the digest of what was seen.
+        captions: by the digest of the image or video.
         seconds: spent on captions so far.
     """
 
@@ -108,13 +108,13 @@ class Caption(PlainView):
 
 
 class OwnCaptions:
-    """A VLM that Saccade runs tells what it sees, greedily: the draft model itself.
+    """Greedy captions by a VLM that Saccade runs, such as the draft model itself.
 
     Args:
         model: the adapter of the VLM.
         processor: its inputs.
         max_new_tokens: of a caption.
-        question: what it is asked; ``{kind}`` becomes image or video.
+        question: of the caption; ``{kind}`` becomes image or video.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class OwnCaptions:
         self._question = question
 
     def prompt(self, seen: Seen) -> Prompt:
-        """The question about what is seen: as it is asked about an empty picture, with the media in its place."""
+        """The caption's prompt: that of an empty picture, with the media in its place."""
         question = self._question.format(kind=seen.kind)
         if seen.kind == "image":
             empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
@@ -152,9 +152,9 @@ class OwnCaptions:
     def _answer(self, prompt: Prompt) -> str:
         context = Context(self._model, 1)
         context.cache.reserve(0, len(prompt) + self._max_new_tokens)
-        said = context.load(0, prompt).logits
-        assert said is not None
-        token = int(said.argmax())
+        logits = context.load(0, prompt).logits
+        assert logits is not None
+        token = int(logits.argmax())
         answer: list[int] = []
         while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
             answer.append(token)
@@ -165,11 +165,11 @@ class OwnCaptions:
 
 
 class PictureCaptions:
-    """Any function from a PIL image to words: BLIP, Florence-2, or one's own.
+    """Captions by any function of a PIL image: BLIP, Florence-2, or one's own.
 
     Args:
         processor: the draft model's inputs, whose tensors are turned back into pictures.
-        tell: the function; a video is told by its middle frame.
+        tell: the function; of a video it gets the middle frame.
     """
 
     def __init__(self, processor: InputProcessor, tell: Callable[[Image.Image], str]) -> None:
@@ -181,7 +181,7 @@ class PictureCaptions:
 
 
 class GivenCaptions:
-    """Captions that are there already.
+    """Captions given in advance.
 
     Args:
         texts: by digest (`Medium.digest`; of a video that a family takes as images, its frames' joined by blanks).
@@ -210,7 +210,7 @@ def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], 
         device: where it runs.
 
     Raises:
-        ModelError: the checkpoint cannot be loaded, or does not see.
+        ModelError: the checkpoint cannot be loaded, or takes no images.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -219,7 +219,9 @@ def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], 
         model = load_model(path, device_map=None if device.type == "cpu" else device)
         return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
     if type(config) not in AutoModelForImageTextToText._model_mapping:
-        raise ModelError(f"The captioner {path} is a language model, which sees nothing; give one that does.")
+        raise ModelError(
+            f"The captioner {path} is a language model, which takes no images; give an image-to-text model."
+        )
     return CheckpointCaptions(path, device=device)
 
 
@@ -260,8 +262,7 @@ class CheckpointCaptions:
 
 
 def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
-    """The picture that a medium's tensors show: the whole image where it was also cut into tiles, the middle frame of
-    a video.
+    """The picture of a medium's tensors: the whole image even if it also has tiles, the middle frame of a video.
 
     Raises:
         MethodError: the family's tensors are not understood.

@@ -25,17 +25,17 @@ from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
 
 KEPT = 16
-"""Halved pictures that are kept for later turns."""
+"""Number of halved pictures cached for later turns."""
 
 
 def pooled(model: Target) -> View:
-    """View P in the way of the draft model's family.
+    """View P for the draft model's family.
 
     Args:
         model: the adapter of the draft model.
 
     Raises:
-        MethodError: the model cannot see, or its family is unknown.
+        MethodError: the model takes no images, or its family is unknown.
     """
     family = family_of(model.config)
     if family.is_resizable:
@@ -51,10 +51,10 @@ def pooled(model: Target) -> View:
 class HalvedPictures(PlainView):
     """P for families that take pictures of any size (Qwen-VL, Pixtral): every picture at half its resolution.
 
-    The tower's features are as many as the picture's size asks for, so this is what the paper's 2x2 averages are
-    elsewhere, in the form in which the model has been trained: grid, row breaks and positions are those of a smaller
-    picture, and the tower, too, has a quarter of the work. A side with an odd number of visual tokens is rounded up; a
-    video keeps its frames and their timestamps.
+    The number of features follows from the picture's size, so this corresponds to the paper's 2x2 averages in a form
+    that the model was trained on: grid, row breaks and positions are those of a smaller picture, and the tower has a
+    quarter of the work. A side with an odd number of visual tokens is rounded up; a video keeps its frames and their
+    timestamps.
 
     Args:
         config: the draft model's Hugging Face configuration.
@@ -76,7 +76,7 @@ class HalvedPictures(PlainView):
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
     def _half(self, medium: Medium) -> Medium:
-        """The medium at half its resolution; every turn of a conversation asks for its pictures again."""
+        """The medium at half its resolution, cached because every turn of a conversation repeats its pictures."""
         small = self._halved.pop(medium.digest, None) or family_of(self._config).halved(medium)
         self._halved[medium.digest] = small
         if len(self._halved) > KEPT:
@@ -84,7 +84,7 @@ class HalvedPictures(PlainView):
         return small
 
     def _surplus(self, places: list[int], medium: Medium, small: Medium) -> Iterator[int]:
-        """Positions that a medium has no use for any more: of its placeholders, and of the breaks between rows."""
+        """Positions of placeholders and row breaks that the smaller medium does not need."""
         before, after = (family_of(self._config).grid(m) for m in (medium, small))
         assert before is not None
         assert after is not None
@@ -153,7 +153,7 @@ class PooledFeatures(PlainView):
             session.load(row, prompt, prefill)
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
-        """Placeholders of one grid of a medium, and how many are left of them."""
+        """Number of placeholders of one grid of a medium, and of those that remain."""
         family = family_of(self._config)
         if self._patch is not None:
             return medium.n_tokens, family.count(medium.kind, medium.tensors)
@@ -163,7 +163,7 @@ class PooledFeatures(PlainView):
 
     @contextmanager
     def _pooling(self) -> Iterator[None]:
-        """The model pools while this is open."""
+        """Average the model's features inside this context."""
         base: Any = getattr(self._model.model, "base_model", self._model.model)
         module = base.get_submodule(self._point.module)
         if self._point.at_output:
