@@ -54,7 +54,7 @@ def test_history_may_be_cut_between_turns() -> None:
     assert again.stats.reused_tokens >= first.stats.prompt_tokens
 
 
-def test_a_turn_that_is_left_counts_with_what_was_said() -> None:
+def test_an_abandoned_turn_counts_with_the_tokens_it_has() -> None:
     chat = vlm("llava", "llava-draft").chat()
     turn = chat.stream("What?", [picture(1)])
     for _ in turn:

@@ -207,7 +207,7 @@ def test_own_processors_and_criteria_count_the_padding(name: str, rows: int) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_dictionary_with_scores_and_logits_when_asked(rows: int) -> None:
+def test_a_dictionary_has_scores_and_logits_on_request(rows: int) -> None:
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     theirs, ours = both("gemma3", inputs_of("gemma3", rows), **options, repetition_penalty=1.2)
     assert isinstance(ours, GenerateDecoderOnlyOutput)
@@ -244,7 +244,7 @@ class Listener(BaseStreamer):
 
 @pytest.mark.parametrize("eos", [None, "first"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_hears_what_generate_would_tell_it(rows: int, eos: str | None) -> None:
+def test_a_streamer_gets_the_columns_of_generate(rows: int, eos: str | None) -> None:
     listeners = Listener(), Listener()
     options = {"max_new_tokens": NEW, "eos_token_id": common("llava")[7] if eos else None}
     inputs = inputs_of("llava", rows)
@@ -304,7 +304,7 @@ def test_every_returned_sequence_sees_its_own_pictures(name: str) -> None:
 # --------------------------------------------------------------------------- drafters
 
 
-def test_a_drafter_without_eyes_reads_the_prompt_without_placeholders() -> None:
+def test_a_text_only_drafter_gets_the_prompt_without_placeholders() -> None:
     case = FAMILIES["qwen2_5_vl"]
     blind = speculate(case.text_draft_model(), gamma=3)
     inputs = inputs_of("qwen2_5_vl", 3)
@@ -312,7 +312,7 @@ def test_a_drafter_without_eyes_reads_the_prompt_without_placeholders() -> None:
     assert sequences[:, inputs["input_ids"].shape[1] :].tolist() == case.reference("image", rows=3, n=NEW)
 
 
-def test_a_drafter_with_other_eyes_needs_inputs_of_its_own() -> None:
+def test_a_drafter_of_another_image_form_needs_inputs_of_its_own() -> None:
     theirs = FAMILIES["llava_next"]
     other = speculate(theirs.model(), gamma=3)
     inputs = inputs_of("llava", 3)

@@ -100,7 +100,7 @@ def test_a_caller_s_own_empty_cache_is_filled(kind: str) -> None:
     assert_alike(caches[1], caches[0], columns(inputs, theirs.shape[1] - 1))
 
 
-def test_a_static_cache_may_be_asked_for() -> None:
+def test_a_static_cache_is_accepted() -> None:
     inputs = FAMILIES["llama"].inputs("text", 2)
     theirs, ours = both("llama", inputs, cache_implementation="static", return_dict_in_generate=True)
     assert ours.sequences.tolist() == theirs.sequences.tolist()

@@ -111,7 +111,7 @@ def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path)
         ),
     ],
 )
-def test_what_is_no_checkpoint_is_told_from_one_that_cannot_be_reached(given: str, words: str) -> None:
+def test_a_missing_checkpoint_is_distinguished_from_an_unreachable_one(given: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         load(given)
 
@@ -134,7 +134,7 @@ ConnectError = type("ConnectError", (Exception,), {"__module__": "httpx"})
         ),
     ],
 )
-def test_what_the_hub_cannot_give_is_told_from_what_cannot_be_used(
+def test_an_unreachable_hub_is_distinguished_from_an_unusable_checkpoint(
     problem: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def from_pretrained(*_: object, **__: object) -> None:
@@ -203,7 +203,7 @@ def test_a_dtype_is_a_name_or_itself() -> None:
             check_dtype(wrong)
 
 
-def test_models_come_in_the_dtype_asked_for_and_a_small_drafter_on_a_cpu_in_float32() -> None:
+def test_models_load_in_the_given_dtype_and_a_small_drafter_on_a_cpu_in_float32() -> None:
     vlm = load(ready("llava"), ready("llava-draft"), dtype="bfloat16")
     assert vlm.target.dtype == torch.bfloat16
     assert vlm.draft_model is not None

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_asked_is_refused_in_one_sentence(name: str) -> None:
+def test_an_unusable_request_is_refused_in_one_sentence(name: str) -> None:
     call, words = REFUSED[name]
     with pytest.raises(InputError) as caught:
         call()

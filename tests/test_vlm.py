@@ -83,7 +83,7 @@ def test_messages_may_carry_their_images(tmp_path: Path) -> None:
         assert vlm("llava", "llava-draft").generate(question, images).tokens == expected
 
 
-def test_a_ready_prompt_is_drafted_for_in_words_by_a_model_with_other_eyes() -> None:
+def test_a_ready_prompt_is_drafted_from_text_alone_under_another_vision_tower() -> None:
     prompt = vlm("llava").processor.prompt("What?", [picture(1)])
     for drafter in ("llava-draft", "llava-small-images", "llama"):
         assert vlm("llava", drafter).generate(prompt).tokens == reference("llava", prompt)
@@ -233,7 +233,7 @@ def test_a_stream_that_is_left_holds_what_there_is() -> None:
     assert output.text
 
 
-def test_a_stream_of_a_batch_speaks_of_every_row() -> None:
+def test_a_stream_of_a_batch_has_tokens_of_every_row() -> None:
     stream = vlm("llama").stream(["One", "Another one"], max_new_tokens=9)
     rows: list[list[int]] = [[], []]
     for chunk in stream:
@@ -255,7 +255,7 @@ def test_a_hugging_face_streamer_is_fed() -> None:
         model.generate(["a", "b"], streamer=streamer)
 
 
-def test_a_streamer_hears_of_the_end_when_generation_fails() -> None:
+def test_a_streamer_ends_when_generation_fails() -> None:
     """Its reader would otherwise wait for ever."""
     streamer = TextIteratorStreamer(vlm("llama").processor.tokenizer, skip_prompt=True, timeout=5)
 

@@ -73,7 +73,7 @@ def test_files_of_a_message_that_does_not_fit_are_dropped(shell: Shell, tmp_path
     assert result.out == vlm("llama").chat().send("And?").text + "\n"
 
 
-def test_a_bad_first_image_is_told_before_the_model_is_loaded(shell: Shell) -> None:
+def test_a_bad_first_image_is_reported_before_the_model_is_loaded(shell: Shell) -> None:
     assert "no.png does not exist" in shell(*LLAVA, "-i", "no.png").complaint
 
 

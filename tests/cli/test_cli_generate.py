@@ -42,7 +42,7 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
     assert result.err.count("\n") == 1, "libraries kept quiet"
 
 
-def test_a_drafter_that_cannot_do_as_asked_is_told_of_once(
+def test_a_drafter_that_falls_back_is_reported_once(
     shell: Shell, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target's attention applies to none of the pictures, and one line is printed."""

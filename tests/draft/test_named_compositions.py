@@ -154,7 +154,7 @@ def test_methods_that_rewrite_prompts_say_what_they_need() -> None:
             build(method, Parts(parts.target, parts.draft_model))
 
 
-def test_a_drafter_without_eyes_beside_copies_goes_into_generate() -> None:
+def test_a_text_only_drafter_beside_copies_runs_in_generate() -> None:
     case = FAMILIES["qwen2_5_vl"]
     inputs = case.inputs("image", 2)
     blind = speculate(case.text_draft_model(), "lookup-merge", gamma=3)
