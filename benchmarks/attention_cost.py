@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.pocket.attention import _fused, _products
+from tools.pocket.models import _fused, _products
 
 SHAPES = ((8, 8, 32, 300), (32, 32, 128, 2000), (28, 4, 128, 2000))  # heads, key heads, head size, positions
 QUERIES = (1, 6, 26)

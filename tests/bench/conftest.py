@@ -12,7 +12,7 @@ from bench_kit import suite
 import saccade
 from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
-from tools.pocket.export import write_folder
+from tools.pocket.export import write_checkpoint
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
 from tools.pocket.tokens import train_tokenizer
@@ -41,10 +41,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
                 weight.mul_(1.7)  # or the many visual tokens would drown the words
         model.lm_head.weight.mul_(6)
         model.lm_head.weight[:7] = 0  # special tokens never win against the best of the others
-    write_folder(model, tokenizer, folder / "target")
+    write_checkpoint(model, tokenizer, folder / "target")
     with torch.no_grad():
         model.lm_head.weight.add_(0.5 * model.lm_head.weight.std() * torch.randn(448, 64))
-    write_folder(model, tokenizer, folder / "draft")
+    write_checkpoint(model, tokenizer, folder / "draft")
     return str(folder / "target"), str(folder / "draft")
 
 

@@ -61,7 +61,7 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     assert product.dtype == (torch.bfloat16 if multiplies else torch.float32)
     threads = torch.get_num_threads()
     count = f"{threads} CPU thread{'' if threads == 1 else 's'}"
-    assert precision.told(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
+    assert precision.description(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
     assert precision.dtype_for(torch.device("cuda")) == torch.bfloat16
 
 

@@ -35,8 +35,8 @@ class Preparing:
         return [i + step for i in indices]
 
 
-def prefetching(learner: Preparing, steps: int) -> Prefetch:
-    batches = Prefetch(learner)  # type: ignore[arg-type]
+def prefetching(learner: Preparing, steps: int) -> Prefetch[list[int]]:
+    batches = Prefetch(lambda step, indices: learner.prepare(indices, step))
     batches.begin((step, [0, 1]) for step in range(steps))
     return batches
 

@@ -9,13 +9,12 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
 import saccade
-from saccade import files
+from saccade.files import write_folder
 from saccade.pocket.evaluate import measure, table
 from saccade.pocket.sample import WORLD
 from tools.pocket.batches import FIRST_TRAINING_SEED
-from tools.pocket.chat import BEGIN, END, PAD
 from tools.pocket.models import CONTEXT, PocketModel
-from tools.pocket.processor import write_processor
+from tools.pocket.processor import BEGIN, END, PAD, write_processor
 from tools.pocket.recipe import Recipe
 
 
@@ -56,7 +55,7 @@ another.
 """
 
 
-def write_folder(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None:
+def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Everything that `from_pretrained` needs: configuration, weights, tokenizer, processor, template."""
     narrow = copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16)
     narrow.generation_config = GenerationConfig(
@@ -111,7 +110,7 @@ def export(
     """Put a finished, measured model folder in the place of `folder`; `drafter` as in `card`."""
 
     def write(part: Path) -> None:
-        write_folder(model, tokenizer, part)
+        write_checkpoint(model, tokenizer, part)
         (part / "README.md").write_text(card(part, recipe, provenance, drafter))
 
-    files.write_folder(folder, write)
+    write_folder(folder, write)

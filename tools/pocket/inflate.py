@@ -28,8 +28,17 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from saccade.errors import ModelError
-from tools.pocket.inflated_layer import Filler, Widths, rotary_rows, wide_layer
-from tools.pocket.inflated_shape import SHAPES, Shape, check, copies_of, parse_shape
+from tools.pocket.inflated_layer import (
+    SHAPES,
+    Filler,
+    Shape,
+    Widths,
+    check,
+    copies_of,
+    parse_shape,
+    rotary_rows,
+    wide_layer,
+)
 
 
 class _Source:

@@ -11,19 +11,14 @@ from torch import Tensor
 
 from saccade.pocket.sample import WORLD, Sample, draw
 from saccade.train.precision import fast_products
-from tools.pocket.alignment import align_projector
-from tools.pocket.attention import choose_attention
-from tools.pocket.batches import Batch, batch_of, sorted_batch
-from tools.pocket.decisive import decisive_weights
+from tools.pocket.batches import Batch, batch_of, sorted_batch, thinned
 from tools.pocket.drill import drills
-from tools.pocket.growth import grow
 from tools.pocket.lessons import Lessons, taught
 from tools.pocket.loop import train
-from tools.pocket.mixtures import COMPARING, REFINING
-from tools.pocket.models import PocketModel, build, loss_of
-from tools.pocket.recipe import LanguageShape, Recipe, Schedule
-from tools.pocket.thinning import thinned
-from tools.pocket.tokens import content_weights
+from tools.pocket.models import PocketModel, build, choose_attention, grow, loss_of
+from tools.pocket.recipe import COMPARING, REFINING, LanguageShape, Recipe, Schedule
+from tools.pocket.tokens import content_weights, decisive_weights
+from tools.pocket.tower import align_projector
 
 _LESSONS = "lessons"
 _CHECKED = 8  # samples of every task that the held-out loss is measured on

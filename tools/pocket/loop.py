@@ -1,106 +1,137 @@
-"""One training stage: a number of steps, with checkpoints that a kill cannot spoil and a resume repeats exactly."""
+"""One training stage: a number of steps, with checkpoints that a kill cannot spoil and a resume repeats exactly.
 
+Optimisers, prefetch, number format and atomic writes are those of `saccade.train`; its loop is not used, because a
+stage has no target, no data files and no drafts to measure, writes one checkpoint by the clock, and is complete when
+the file of its weights exists.
+"""
+
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from saccade.train.optimiser import muon_and_adamw
-from tools.pocket.files import save
-from tools.pocket.prefetch import made_ahead, workers_for
+from saccade.errors import TrainingError
+from saccade.files import write_file
+from saccade.formats import duration
+from saccade.train.optimiser import Optimisers, muon_and_adamw
+from saccade.train.prefetch import Prefetch
 from tools.pocket.recipe import Schedule
 
-_Made = TypeVar("_Made")
-_PAUSE, _CHECKED = 30.0, 600.0  # seconds between lines of progress, and between checks
+_Batch = TypeVar("_Batch")
+_PROGRESS_SECONDS, _CHECK_SECONDS = 30.0, 600.0
+_AHEAD = 3  # batches per worker
+_CLIP = 1.0
 
 
-def _optimisers(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> list[torch.optim.Optimizer]:
+def save(value: Any, path: Path) -> None:
+    """Write a file with `torch.save`, atomically.
+
+    Raises:
+        TrainingError: the disk is full, or the file cannot be written.
+    """
+    write_file(path, partial(torch.save, value), error=TrainingError)
+
+
+def optimisers_for(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside layers, AdamW for embeddings, heads, norms and biases."""
     weights = dict(named)
     inside = [weight for name, weight in weights.items() if weight.ndim == 2 and "layers." in name]
     return muon_and_adamw(inside, list(weights.values()), rate, 0.02, (0.9, 0.95), fused=True)
 
 
+def prefetch(make: Callable[[int], _Batch], first: int, last: int, device: torch.device) -> Prefetch[_Batch]:
+    """Batches `first` to `last - 1`, made by spare cores; beside a model that trains on the CPU there are none.
+
+    Args:
+        make: the batch of a number, as a picklable function of nothing else.
+    """
+    workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 2) - 2)
+    # Spawned, because a process that has used CUDA cannot be forked.
+    pool = partial(ProcessPoolExecutor, workers, get_context("spawn"), torch.set_num_threads, (1,))
+    batches = Prefetch(make, workers * _AHEAD, pool)
+    if workers:
+        batches.begin((number,) for number in range(first, last))
+    return batches
+
+
 def train(
     name: str,
     model: nn.Module,
-    make: Callable[[int], _Made],
-    loss_of: Callable[[_Made], Tensor],
+    make: Callable[[int], _Batch],
+    loss_of: Callable[[_Batch], Tensor],
     schedule: Schedule,
     folder: Path,
     checkpoint_seconds: float,
     check: Callable[[], str] | None = None,
 ) -> float:
-    """Train a stage to its end, or on from its checkpoint, and leave `<name>.pt` in `folder`.
+    """Train a stage to its end, or resume it from its checkpoint, and leave `<name>.pt` in `folder`.
 
     Trains the parameters that require gradients.
 
     Args:
-        make: the batch of that number, as a picklable function. All randomness comes from the number, so a resumed
-            run sees the same batches.
+        make: as in `prefetch`; all randomness comes from the number, so a resumed run repeats the same batches.
         loss_of: the loss of a batch.
-        check: a line about how well the model does, printed every ten minutes.
+        check: a line on the quality of the model, printed every ten minutes.
 
     Returns:
-        The minutes of training that the stage took over all its resumes.
+        Minutes of training, over all resumes of the stage.
+
+    Raises:
+        TrainingError: the disk is full, or a checkpoint cannot be written.
     """
-    done, resume = folder / f"{name}.pt", folder / f"{name}.checkpoint.pt"
-    if done.exists():
-        state = torch.load(done, map_location="cpu", weights_only=True)
+    complete, resume = folder / f"{name}.pt", folder / f"{name}.checkpoint.pt"
+    if complete.exists():
+        state = torch.load(complete, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         return float(state["seconds"]) / 60
-    learning = [(label, p) for label, p in model.named_parameters() if p.requires_grad]
-    optimisers = _optimisers(learning, schedule.rate)
-    number, before = 0, 0.0
+    trained = [(label, p) for label, p in model.named_parameters() if p.requires_grad]
+    optimisers = Optimisers(optimisers_for(trained, schedule.rate), [p for _, p in trained], _CLIP)
+    first, before = 0, 0.0
     if resume.exists():
         state = torch.load(resume, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
-        for optimiser, kept in zip(optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(kept)
-        number, before = state["step"], state["seconds"]
-        print(f"[{name}] resumed at step {number}, {before:.0f} s in", flush=True)
-    first = number
-    start = saved = spoken = checked = time.monotonic()
+        optimisers.load_state_dict(state["optimisers"])
+        first, before = state["step"], state["seconds"]
+        print(f"[{name}] resumed at step {first}, {before:.0f} s in", flush=True)
+    start = saved = reported = checked = time.monotonic()
     smooth = None
     parts = schedule.parts
-    workers = workers_for(next(model.parameters()).device)
-    batches = made_ahead(make, number * parts, schedule.steps * parts, workers)
-    while number < schedule.steps:
-        for optimiser in optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = schedule.rate_at(number)
-        loss: Tensor | float = 0.0
-        for _ in range(parts):
-            partial = loss_of(next(batches)) / parts
-            partial.backward()
-            loss = loss + partial.detach()
-        nn.utils.clip_grad_norm_([p for _, p in learning], 1.0)
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        number += 1
-        now = time.monotonic()
-        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
-        if now - spoken > _PAUSE:
-            left = (now - start) / (number - first) * (schedule.steps - number) / 60
-            print(
-                f"[{name}] step {number} of {schedule.steps}, loss {float(smooth):.4f}, "
-                f"about {left:.0f} min left",
-                flush=True,
-            )
-            spoken = now
-        if now - saved > checkpoint_seconds and number < schedule.steps:
-            state = {"model": model.state_dict(), "optimisers": [o.state_dict() for o in optimisers]}
-            save({**state, "step": number, "seconds": before + now - start}, resume)
-            saved = time.monotonic()
-            if check is not None and saved - checked > _CHECKED:
-                print(f"[{name}] {check()}", flush=True)
-                checked = saved = time.monotonic()
+    device = next(model.parameters()).device
+    batches = prefetch(make, first * parts, schedule.steps * parts, device)
+    try:
+        for step in range(first, schedule.steps):
+            loss: Tensor | float = 0.0
+            for part in range(parts):
+                share = loss_of(batches.take((step * parts + part,))) / parts
+                share.backward()
+                loss = loss + share.detach()
+            optimisers.step(schedule.rate_at(step))
+            done, now = step + 1, time.monotonic()
+            smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
+            if now - reported > _PROGRESS_SECONDS:
+                left = duration((now - start) / (done - first) * (schedule.steps - done))
+                of = f"step {done} of {schedule.steps}, loss {float(smooth):.4f}"
+                print(f"[{name}] {of}, about {left} left", flush=True)
+                reported = now
+            if now - saved > checkpoint_seconds and done < schedule.steps:
+                state = {"model": model.state_dict(), "optimisers": optimisers.state_dict()}
+                save({**state, "step": done, "seconds": before + now - start}, resume)
+                saved = time.monotonic()
+                if check is not None and saved - checked > _CHECK_SECONDS:
+                    print(f"[{name}] {check()}", flush=True)
+                    checked = saved = time.monotonic()
+    finally:
+        batches.close()
     seconds = before + time.monotonic() - start
-    save({"model": model.state_dict(), "step": number, "seconds": seconds}, done)
+    steps = max(first, schedule.steps)
+    save({"model": model.state_dict(), "step": steps, "seconds": seconds}, complete)
     resume.unlink(missing_ok=True)
-    print(f"[{name}] done: {number} steps in {seconds / 60:.1f} min", flush=True)
+    print(f"[{name}] done: {steps} steps in {seconds / 60:.1f} min", flush=True)
     return seconds / 60

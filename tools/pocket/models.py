@@ -1,15 +1,13 @@
-"""The model class of a run: the standard LLaVA-OneVision, small.
+"""Models."""
 
-Of the standard classes it is the one that serves all that the world asks: one picture, several, and videos
-(with a token of their own and 2 x 2 pooling of every frame), around a plain Llama.
-"""
-
+import copy
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaOnevisionConfig,
@@ -18,7 +16,7 @@ from transformers import (
 
 from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE
 from tools.pocket.batches import IGNORED, Batch
-from tools.pocket.chat import BEGIN, END, IMAGE, PAD, VIDEO
+from tools.pocket.processor import BEGIN, END, IMAGE, PAD, VIDEO
 from tools.pocket.recipe import LanguageShape, TowerShape
 
 CONTEXT = 8192
@@ -167,3 +165,77 @@ def loss_of(
         weights = weights * batch.weights.to(weights.device)[:, 1:][learnt]
     loss = (losses * weights).sum() / weights.sum()
     return loss if lesson is None else loss + lesson(caught, inputs, batch)
+
+
+_SILENCED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+_LAYERS = ".language_model.layers."
+
+
+def grow(model: PocketModel, layers: int) -> PocketModel:
+    """A model with `layers` language layers and the logits of `model`.
+
+    Raises:
+        ValueError: `layers` is no multiple of the layers that are there.
+    """
+    here = model.config.text_config.num_hidden_layers
+    times, rest = divmod(layers, here)
+    if rest or times < 1:
+        raise ValueError(f"{here} layers can grow to a multiple of {here}, not to {layers}.")
+    config = copy.deepcopy(model.config)
+    config.text_config.num_hidden_layers = layers
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = ["full_attention"] * layers
+    deep = PocketModel(config)
+    old, new = model.state_dict(), deep.state_dict()
+    for name in new:
+        if _LAYERS not in name:
+            new[name] = old[name].clone()
+            continue
+        stem, tail = name.split(_LAYERS)
+        number, part = tail.split(".", 1)
+        source = old[f"{stem}{_LAYERS}{int(number) // times}.{part}"]
+        silent = int(number) % times > 0 and part in _SILENCED
+        new[name] = torch.zeros_like(source) if silent else source.clone()
+    deep.load_state_dict(new)
+    return deep.to(model.device)
+
+
+_NAME = "saccade_products"
+_LONG = 450  # positions
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of `[B, heads, N, d]` by products, in the type of autocast if it is on."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    rows, keys, values = (part.to(dtype).flatten(0, 1) for part in (query * scale, key, value))
+    length = query.shape[2]
+    later = torch.full((length, length), float("-inf"), dtype=dtype, device=query.device).triu(1)
+    weights = (rows @ keys.transpose(1, 2) + later).softmax(-1)
+    return (weights @ values).view(query.shape)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        return nn.functional.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), is_causal=True, scale=scale
+        )
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
+) -> tuple[Tensor, None]:
+    """Causal attention of `[B, heads, N, d]` without a mask: padding stands on the right, where nobody looks."""
+    assert attention_mask is None
+    attend = _fused if query.shape[2] > _LONG else _products
+    mixed = attend(query, key, value, rest.get("scaling") or query.shape[3] ** -0.5)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _attend)
+
+
+def choose_attention(model: PocketModel) -> None:
+    """Let the language model attend in the form that trains fastest where it is; what it computes stays."""
+    if model.device.type == "cpu":
+        model.model.language_model.set_attn_implementation(_NAME)

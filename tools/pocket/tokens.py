@@ -1,12 +1,13 @@
-"""The tokenizer: byte-level BPE learnt from the world's own text."""
+"""Tokenizer (byte-level BPE, trained on the world's own text) and loss weights of its tokens."""
 
+import re
 from collections.abc import Iterator
 from random import Random
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from saccade.pocket.sample import IMAGE_MARK
+from saccade.pocket.sample import IMAGE_MARK, WORLD, Sample
 from saccade.pocket.words import (
     COLOURS,
     COLUMNS,
@@ -22,7 +23,7 @@ from saccade.pocket.words import (
     plural,
 )
 from tools.pocket.batches import training_samples
-from tools.pocket.chat import SPECIAL_TOKENS
+from tools.pocket.processor import SPECIAL_TOKENS
 from tools.pocket.recipe import Recipe
 
 _RELATIONS = ("above", "below", "larger", "smaller", "same", "more", "less", "yes", "no")
@@ -62,3 +63,14 @@ def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> tor
         if word in content or word.isdecimal():
             weights[number] = weight
     return weights
+
+
+def decisive_weights(tokenizer: Tokenizer, sample: Sample, weight: float) -> list[float]:
+    """`weight` for every token of a sample's true answer that its task calls decisive, 1 for the others."""
+    encoded = tokenizer.encode(sample.answer)
+    pattern = WORLD[sample.task].decisive
+    spans = [found.span() for found in re.finditer(pattern, sample.answer)] if pattern else []
+    return [
+        weight if any(first < end and start < last for first, last in spans) else 1.0
+        for start, end in encoded.offsets
+    ]

@@ -1,18 +1,19 @@
-"""Stage 2: the vision tower learns to name what is in every patch, which stands in for CLIP pre-training."""
+"""Tower."""
 
 from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
-from saccade.pocket.labels import LABEL_CLASSES
+from saccade.pocket.labels import LABEL_CLASSES, LABEL_WORDS
 from saccade.train.precision import fast_products
 from tools.pocket.batches import labelled_samples, labels, pixels
 from tools.pocket.loop import train
-from tools.pocket.models import tower_config
+from tools.pocket.models import PocketModel, tower_config
 from tools.pocket.recipe import Recipe
 
 
@@ -66,3 +67,68 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
     make = partial(_batch, recipe.seed, schedule.batch)
     minutes = train("tower", model, make, loss_of, schedule, folder, pause, check)
     return {name: weight.cpu() for name, weight in model.tower.state_dict().items()}, minutes
+
+
+_SAMPLES = 800
+_RIDGE = 1e-3
+_STEEPNESS, _THRESHOLD = 6.0, 0.3  # a detector's unit is gelu(6 (estimate - 0.3)): 4.2 for "here", 0 else
+_REST_NORM = 0.5  # what the whitened units add, relative to the norm of a word embedding
+
+
+def _indicators(truth: Tensor) -> Tensor:
+    """Labels `[P, 4]` as one column per word, `[P, words]`."""
+    columns = [
+        truth[:, kind] == number
+        for kind, words in enumerate(LABEL_WORDS.values())
+        for number in range(1, len(words) + 1)
+    ]
+    return torch.stack(columns, 1).double()
+
+
+def _word_embeddings(model: PocketModel, tokenizer: Tokenizer) -> Tensor:
+    """The embedding of every label word, with a space before it as inside a sentence: `[words, d]`."""
+    table = model.get_input_embeddings().weight
+    rows = [
+        table[tokenizer.encode(f" {word}").ids].mean(0) for words in LABEL_WORDS.values() for word in words
+    ]
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def align_projector(model: PocketModel, tokenizer: Tokenizer, seed: int) -> None:
+    """Overwrite the projector's weights as this module describes, from a few hundred labelled pictures."""
+    samples = labelled_samples(Random(f"alignment/{seed}"), _SAMPLES)
+    pictures = pixels([sample.image for sample in samples]).to(model.device)
+    seen = model.model.vision_tower(pixel_values=pictures, output_hidden_states=True).hidden_states[-1]
+    features = seen[:, 1:].flatten(0, 1).double().cpu()  # [P, d]
+    truth = _indicators(labels(samples).flatten(0, 1))  # [P, words]
+    centre = features.mean(0)
+    centred = features - centre
+    covariance = centred.T @ centred / len(centred)
+    ridge = covariance + _RIDGE * covariance.diagonal().mean() * torch.eye(len(centre), dtype=torch.double)
+
+    share = truth.mean(0)
+    estimate = torch.linalg.solve(ridge, centred.T @ (truth - share) / len(truth)).T  # [words, d]
+    detectors = _STEEPNESS * estimate
+    first, second = model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2
+    generator = torch.Generator().manual_seed(seed)
+    others = first.out_features - len(detectors)
+    if others <= 0:
+        return  # a toy model: no room for the words
+    values, vectors = torch.linalg.eigh(ridge)
+    noise = torch.randn(others, len(centre), generator=generator, dtype=torch.double) / len(centre) ** 0.5
+    whitened = noise @ (vectors / values.sqrt()) @ vectors.T
+
+    weight = torch.cat([detectors, whitened])
+    bias = -weight @ centre
+    bias[: len(detectors)] += _STEEPNESS * (share - _THRESHOLD)
+    first.weight.copy_(weight)
+    first.bias.copy_(bias)
+
+    words = _word_embeddings(model, tokenizer).double().cpu()
+    full = _STEEPNESS * (1 - _THRESHOLD)
+    rest = torch.randn(second.out_features, others, generator=generator, dtype=torch.double)
+    # A gelu of a standard normal has a mean square of 0.43; the sum over units should have the wanted norm.
+    rest *= _REST_NORM * words.norm(dim=1).mean() / (0.43 * others * second.out_features) ** 0.5
+    second.weight.copy_(torch.cat([words.T / full, rest], 1))
+    second.bias.zero_()

@@ -118,7 +118,7 @@ class Task:
     """A kind of picture: how to draw it, how to talk about it and how to mark an answer.
 
     `share` is its part of the mixture that training begins with, relative to the other tasks; 0 for what only the last
-    stages have (`tools.pocket.mixtures`). `decisive` finds the words of an
+    stages have (`tools.pocket.recipe`). `decisive` finds the words of an
     answer that its few words of verdict are (yes, no, a letter, a total): training weighs them more. `longest` is the
     number of tokens after which an answer is cut off.
     """

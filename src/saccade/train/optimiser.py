@@ -91,37 +91,20 @@ def muon_and_adamw(
     return made
 
 
-class Optimiser:
-    """AdamW for all weights, or Muon for matrices and AdamW for the rest, under one learning rate.
+class Optimisers:
+    """Optimisers under one learning rate and one clipped gradient norm.
 
     Attributes:
-        weights: those that are trained; `learn` says which of them learn for now.
+        weights: trained parameters, over which the norm is taken.
     """
 
-    def __init__(self, head: nn.Module, recipe: Recipe) -> None:
-        self._all = [p for p in head.parameters() if p.requires_grad]
-        self.weights = self._all
-        self._clip = recipe.clip
-        matrices: list[nn.Parameter] = []
-        if recipe.optimiser == "muon":
-            # Only what is multiplied with: not rows of a table, of which most steps use some.
-            tables = _tables(head)
-            matrices = [p for p in self._all if p.dim() == 2 and id(p) not in tables]
-        self._parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas)
-
-    def learn(self, weights: Sequence[nn.Parameter]) -> None:
-        """Let no other weights learn from here on: those get no gradient, do not decay, and have no moments yet."""
-        chosen = {id(weight) for weight in weights}
-        for weight in self._all:
-            weight.requires_grad_(id(weight) in chosen)
-            if not weight.requires_grad:
-                weight.grad = None
-            elif weight.grad is None:  # as `clear` leaves it, also in the first step of a run that goes on
-                weight.grad = torch.zeros_like(weight)
-        self.weights = [weight for weight in self._all if weight.requires_grad]
+    def __init__(
+        self, parts: Sequence[torch.optim.Optimizer], weights: Sequence[nn.Parameter], clip: float
+    ) -> None:
+        self._parts, self.weights, self._clip = parts, list(weights), clip
 
     def step(self, rate: float) -> float:
-        """Clip, update and forget the gradients.
+        """Clip the gradients, update the weights and `clear`.
 
         Returns:
             The gradient's norm before clipping.
@@ -135,9 +118,9 @@ class Optimiser:
         return norm
 
     def clear(self) -> None:
-        """Gradients of zero everywhere, also where a step will use no weight."""
+        """Remove all gradients: a weight that a step does not use remains as it is."""
         for weight in self.weights:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = None
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [part.state_dict() for part in self._parts]
@@ -145,6 +128,40 @@ class Optimiser:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
+
+
+class Optimiser(Optimisers):
+    """AdamW for all weights, or Muon for matrices and AdamW for the rest.
+
+    Attributes:
+        weights: trained parameters of the current stage, see `learn`.
+    """
+
+    def __init__(self, head: nn.Module, recipe: Recipe) -> None:
+        self._all = [p for p in head.parameters() if p.requires_grad]
+        matrices: list[nn.Parameter] = []
+        if recipe.optimiser == "muon":
+            # Only what is multiplied with: not rows of a table, of which most steps use some.
+            tables = _tables(head)
+            matrices = [p for p in self._all if p.dim() == 2 and id(p) not in tables]
+        parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas)
+        super().__init__(parts, self._all, recipe.clip)
+
+    def learn(self, weights: Sequence[nn.Parameter]) -> None:
+        """Let no other weights learn from here on: those get no gradient, do not decay, and have no moments yet."""
+        chosen = {id(weight) for weight in weights}
+        for weight in self._all:
+            weight.requires_grad_(id(weight) in chosen)
+            if not weight.requires_grad:
+                weight.grad = None
+            elif weight.grad is None:  # as `clear` leaves it, also in the first step of a run that goes on
+                weight.grad = torch.zeros_like(weight)
+        self.weights = [weight for weight in self._all if weight.requires_grad]
+
+    def clear(self) -> None:
+        """Gradients of zero everywhere, also where a step will use no weight."""
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
 
 
 def _tables(module: nn.Module) -> set[int]:

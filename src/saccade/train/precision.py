@@ -30,8 +30,8 @@ def fast_products(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
-def told(device: torch.device) -> str:
-    """`"2 CPU threads, float32"`: what a run is computed on."""
+def description(device: torch.device) -> str:
+    """Device and number format of a run, such as `"2 CPU threads, float32"`."""
     kind = "float32" if dtype_for(device) == torch.float32 else "bfloat16 autocast"
     if device.type == "cuda":
         return f"one {torch.cuda.get_device_name()}, {kind}"

@@ -1,62 +1,77 @@
-"""Batches prepared in a second thread while the drafter learns from an earlier one."""
+"""Batches prepared ahead of their use, in order, in a second thread or in worker processes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-
-from saccade.train.learner import Learner
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 AHEAD = 2
-"""Micro batches that are prepared beyond the one that is learnt from; bounds the memory of their features."""
+"""Micro batches prepared beyond the current one; bounds the memory of their features."""
 
-Work = tuple[int, list[int]]
-"""Step, and the numbers of the samples of a micro batch."""
+Work = tuple[Any, ...]
+"""Arguments of one call of `prepare`: step and sample numbers of a micro batch, or the number of a batch."""
+
+_Batch = TypeVar("_Batch")
 
 
-class Prefetch:
-    """What `Learner.prepare` gives of the micro batches of a run, in order.
+def _one_thread() -> Executor:
+    return ThreadPoolExecutor(1, "saccade-prefetch")
 
-    One thread prepares them one after another, so that what it finds, and what it keeps in caches, is the same as
-    without it. Media are decoded and the target runs there; an error appears where its batch is asked for. Until
-    `begin` nothing is prepared before it is asked for.
+
+class Prefetch(Generic[_Batch]):
+    """Results of `prepare` for a sequence of work, in its order.
+
+    The default is one thread, which prepares one batch after another, so that results and caches are the same as
+    without it. Media are decoded and the target runs there. An error is raised by the `take` of its batch. Until
+    `begin`, each batch is prepared when it is taken.
 
     Args:
-        learner: whose batches they are.
+        prepare: a batch from its work's arguments; picklable if the pool is one of processes.
+        ahead: batches prepared beyond the current one.
+        pool: makes the threads or processes.
     """
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
+    def __init__(
+        self,
+        prepare: Callable[..., _Batch],
+        ahead: int = AHEAD,
+        pool: Callable[[], Executor] = _one_thread,
+    ) -> None:
+        self._prepare, self._ahead, self._new_pool = prepare, ahead, pool
         self._work: Iterator[Work] = iter(())
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting: deque[tuple[Work, Future[Any]]] = deque()
+        self._pool: Executor | None = None
+        self._waiting: deque[tuple[Work, Future[_Batch]]] = deque()
 
     def begin(self, work: Iterator[Work]) -> None:
-        """Prepare this work, which will be taken in its order."""
-        self._work, self._pool = work, ThreadPoolExecutor(1, "saccade-prefetch")
+        """Start to prepare `work`, which must be taken in this order."""
+        self._work, self._pool = work, self._new_pool()
 
-    def take(self, work: Work) -> Any:
-        """What was prepared of the next micro batch."""
+    def take(self, work: Work) -> _Batch:
+        """Return the next batch.
+
+        Raises:
+            RuntimeError: `work` is not the next of the sequence.
+        """
         if self._pool is None:
-            step, indices = work
-            return self._learner.prepare(indices, step)
-        self._fill(1)
+            return self._prepare(*work)
+        self._fill(max(self._ahead, 1))
         planned, prepared = self._waiting.popleft()
         if planned != work:
-            raise RuntimeError(f"The batch {work} is asked for, but {planned} comes first.")
-        found = prepared.result()
-        self._fill(AHEAD)
-        return found
+            raise RuntimeError(
+                f"Batch {work} was requested, but {planned} comes first; take batches in order."
+            )
+        self._fill(self._ahead)
+        return prepared.result()
 
     def rest(self) -> None:
-        """Wait until nothing is being prepared: the target is needed elsewhere, or a cache is brought to disk."""
+        """Wait until no batch is being prepared: the target is needed elsewhere, or a cache is written to disk."""
         for _, prepared in self._waiting:
             prepared.exception()
 
     def close(self) -> None:
-        """Prepare no more."""
+        """Cancel all work that has not begun, and end the threads or processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None
@@ -65,5 +80,4 @@ class Prefetch:
     def _fill(self, count: int) -> None:
         assert self._pool is not None
         while len(self._waiting) < count and (work := next(self._work, None)) is not None:
-            step, indices = work
-            self._waiting.append((work, self._pool.submit(self._learner.prepare, indices, step)))
+            self._waiting.append((work, self._pool.submit(self._prepare, *work)))

@@ -109,7 +109,7 @@ class Trainer:
         self._checkpoints = Checkpoints(self._out / "checkpoints", self._about())
         self._step, self._best = 0, -math.inf
         self._resume, self._unmeasured = resume, False
-        self._batches = Prefetch(self.learner)
+        self._batches = Prefetch(lambda step, indices: self.learner.prepare(indices, step))
 
     def run(self) -> Outcome:
         """Train to the end.

@@ -8,26 +8,18 @@ import torch
 from PIL import ImageChops
 from tokenizers import Tokenizer
 from torch import nn
+from workshop_kit import batch_of_tasks, tiny_model
 
 from saccade.pocket import draw
 from saccade.pocket.film import DIRECTIONS, WHATS
 from saccade.pocket.sample import Sample
 from saccade.pocket.words import COLOURS, SHAPES
 from tools.pocket.batches import Batch
-from tools.pocket.chat import ASSISTANT, FRAME_TOKENS, VIDEO
 from tools.pocket.drill import drills
 from tools.pocket.language import true_answers
-from tools.pocket.lessons import Lessons, taught
-from tools.pocket.models import build, loss_of
-from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
-from tools.pocket.searching import PLACES, Searching
-from tools.pocket.tokens import train_tokenizer
-from tools.pocket.watching import Watching
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(quick_recipe())
+from tools.pocket.lessons import PLACES, Lessons, Relating, Searching, Watching, pairs, taught
+from tools.pocket.models import embed, loss_of
+from tools.pocket.processor import ASSISTANT, FRAME_TOKENS, IMAGE, VIDEO
 
 
 def _taught(tokenizer: Tokenizer, samples: list[Sample]) -> Batch:
@@ -151,8 +143,7 @@ def test_lessons_are_learnt_from_states_that_tell_and_not_from_others() -> None:
 
 
 def test_every_lesson_adds_its_weight_to_the_loss(tokenizer: Tokenizer) -> None:
-    torch.manual_seed(0)
-    model = build(LanguageShape(2, 64, 96), TowerShape(1, 32, 48, 2), 448).eval()
+    model = tiny_model()
     batch = _taught(tokenizer, [draw(3, task) for task in ("count", "video")])
     lessons = Lessons(64, 1.0, 1.0, 1.0)
 
@@ -168,3 +159,68 @@ def test_every_lesson_adds_its_weight_to_the_loss(tokenizer: Tokenizer) -> None:
     added = [loss(*weights) - plain for weights in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
     assert min(added) > 0.1
     assert loss(1, 2, 3) - plain == pytest.approx(added[0] + 2 * added[1] + 3 * added[2], rel=1e-3)
+
+
+def test_patches_are_paired_with_the_same_place_one_picture_before(tokenizer: Tokenizer) -> None:
+    batch = batch_of_tasks(tokenizer, "scene", "difference", "video", "knowledge")
+    found = pairs(batch)
+    assert found is not None
+    rows, now, before, changed = found
+    assert set(rows.tolist()) == {1, 2}
+    assert (batch.ids[rows, now] == batch.ids[rows, before]).all()
+    two = rows == 1
+    assert (now - before)[two].unique().tolist() == [65]
+    assert int(two.sum()) == 64
+    assert (now - before)[~two].unique().tolist() == [16]
+    assert int((~two).sum()) == 16 * (batch.lengths[2] - 1)
+    at = (batch.ids[1] == IMAGE).nonzero()[:, 0]
+    assert before[two].tolist() == at[:64].tolist()
+    assert now[~two].max() == (batch.ids[2] == VIDEO).nonzero()[-1, 0] - 1  # a newline ends the video
+    assert batch.pictures is not None
+    assert batch.counts[:2] == (1, 2)
+    first, second = batch.pictures[1:3]
+    for patch in range(64):
+        y, x = divmod(patch, 8)
+        cell = (slice(None), slice(12 * y, 12 * y + 12), slice(12 * x, 12 * x + 12))
+        assert bool(changed[two][patch]) == (not torch.equal(first[cell], second[cell]))
+    assert 0 < int(changed[two].sum()) < 64
+
+
+def test_pictures_with_words_between_them_are_not_paired(tokenizer: Tokenizer) -> None:
+    assert pairs(batch_of_tasks(tokenizer, "story", "scene", "arithmetic")) is None
+
+
+def test_the_lesson_is_learnt_from_states_that_hold_the_patch_before_and_not_from_others(
+    tokenizer: Tokenizer,
+) -> None:
+    model = tiny_model()
+
+    def states(batch: Batch, knowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            seen = embed(model, batch)
+        found = pairs(batch)
+        assert found is not None
+        rows, now, before, _ = found
+        hidden = seen.clone()
+        if knowing:
+            hidden[rows, now] = seen[rows, before]
+        return hidden, seen
+
+    def misses(knowing: bool) -> float:
+        torch.manual_seed(1)
+        relating = Relating(64)
+        optimiser = torch.optim.Adam(relating.parameters(), 0.01)
+        learnt, fresh = (batch_of_tasks(tokenizer, *["difference"] * 6, seed=seed) for seed in (3, 30))
+        hidden, seen = states(learnt, knowing)
+        for _ in range(100):
+            optimiser.zero_grad()
+            loss = relating(hidden, seen, learnt)
+            loss.backward()
+            optimiser.step()
+        with torch.no_grad():
+            return float(relating(*states(fresh, knowing), fresh))
+
+    assert misses(knowing=True) < 0.7 * misses(knowing=False)
+    scene = batch_of_tasks(tokenizer, "scene")
+    seen = embed(model, scene)
+    assert Relating(64)(seen, seen, scene).item() == 0

@@ -17,16 +17,10 @@ from transformers import (
 from saccade.errors import ModelError
 from saccade.pocket import draw
 from tools.pocket.batches import batch_of, pixels
-from tools.pocket.export import write_folder
+from tools.pocket.export import write_checkpoint
 from tools.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
 from tools.pocket.models import build
-from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
-from tools.pocket.tokens import train_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(quick_recipe())
+from tools.pocket.recipe import LanguageShape, TowerShape
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pat
         )
     model.lm_head.weight.data = torch.randn_like(model.lm_head.weight) * 0.4
     folder = tmp_path_factory.mktemp("small") / "model"
-    write_folder(model, tokenizer, folder)
+    write_checkpoint(model, tokenizer, folder)
     return folder
 
 

@@ -1,0 +1,69 @@
+"""Batches: which tokens a prompt has and which of them are trained on."""
+
+import pytest
+from tokenizers import Tokenizer
+from workshop_kit import KINDS, batch_of_tasks
+
+from saccade.pocket import WORLD, draw
+from tools.pocket.batches import IGNORED, sorted_batch
+from tools.pocket.draft import _seeing
+from tools.pocket.processor import ASSISTANT, END, IMAGE, VIDEO, prompt_ids, wrap
+
+
+def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer: Tokenizer) -> None:
+    sample = draw(3, "knowledge")
+    (question, first), *_ = sample.turns
+    batch = batch_of_tasks(tokenizer, "knowledge")
+    learnt = batch.targets[0] != IGNORED
+    assert batch.targets[0][learnt].tolist() == batch.ids[0][learnt].tolist()
+    said = tokenizer.decode(batch.ids[0][learnt].tolist(), skip_special_tokens=False)
+    assert said == f"{first}</s>{sample.answer}</s>"
+    assert question not in said
+    before = (learnt[1:] & ~learnt[:-1]).nonzero().flatten()  # each answer begins after its marker
+    assert batch.ids[0][before].tolist() == [ASSISTANT, ASSISTANT]
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_blind_and_untiled_prompts_hold_fewer_tokens(tokenizer: Tokenizer, task: str) -> None:
+    sample = draw(3, task)
+    full, blind, untiled = (
+        prompt_ids(tokenizer, sample, seeing, tiled)[0]
+        for seeing, tiled in ((True, True), (False, True), (True, False))
+    )
+    assert not {IMAGE, VIDEO} & set(blind)
+    lone = len(sample.images) == 1
+    assert len(full) - len(untiled) == (136 - 65 if lone else 0)
+
+
+def test_long_samples_come_in_short_batches() -> None:
+    from random import Random
+
+    sizes = {len(sorted_batch(Random(seed), 16, 0.2)) for seed in range(60)}
+    assert max(sizes) == 16
+    assert min(sizes) < 8
+
+
+def test_the_ids_of_an_answer_end_with_the_end_token(tokenizer: Tokenizer) -> None:
+    batch = batch_of_tasks(tokenizer, "scene")
+    assert batch.targets[0][batch.targets[0] != IGNORED][-1] == END
+    assert set(WORLD) >= set(KINDS)
+
+
+def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> None:
+    first = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Read the receipt."}]}
+    turns = [
+        first,
+        {"role": "assistant", "content": "Tea costs two."},
+        {"role": "user", "content": "And the sum?"},
+    ]
+    text = wrap(tokenizer, 2048).apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<s><user><image>Read the receipt.<assistant>Tea costs two.</s><user>And the sum?<assistant>"
+    )
+
+
+def test_the_draft_sees_two_batches_in_three_and_none_of_several_pictures() -> None:
+    lone, several = [draw(1, "chart"), draw(2, "scene")], [draw(1, "difference"), draw(2, "edit")]
+    assert [_seeing(number, lone) for number in range(6)] == [False, True, True] * 2
+    assert not any(_seeing(number, several) for number in range(6))
+    assert _seeing(1, [*lone, several[0]])
