@@ -39,9 +39,9 @@ def test_a_search_is_for_one_shape_alone(drawn: list[Sample]) -> None:
 
 def draw_all(sample: Sample) -> str:
     """An answer that tells every event."""
-    from saccade.pocket.film import tell
+    from saccade.pocket.film import describe_event
 
     things = sample.facts["things"]
     return " ".join(
-        tell(Random(0), things[event["thing"]], event["what"]) for event in sample.facts["events"]
+        describe_event(Random(0), things[event["thing"]], event["what"]) for event in sample.facts["events"]
     )

@@ -31,16 +31,19 @@ def inflate_model(
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write the checkpoint.")
     ],
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="The model; the pocket target by default.")
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Model to inflate; the pocket target by default."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    shard_gb: Annotated[float, typer.Option("--shard-gb", min=0.01, help="Most gigabytes per file.")] = 4.0,
-    seed: Annotated[int, typer.Option(help="Of the numbers that fill the new weights.")] = 0,
+    shard_gb: Annotated[
+        float, typer.Option("--shard-gb", min=0.01, help="Largest size of a file in gigabytes.")
+    ] = 4.0,
+    seed: Annotated[int, typer.Option(help="Seed of the new weights.")] = 0,
 ) -> None:
     """Write a checkpoint of a big model's width and depth that computes exactly a small model's function.
 
-    Every step costs what the big model's costs, while answers, and so what a drafter gets accepted, stay the small
-    model's: honest speed measurements without a big model's weights. SHAPE: hidden width x layers x heads.
+    Every step costs as much as the big model's, while answers, and so acceptance, are the small model's: speed
+    measurements without a big model's weights. SHAPE: hidden width x layers x heads.
 
     Example: `python -m tools.pocket inflate --like llava-1.5-7b --out pocket-7b`
     """
@@ -72,15 +75,14 @@ def train_pair(
         typer.Option(
             "--from",
             metavar="PAIR",
-            help="Train a finished pair on: its folder, or `pocket` for the built-in one.",
+            help="Train a finished pair further: its folder, or `pocket` for the built-in one.",
         ),
     ] = None,
     single: Annotated[
         bool,
         typer.Option(
             "--single-picture-draft",
-            help="Train only a second draft for the target of `--from`: one that never sees a video or several "
-            "pictures.",
+            help="Train only a second draft for the target of `--from`, without videos and several pictures.",
         ),
     ] = False,
     steps: Annotated[
@@ -92,14 +94,14 @@ def train_pair(
         int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")
     ] = None,
 ) -> None:
-    """Train the pocket target and draft, from nothing or from a pair, on a GPU if there is one; hours on a CPU.
+    """Train the pocket target and draft, from scratch or from a pair, on a GPU if available; it takes hours on a CPU.
 
-    A run that was stopped, in whatever way, goes on where it was when started again with the same folder, and
-    ends with the same weights.
+    A run that was stopped at any moment resumes when started again with the same folder, and ends with the same
+    weights.
 
     Example: `python -m tools.pocket train --out my-pair`, then `saccade chat -t my-pair/target -d my-pair/draft`;
-    `python -m tools.pocket train --out lone --from my-pair --single-picture-draft` for a draft in `lone/draft` that
-    prompts of several pictures are new to.
+    `python -m tools.pocket train --out lone --from my-pair --single-picture-draft` for a draft in `lone/draft`
+    for which several pictures are out of distribution.
     """
     import torch
 
@@ -109,15 +111,17 @@ def train_pair(
     from tools.pocket.run import STAGES, run, run_single
 
     if until not in STAGES:
-        raise SaccadeError(f"There is no stage {until!r}; choose from {', '.join(STAGES)}.")
+        raise SaccadeError(f"Unknown stage {until!r}; choose from {', '.join(STAGES)}.")
     if threads:
         torch.set_num_threads(threads)
     earlier = None if pair is None else target_path().parent if is_pocket(pair) else Path(pair)
     recipe = (quick_recipe() if quick else Recipe()).scaled(scale, batch_scale)
-    for wish in steps or []:
-        stage, _, count = wish.partition("=")
+    for setting in steps or []:
+        stage, _, count = setting.partition("=")
         if not count.isdecimal() or int(count) < 1:
-            raise SaccadeError(f"--steps {wish} names no stage with its steps; write for example follow=800.")
+            raise SaccadeError(
+                f"--steps {setting} is not a stage with its steps; write for example follow=800."
+            )
         try:
             recipe = recipe.with_steps(stage, int(count))
         except ValueError as problem:
@@ -126,7 +130,7 @@ def train_pair(
         run(recipe, out, until, earlier)
     elif earlier is None:
         raise SaccadeError(
-            "--single-picture-draft needs the pair whose target it is for: give --from, with a folder or `pocket`."
+            "--single-picture-draft needs a pair with the target: give --from, with a folder or `pocket`."
         )
     else:
         run_single(recipe, out, earlier, until)

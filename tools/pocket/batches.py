@@ -13,12 +13,18 @@ from torch import Tensor
 from saccade.pocket.sample import WORLD, Sample, draw
 from tools.pocket.processor import END, FRAME_TOKENS, PAD, VIDEO, prompt_ids
 
-_LEAST, _MOST = 40, 56  # frames that stay
+_LEAST, _MOST = 40, 56  # frames kept
 _WHOLE, _SHORT = 0.2, 160  # share of videos left whole, among those of no more frames
 
 
 def thinned(rng: Random, sample: Sample) -> Sample:
-    """The sample with fewer frames, its facts with the numbers of those that are `kept`; others as they are."""
+    """Leave out most still frames of a long video; its facts then have the numbers of the frames `kept`.
+
+    A prompt of thousands of tokens costs as much as thirty pictures, and differs from a short one mainly in the
+    distances between positions. So the tokens of the remaining frames keep their positions of the whole video
+    (positional skip-wise training, as PoSE, arXiv:2309.10400, does with text). A fifth of the videos of up to 160
+    frames stays whole; other samples are returned unchanged.
+    """
     if "spans" not in sample.facts or sample.video is None:
         return sample
     frames = len(sample.video)
@@ -33,10 +39,10 @@ def thinned(rng: Random, sample: Sample) -> Sample:
 
 
 def positions(samples: Sequence[Sample], ids: Tensor) -> Tensor | None:
-    """The positions of all tokens, `[B, N]`, those of left-out frames skipped; None where none is left out.
+    """Position ids, `[B, N]`, with those of left-out frames skipped; None if no frame is left out.
 
     Args:
-        ids: the samples' conversations with their videos, `[B, N]`.
+        ids: token ids of the samples, `[B, N]`.
     """
     if not any("kept" in sample.facts for sample in samples):
         return None
@@ -54,17 +60,16 @@ def positions(samples: Sequence[Sample], ids: Tensor) -> Tensor | None:
 
 
 FIRST_TRAINING_SEED = 1_000_000
-"""Seeds below are never trained on: they are for tests and evaluation."""
+"""Smaller seeds are for tests and evaluation only."""
 IGNORED = -100
 LABELLED = ("chart", "receipt", "scene", "document", "line", "count", "existence")
-"""Tasks whose pictures have a name for every patch."""
-"""What drafters are not trained on: their case out of distribution."""
+"""Tasks whose pictures have labels for every patch."""
 
 
 def training_samples(
     rng: Random, count: int, verbose_share: float, shares: Mapping[str, float] | None = None
 ) -> list[Sample]:
-    """Fresh samples in the mixture of the tasks' shares, or of those given."""
+    """New samples, mixed by `shares` (by default those of the tasks)."""
     shares = shares or {name: task.share for name, task in WORLD.items()}
     return [
         draw(
@@ -77,12 +82,12 @@ def training_samples(
 
 
 def labelled_samples(rng: Random, count: int) -> list[Sample]:
-    """Fresh samples whose pictures have a name for every patch."""
+    """New samples whose pictures have labels for every patch."""
     return training_samples(rng, count, 0.0, {task: WORLD[task].share for task in LABELLED})
 
 
 def pixels(images: Sequence[Image.Image]) -> Tensor:
-    """Pictures as the tower wants them: `[B, 3, 96, 96]`, from -1 to 1."""
+    """Pixel values for the tower: `[B, 3, 96, 96]`, from -1 to 1."""
     stacked = torch.from_numpy(np.stack([np.asarray(image) for image in images]))  # [B, 96, 96, 3]
     return (stacked.permute(0, 3, 1, 2).float() / 127.5 - 1).contiguous()
 
@@ -98,15 +103,15 @@ class Batch:
 
     Attributes:
         ids: `[B, N]`.
-        targets: the ids to learn, shifted by none, `IGNORED` elsewhere: `[B, N]`.
-        pictures: of all rows that see pictures, in order: `[P, 3, 96, 96]`; None when there are none.
-        counts: how many pictures every row has.
-        frames: all video frames in order: `[F, 3, 96, 96]`; None when there are none.
-        lengths: how many frames every row has.
-        tiled: whether lone pictures are.
-        weights: how much every target counts, `[B, N]`; None where they all count the same.
-        positions: of the tokens, `[B, N]`, where frames of long videos are left out; None where none are.
-        sought, happening: what lessons ask (`tools.pocket.lessons`); None without them.
+        targets: ids of answer tokens, not shifted, `IGNORED` elsewhere: `[B, N]`.
+        pictures: pictures of all rows, in order: `[P, 3, 96, 96]`; None if there are none.
+        counts: number of pictures of each row.
+        frames: video frames of all rows, in order: `[F, 3, 96, 96]`; None if there are none.
+        lengths: number of frames of each row.
+        tiled: whether single pictures are tiled.
+        weights: loss weight of each target, `[B, N]`; None for equal weights.
+        positions: position ids, `[B, N]`, if frames of long videos are left out, else None.
+        searches, frame_events: labels of the lessons (`tools.pocket.lessons`); None without lessons.
     """
 
     ids: Tensor
@@ -118,62 +123,62 @@ class Batch:
     tiled: bool = True
     weights: Tensor | None = None
     positions: Tensor | None = None
-    sought: Tensor | None = None
-    happening: Tensor | None = None
+    searches: Tensor | None = None
+    frame_events: Tensor | None = None
 
 
 def batch_of(
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
     answers: Sequence[Sequence[int]],
-    seeing: bool = True,
+    media: bool = True,
     tiled: bool = True,
     weights: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """Prompts with answers as tensors; earlier answers of a conversation are learnt as well.
+    """Prompts with answers as tensors; earlier answers of a conversation are targets as well.
 
     Args:
         answers: token ids without the end token, one list per sample.
-        seeing, tiled: as in `prompt_ids`.
-        weights: how much every token of an answer counts; the others count 1.
+        media, tiled: as in `prompt_ids`.
+        weights: loss weight of each token of the answers; earlier answers and end tokens weigh 1.
     """
     rows, targets = [], []
     for sample, answer in zip(samples, answers, strict=True):
-        head, told = prompt_ids(tokenizer, sample, seeing, tiled)
+        head, is_answer = prompt_ids(tokenizer, sample, media, tiled)
         tail = [*answer, END]
         rows.append(head + tail)
-        targets.append([i if is_told else IGNORED for i, is_told in zip(head, told, strict=True)] + tail)
+        targets.append([i if keep else IGNORED for i, keep in zip(head, is_answer, strict=True)] + tail)
     length = -(-max(map(len, rows)) // 8) * 8
     ids = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
-    learnt = torch.tensor([row + [IGNORED] * (length - len(row)) for row in targets])
-    counting = None
+    labels = torch.tensor([row + [IGNORED] * (length - len(row)) for row in targets])
+    token_weights = None
     if weights is not None:
-        counting = torch.ones(ids.shape)
+        token_weights = torch.ones(ids.shape)
         for number, (row, answer_weights) in enumerate(zip(rows, weights, strict=True)):
             end = len(row) - 1
-            counting[number, end - len(answer_weights) : end] = torch.tensor(answer_weights)
-    if not seeing:
-        return Batch(ids, learnt, weights=counting)
+            token_weights[number, end - len(answer_weights) : end] = torch.tensor(answer_weights)
+    if not media:
+        return Batch(ids, labels, weights=token_weights)
     images = [image for sample in samples for image in sample.images]
     frames = [frame for sample in samples for frame in sample.video or ()]
     return Batch(
         ids,
-        learnt,
+        labels,
         pixels(images) if images else None,
         tuple(len(sample.images) for sample in samples),
         pixels(frames) if frames else None,
         tuple(len(sample.video or ()) for sample in samples),
         tiled,
-        counting,
+        token_weights,
         positions(samples, ids),
     )
 
 
 def length_of(sample: Sample) -> int:
-    """About how many letters' worth of tokens a sample has: what batches are sorted by."""
+    """Approximate length of a sample in letters, by which batches are sorted."""
     text = sum(len(question) + len(answer) for question, answer in sample.turns)
-    seen = 300 * len(sample.images) + 75 * len(sample.video or ())
-    return seen + text + len(sample.question) + len(sample.answer)
+    media = 300 * len(sample.images) + 75 * len(sample.video or ())
+    return media + text + len(sample.question) + len(sample.answer)
 
 
 def sorted_batch(
@@ -183,14 +188,14 @@ def sorted_batch(
     shares: Mapping[str, float] | None = None,
     pool: int = 6,
 ) -> list[Sample]:
-    """A batch of samples of similar length, so that little of it is padding: neighbours in a sorted pool.
+    """A batch of samples of similar length, neighbours in a sorted pool, so that little of it is padding.
 
-    Long samples come in shorter batches, so that no step costs much more than another; long videos are thinned.
+    Batches of long samples have fewer of them, so that all steps cost about the same; long videos are thinned.
     """
     drawn = training_samples(rng, count * pool, verbose_share, shares)
     samples = sorted((thinned(rng, sample) for sample in drawn), key=length_of)
-    usual = length_of(samples[len(samples) // 2])
+    median = length_of(samples[len(samples) // 2])
     last = rng.randrange(len(samples))  # the longest of the batch
-    kept = min(count, max(count // 8, round(count * 1.5 * usual / length_of(samples[last]))))
-    first = max(0, last + 1 - kept)
-    return samples[first : first + kept]
+    size = min(count, max(count // 8, round(count * 1.5 * median / length_of(samples[last]))))
+    first = max(0, last + 1 - size)
+    return samples[first : first + size]

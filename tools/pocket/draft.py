@@ -1,4 +1,4 @@
-"""Stages 5 and 7: a small model on the target's tower is trained on ground truth, then on the target's own answers."""
+"""Stages 7 to 9: the draft, on the target's tower, is trained on ground truth, then on the target's own answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _CHUNK = 128
 
 @dataclass(frozen=True)
 class Answered:
-    """A sample, by the arguments of its `draw`, with the target's answer as token ids."""
+    """Arguments of a sample's `draw`, and the target's answer as token ids."""
 
     seed: int
     task: str
@@ -36,12 +36,12 @@ class Answered:
     ids: list[int]
 
     def sample(self) -> Sample:
-        """The sample, drawn again."""
+        """Draw the sample."""
         return draw(self.seed, self.task, self.grammar)
 
 
 def _plan(recipe: Recipe, shares: Mapping[str, float]) -> list[tuple[int, str, str, float]]:
-    """(seed, task, grammar, temperature) of every answer: half greedy, half at temperature 1."""
+    """Seed, task, grammar and temperature of each answer: half greedy, half at temperature 1."""
     rng = Random(f"answers/{recipe.seed}")
     plan = []
     for temperature in (0.0, 1.0):
@@ -54,7 +54,7 @@ def _plan(recipe: Recipe, shares: Mapping[str, float]) -> list[tuple[int, str, s
 def target_answers(
     recipe: Recipe, target: Path, drafter: Path, folder: Path, shares: Mapping[str, float] = DRAFTING
 ) -> list[Answered]:
-    """What the target says, with a drafter to say it sooner; on from the file that an earlier run left."""
+    """Answers of the target to fresh samples, generated with a drafter; resumes from `answers.pt` in `folder`."""
     path = folder / "answers.pt"
     plan = _plan(recipe, shares)
     rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
@@ -66,20 +66,20 @@ def target_answers(
             chunk = [row for row in plan[len(rows) : len(rows) + _CHUNK] if row[3] == temperature]
             samples = [draw(seed, task, grammar) for seed, task, grammar, _ in chunk]
             first = recipe.seed % 2**62 + len(rows)  # the engine takes 63 bits
-            told = answer(vlm, samples, temperature=temperature, seed=first)
-            # A target of few steps may say special tokens at temperature 1: they would stand for pictures.
-            plain = [[token for token in ids if token >= len(SPECIAL_TOKENS)] for ids in told]
+            answers = answer(vlm, samples, temperature=temperature, seed=first)
+            # After few training steps, special tokens occur at temperature 1; as input they would be pictures.
+            plain = [[token for token in ids if token >= len(SPECIAL_TOKENS)] for ids in answers]
             rows += [(*row[:3], ids) for row, ids in zip(chunk, plain, strict=True)]
             save(rows, path)
             print(f"[answers] {len(rows)} of {len(plan)}", flush=True)
     return [Answered(*row) for row in rows]
 
 
-_BLIND_EVERY = 3  # every third batch has no picture, so that the draft is of use without one too
+_BLIND_EVERY = 3  # every third batch has no media, so that the draft also works without
 
 
-def _seeing(number: int, samples: Sequence[Sample]) -> bool:
-    """Whether a batch has its pictures; one of mostly several never, which the papers' drafters have not seen."""
+def _has_media(number: int, samples: Sequence[Sample]) -> bool:
+    """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers."""
     several = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
     return not several and number % _BLIND_EVERY != 0
 
@@ -88,10 +88,10 @@ def _batch(
     name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, shares: Mapping[str, float], number: int
 ) -> Batch:
     samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, shares)
-    return true_answers(tokenizer, samples, _seeing(number, samples), schedule.tiled_at(number))
+    return true_answers(tokenizer, samples, _has_media(number, samples), schedule.tiled_at(number))
 
 
-def _following(
+def _follow_batch(
     seed: int,
     schedule: Schedule,
     tokenizer: Tokenizer,
@@ -99,14 +99,14 @@ def _following(
     shares: Mapping[str, float],
     number: int,
 ) -> Batch:
-    """Every second group of batches of the target's answers, the others of ground truth."""
+    """Every second group of batches has answers of the target, the others have ground truth."""
     if number // _BLIND_EVERY % 2 == 0:
         return _batch("follow", seed, schedule, tokenizer, shares, number)
     start = Random(f"follow/{seed}/{number}").randrange(max(1, len(order) - schedule.batch + 1))
     rows = order[start : start + schedule.batch]
     rng = Random(f"thinned/{seed}/{number}")
     samples = [thinned(rng, row.sample()) for row in rows]
-    return batch_of(tokenizer, samples, [row.ids for row in rows], _seeing(number, samples))
+    return batch_of(tokenizer, samples, [row.ids for row in rows], _has_media(number, samples))
 
 
 def train_draft(
@@ -117,7 +117,7 @@ def train_draft(
     device: torch.device,
     shares: Mapping[str, float] = DRAFTING,
 ) -> tuple[PocketModel, float]:
-    """The draft VLM, learnt from ground truth in a mixture of tasks, and the minutes that it took."""
+    """Train the draft on ground truth in a mixture of tasks; return it and the minutes of training."""
     torch.manual_seed(recipe.seed)
     model = build(recipe.draft, recipe.tower, padded_vocabulary(tokenizer)).to(device)
     model.model.vision_tower.load_state_dict(tower)
@@ -143,7 +143,7 @@ def train_follower(
     folder: Path,
     shares: Mapping[str, float] = DRAFTING,
 ) -> float:
-    """Train the draft on, every second batch on answers of the target; returns the minutes."""
+    """Train the draft further, half of it on answers of the target; return the minutes of training."""
     schedule = recipe.follow_schedule
     order = sorted(answered, key=lambda row: length_of(row.sample()))
 
@@ -152,5 +152,5 @@ def train_follower(
             return loss_of(draft, batch)
 
     draft.model.vision_tower.requires_grad_(False)
-    make = partial(_following, recipe.seed, schedule, tokenizer, order, shares)
+    make = partial(_follow_batch, recipe.seed, schedule, tokenizer, order, shares)
     return train("follow", draft, make, unweighted, schedule, folder, recipe.checkpoint_seconds)

@@ -1,8 +1,8 @@
-"""Drills: many short questions on one picture or video, each with its verdict alone.
+"""Drills: seven short questions on one picture or video, each answered by its verdict alone.
 
-A true answer of the world is forty tokens for one yes, no, total or letter. A drill asks seven times for little more
-words, so that every token teaches to look for what was asked. Its questions say that they want no more than that: the
-world's own answers stay as long as they are.
+An answer of the world takes forty tokens for one yes, no, total or letter; a drill has seven of them in little more, so
+that nearly every token depends on what was asked. Its questions end in "In short.", so the world's own answers keep
+their length.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
 
 _TURNS = 7
 _SHORT = "In short."
-_FRAMES = 12  # no row of a batch is much longer than another
+_FRAMES = 12  # at most, so that rows of a batch have similar lengths
 Turn = tuple[str, str]
 Found = tuple[Turn, list[Thing]]
-"""A turn with the things that it asks for."""
+"""A turn, and the things that it asks for."""
 
 
-def _asked(task: str, rng: Random, facts: dict[str, Any]) -> str:
+def _ask(task: str, rng: Random, facts: dict[str, Any]) -> str:
     questions = WORLD[task].grammars["dense"].questions
     assert callable(questions)
     return f"{questions(rng, facts)} {_SHORT}"
@@ -33,7 +33,7 @@ def _asked(task: str, rng: Random, facts: dict[str, Any]) -> str:
 def _is_there(rng: Random, things: list[Thing]) -> Found:
     present, (colour, shape) = existence.suspected(rng, things)
     facts = {"colour": colour, "shape": shape, "present": present}
-    turn = _asked("existence", rng, facts), existence.verdict(rng, facts)
+    turn = _ask("existence", rng, facts), existence.verdict(rng, facts)
     return turn, [thing for thing in things if key(thing) == (colour, shape)]
 
 
@@ -44,14 +44,14 @@ def _how_many(rng: Random, things: list[Thing]) -> Found:
         asked = {k: rng.choice(list({"colour": COLOURS, "shape": SHAPES, "size": SIZES}[k])) for k in asked}
     counted = [other for other in things if all(other[k] == v for k, v in asked.items())]
     facts = {"asked": asked, "counted": counted}
-    return (_asked("count", rng, facts), count.total(rng, facts)), counted
+    return (_ask("count", rng, facts), count.total(rng, facts)), counted
 
 
 def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:
     asked = video_question.ask(rng, facts)
     letters = video_question.lettered(rng, asked) if rng.random() < 0.5 else {}
     known = {**facts, **asked, **letters}
-    return _asked("video-question", rng, known), video_question.conclusion(rng, known)
+    return _ask("video-question", rng, known), video_question.conclusion(rng, known)
 
 
 def _conversation(task: str, facts: Any, turns: list[Turn], **media: Any) -> Sample:
@@ -85,7 +85,7 @@ def _picture_drill(rng: Random) -> Sample:
 
 
 def drills(rng: Random, count: int) -> list[Sample]:
-    """A batch of drills: of so many on shapes, seen or counted, or of half as many on short videos."""
+    """A batch of `count` drills on shapes, or of half as many on short videos."""
     if rng.random() < 0.3:
         return [_film_drill(rng) for _ in range(max(1, count // 2))]
     return [_picture_drill(rng) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Finished models as Hugging Face folders in bfloat16, with a model card of what was measured."""
+"""Trained models as Hugging Face folders in bfloat16, with model cards of measured accuracy."""
 
 import copy
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from tools.pocket.recipe import Recipe
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a model came about, for its card: a title, one sentence on the training, and where it ran."""
+    """Title, one sentence on the training, and hardware, for a model card."""
 
     title: str
     training: str
@@ -34,29 +34,28 @@ pipeline_tag: image-text-to-text
 ---
 # {title}
 
-A small vision-language model of Saccade's pocket world: it talks about generated 96 x 96 pictures and videos
-({tasks}) and nothing else. It exists so that speculative decoding can be tried
-and tested without a download; do not expect anything of it outside that world.
+A small vision-language model for Saccade's pocket world of generated 96 x 96 pictures and videos
+({tasks}). It exists so that speculative decoding can be tried
+and tested without a download, and is of no use outside that world.
 
 - Shape: `LlavaOnevisionForConditionalGeneration`, Llama {layers} x {width}, CLIP tower
   {tower_layers} x {tower_width}, {parameters:.1f} M parameters, bfloat16.
 - Data: `saccade.pocket.draw`, training seeds from {first_seed} on, recipe seed {seed}. No outside data.
 - Training: {training}
 - Hardware: {hardware}.
-- Again from nothing: `python -m tools.pocket train --out DIR`.
+- To reproduce: `python -m tools.pocket train --out DIR`.
 
 ## Accuracy
 
-Greedy answers in the dense grammar on {samples} fresh samples per task (`saccade pocket eval`). *chance* marks
-the same answers against another sample's facts; *shuffled image* asks every fourth time about one picture while showing
-another.
+Greedy answers in the dense grammar on {samples} fresh samples per task (`saccade pocket eval`). *chance* scores
+the same answers against another sample's facts; *shuffled image* shows another picture with every fourth question.
 
 {table}
 """
 
 
 def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Everything that `from_pretrained` needs: configuration, weights, tokenizer, processor, template."""
+    """Write all that `from_pretrained` needs: configuration, weights, tokenizer, processor, template."""
     narrow = copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16)
     narrow.generation_config = GenerationConfig(
         do_sample=False, bos_token_id=BEGIN, eos_token_id=END, pad_token_id=PAD
@@ -65,21 +64,21 @@ def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> 
     write_processor(tokenizer, folder, CONTEXT)
 
 
-def _say(done: int, of: int) -> None:
+def _report(done: int, of: int) -> None:
     if done % 320 == 0 or done == of:
-        print(f"[export] marked {done} of {of} answers", flush=True)
+        print(f"[export] scored {done} of {of} answers", flush=True)
 
 
 def card(folder: Path, recipe: Recipe, provenance: Provenance, drafter: Path | None = None) -> str:
-    """The model card of a written folder, with freshly measured accuracy.
+    """Model card of a written folder, with accuracy measured now.
 
     Args:
-        drafter: a model that guesses ahead of this one, because that is the fastest way to many answers.
+        drafter: folder of a draft model, which makes the measurement faster.
     """
     place = "cuda" if torch.cuda.is_available() else None
     vlm = saccade.load(folder, drafter, method="chain" if drafter else "plain", device_map=place)
     tasks = list(recipe.evaluation_tasks or WORLD)
-    rows = measure(vlm, tasks, recipe.evaluation_samples, progress=_say)
+    rows = measure(vlm, tasks, recipe.evaluation_samples, progress=_report)
     model = vlm.target.model
     text, vision = model.config.text_config, model.config.vision_config
     return _CARD.format(
@@ -107,7 +106,7 @@ def export(
     provenance: Provenance,
     drafter: Path | None = None,
 ) -> None:
-    """Put a finished, measured model folder in the place of `folder`; `drafter` as in `card`."""
+    """Write a finished model folder with its card in the place of `folder`; `drafter` as in `card`."""
 
     def write(part: Path) -> None:
         write_checkpoint(model, tokenizer, part)

@@ -1,18 +1,18 @@
 """Checkpoints as wide and deep as a big model's that compute exactly a small model's function.
 
-For speed measurements without a big model's weights: every step costs what the big model's costs, while answers,
-and so what a drafter gets accepted, are the small model's. For Llava-type models with a Llama language model:
+For speed measurements without a big model's weights: each step costs as much as the big model's, while answers, and so
+acceptance, are the small model's. For Llava-type models with a Llama language model:
 
-- the small residual stream lies in the first columns of the wide one (`copies` times, see below), all else is 0;
-- RMS norms divide by the wide stream's length: weight times sqrt(live / width), epsilon times live / width;
-- a head grows `k` times in size by moving rotary dimension `j` to `k j`, which turns at the same speed, and
-  queries grow by sqrt(k), by which attention divides more;
-- new heads, neurons and layers have one factor 0 on every path to the stream and random numbers elsewhere, so that
+- the small residual stream occupies the first columns of the wide one (`copies` times, see below), all others are 0;
+- RMS norms divide by the length of the wide stream: weight times sqrt(live / width), epsilon times live / width;
+- a head grows `k` times in size by moving rotary dimension `j` to `k j`, which has the same frequency, and queries grow
+  by sqrt(k), because attention divides by that much more;
+- new heads, neurons and layers have one zero factor on every path to the stream and random numbers elsewhere, so that
   the hardware multiplies real numbers.
 
-Scaling is by powers of two, which rounds in no number format, when head sizes grow by a power of 4 and so does the
-width for the number of copies that is chosen. What remains is the order in which the hardware sums: in float32 the
-argmax was the same at every position tried; in bfloat16 at 99.1 to 99.7 % with random weights at full width.
+All scaling is by powers of two, which are exact in every number format, if head sizes grow by a power of 4 and so does
+the width for the chosen number of copies. What remains is the order of summation: in float32 the argmax was the same at
+every position tried; in bfloat16 at 99.1 to 99.7 % of them, with random weights at full width.
 """
 
 import json
@@ -42,7 +42,7 @@ from tools.pocket.inflated_layer import (
 
 
 class _Source:
-    """The small checkpoint's tensors by name, read one at a time."""
+    """Tensors of the small checkpoint by name, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
@@ -79,11 +79,11 @@ class _Source:
 def _tensors(
     source: _Source, text: Any, shape: Shape, widths: Widths, fill: Filler
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the wide checkpoint, one at a time."""
+    """All tensors of the wide checkpoint, one at a time."""
     live, wide, stem = widths.live, widths.wide, source.language
 
     def stream(rows: Tensor) -> Tensor:
-        """Vectors of the small stream `[..., d]` as vectors of the wide one."""
+        """Vectors `[..., d]` of the small stream as vectors of the wide one."""
         out = torch.zeros(*rows.shape[:-1], wide)
         out[..., :live] = rows.repeat(*[1] * (rows.dim() - 1), widths.copies)
         return out
@@ -110,7 +110,7 @@ def _tensors(
         if number in places:
             old = f"{stem}layers.{places.index(number)}."
             inside = lambda name, old=old: source[f"{old}{name}.weight"]  # noqa: E731
-        for name, tensor in wide_layer(shape, widths, rows, fill, inside, silence_values=bool(number % 2)):
+        for name, tensor in wide_layer(shape, widths, rows, fill, inside, zero_values=bool(number % 2)):
             yield f"{stem}layers.{number}.{name}.weight", tensor
 
     for name in source.names:
@@ -135,7 +135,7 @@ def _tensors(
 def _write(
     folder: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, most: float
 ) -> tuple[int, int]:
-    """Write shards as tensors come, each in memory once. Returns the numbers of parameters and of bytes."""
+    """Write shards one after another; return the numbers of parameters and of bytes."""
     shards: list[list[str]] = []
     waiting: dict[str, Tensor] = {}
     size = parameters = total = 0
@@ -168,38 +168,38 @@ def _write(
 _CARD = """# Inflated: {like}
 
 The function of a small model ({small}) in a language model of {layers} layers and width {width}: same answers, the
-cost of a big model. Written by `python -m tools.pocket inflate`. For measurements of speed and acceptance only; its
-vocabulary stays at {vocabulary} tokens, its vision tower as it was.
+cost of a big model. Written by `python -m tools.pocket inflate`. For measurements of speed and acceptance only; the
+vocabulary of {vocabulary} tokens and the vision tower are those of the small model.
 """
 
 
 def inflate(
     source: Path, out: Path, like: str, *, dtype: str = "bfloat16", shard_gb: float = 4.0, seed: int = 0
 ) -> str:
-    """Write a checkpoint of the shape `like` that computes what the one in `source` computes.
+    """Write a checkpoint of shape `like` that computes the function of the one in `source`.
 
     Args:
         source: a Llava-type checkpoint with a Llama language model.
-        out: a folder that is not there yet, or is empty.
+        out: a new or empty folder.
         like: see `parse_shape`.
-        dtype: of the weights: float32, bfloat16 or float16.
-        shard_gb: most gigabytes per file, and about what is held in memory.
-        seed: of the numbers in new weights.
+        dtype: dtype of the weights: float32, bfloat16 or float16.
+        shard_gb: largest size of a file in gigabytes, and about the memory needed.
+        seed: seed of the new weights.
 
     Returns:
-        A sentence on what was written.
+        A sentence on size and exactness of the checkpoint.
 
     Raises:
-        ModelError: the source is of another kind, does not fit, or `out` holds something.
+        ModelError: the source is of another kind or does not fit, or `out` is not empty.
     """
     shape = parse_shape(like)
     number_format = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(
         dtype
     )
     if number_format is None:
-        raise ModelError(f"There is no dtype {dtype!r} here; choose float32, bfloat16 or float16.")
+        raise ModelError(f"Unknown dtype {dtype!r}; choose float32, bfloat16 or float16.")
     if not (source / "config.json").is_file():
-        raise ModelError(f"{source} is no model folder: it has no config.json.")
+        raise ModelError(f"{source} is not a model folder: it has no config.json.")
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty; give a new folder.")
     config = AutoConfig.from_pretrained(source)

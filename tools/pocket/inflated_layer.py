@@ -1,10 +1,10 @@
-"""Shapes that models are inflated to, and one decoder layer of such a shape: a small layer in its corner, or none."""
+"""Shapes that models are inflated to, and one decoder layer of such a shape, with or without a small layer in it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isqrt, sqrt
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,35 +29,35 @@ SHAPES = {
     "qwen2.5-vl-32b": Shape(5120, 64, 40, 8, 128, 27648),
     "llava-ov-72b": Shape(8192, 80, 64, 8, 128, 29568),
 }
-_MLP_RATIO = 11008 / 4096  # of shapes given by width, layers and heads: as in Llama
+_MLP_RATIO = 11008 / 4096  # of Llama, for shapes given by width, layers and heads
 _MOST_COPIES = 8
-_ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # whose speeds do not depend on the head's size
+_ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # frequencies that do not depend on the head size
 
 
 def parse_shape(like: str) -> Shape:
     """A shape by name, or from `WIDTHxLAYERSxHEADS`.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: `like` is neither.
     """
     if like in SHAPES:
         return SHAPES[like]
     numbers = like.lower().split("x")
     if len(numbers) != 3 or not all(part.isdecimal() and int(part) > 0 for part in numbers):
         raise ModelError(
-            f"There is no shape {like!r}; give {', '.join(SHAPES)}, or WIDTHxLAYERSxHEADS such as 1024x12x8."
+            f"Unknown shape {like!r}; give {', '.join(SHAPES)}, or WIDTHxLAYERSxHEADS such as 1024x12x8."
         )
     width, layers, heads = map(int, numbers)
     if width % heads:
         raise ModelError(
-            f"A width of {width} is no multiple of {heads} heads; choose another number of heads."
+            f"The width {width} is not a multiple of {heads} heads; choose another number of heads."
         )
     mlp = -(-round(width * _MLP_RATIO) // 64) * 64
     return Shape(width, layers, heads, heads, width // heads, mlp)
 
 
 def copies_of(small: int, wide: int) -> int:
-    """How many small streams lie side by side so that norms scale by a power of two; 1 when no number does it."""
+    """Number of copies of the small stream for which norms scale by a power of two; 1 if there is none."""
     for copies in range(1, _MOST_COPIES + 1):
         ratio, rest = divmod(wide, copies * small)
         if ratio and not rest and ratio.bit_count() == 1 and ratio.bit_length() % 2:  # 1, 4, 16, 64, ...
@@ -66,13 +66,13 @@ def copies_of(small: int, wide: int) -> int:
 
 
 def check(folder: Path, config: Any, shape: Shape) -> None:
-    """Make sure that a model can be inflated to a shape.
+    """Check that a model can be inflated to a shape.
 
     Args:
-        folder: of the model, for messages.
+        folder: folder of the model, for messages.
 
     Raises:
-        ModelError: it has another kind of language model, or does not fit.
+        ModelError: the language model is of another kind, or does not fit.
     """
     text = getattr(config, "text_config", None)
     if text is None or text.model_type != "llama":
@@ -111,22 +111,9 @@ def check(folder: Path, config: Any, shape: Shape) -> None:
 _SPREAD = 0.02  # standard deviation of the numbers in new weights, as of fresh ones
 
 
-class Sizes(Protocol):
-    """What a layer needs to know of the wide model."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def mlp(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Widths:
-    """The residual streams: `copies` times the small one in the first columns of the wide one."""
+    """Residual streams: `copies` times the small one in the first columns of the wide one."""
 
     small: int
     wide: int
@@ -134,11 +121,11 @@ class Widths:
 
     @property
     def live(self) -> int:
-        """Columns that are not always zero."""
+        """Number of columns that are not always zero."""
         return self.copies * self.small
 
     def norm(self, weight: Tensor) -> Tensor:
-        """An RMS norm's weight `[wide]` (its epsilon is the model's affair)."""
+        """Weight `[wide]` of an RMS norm; its epsilon is set in the configuration."""
         out = torch.ones(self.wide)
         out[: self.live] = (weight * sqrt(self.live / self.wide)).repeat(self.copies)
         return out
@@ -154,7 +141,7 @@ class Widths:
 
 
 class Filler:
-    """Random matrices at the speed of copying: rows of one pool of normal numbers, from ever another place on."""
+    """Random matrices at the speed of copying, from a changing offset of one pool of normal numbers."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -175,7 +162,7 @@ class Filler:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the small layer's heads are in the wide one: rows of the projections, and whole heads."""
+    """Rows of the wide projections that belong to the heads of the small layer, and rows of those whole heads."""
 
     queries: Tensor
     keys: Tensor
@@ -185,11 +172,11 @@ class Rows:
     query_scale: float
 
 
-def rotary_rows(text: Any, shape: Sizes) -> Rows:
-    """Rows such that every small head keeps its key-value head and the speed of its rotary dimensions.
+def rotary_rows(text: Any, shape: Shape) -> Rows:
+    """Rows by which every small head keeps its key-value head and its rotary frequencies.
 
     Args:
-        text: the small language model's configuration.
+        text: configuration of the small language model.
     """
     heads, kv_heads, size = text.num_attention_heads, text.num_key_value_heads, text.head_dim
     times, half = shape.head_dim // size, size // 2
@@ -214,46 +201,45 @@ def rotary_rows(text: Any, shape: Sizes) -> Rows:
 
 
 def wide_layer(
-    shape: Sizes,
+    shape: Shape,
     widths: Widths,
     rows: Rows,
     fill: Filler,
     small: Callable[[str], Tensor] | None,
-    silence_values: bool,
+    zero_values: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The wide layer's weights by name, one at a time.
+    """Weights of the wide layer by name, one at a time.
 
     Args:
-        small: the small layer's weights by name; None for a layer that does nothing.
-        silence_values: such a layer's zero factors are those nearer to its input.
+        small: weights of the small layer by name; None for a layer that adds nothing.
+        zero_values: in such a layer, zero the projections nearer to the input (values, gate) rather than the outputs.
     """
     wide, live, d = widths.wide, widths.live, widths.small
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if small is None:
-        quiet_value, quiet_gate = silence_values, silence_values
         yield "self_attn.q_proj", fill(queries, wide)
         yield "self_attn.k_proj", fill(keys, wide)
-        for name, out, into, quiet in (
-            ("self_attn.v_proj", keys, wide, quiet_value),
-            ("self_attn.o_proj", wide, queries, not quiet_value),
-            ("mlp.gate_proj", shape.mlp, wide, quiet_gate),
+        for name, out, into, is_zero in (
+            ("self_attn.v_proj", keys, wide, zero_values),
+            ("self_attn.o_proj", wide, queries, not zero_values),
+            ("mlp.gate_proj", shape.mlp, wide, zero_values),
             ("mlp.up_proj", shape.mlp, wide, False),
-            ("mlp.down_proj", wide, shape.mlp, not quiet_gate),
+            ("mlp.down_proj", wide, shape.mlp, not zero_values),
         ):
             matrix = fill(out, into)
-            yield name, matrix.zero_() if quiet else matrix
+            yield name, matrix.zero_() if is_zero else matrix
         yield "input_layernorm", torch.ones(wide)
         yield "post_attention_layernorm", torch.ones(wide)
         return
 
     def reading(matrix: Tensor, where: Tensor | slice, weight: Tensor) -> Tensor:
-        """`matrix` with rows that read the small stream; beyond the live columns there are only zeros to read."""
+        """`matrix` with rows that read the small stream; columns beyond the live ones meet only zeros."""
         matrix[where, :live] = 0
         matrix[where, :d] = weight.to(matrix.dtype)
         return matrix
 
     query = fill(queries, wide)
-    query[rows.query_heads] = 0  # so that keys' other dimensions, whatever they are, meet zeros
+    query[rows.query_heads] = 0  # the other dimensions of the keys meet zeros
     yield "self_attn.q_proj", reading(query, rows.queries, small("self_attn.q_proj") * rows.query_scale)
     yield "self_attn.k_proj", reading(fill(keys, wide), rows.keys, small("self_attn.k_proj"))
     yield "self_attn.v_proj", reading(fill(keys, wide), rows.values, small("self_attn.v_proj"))
@@ -264,7 +250,7 @@ def wide_layer(
     yield "self_attn.o_proj", output
     neurons = len(small("mlp.gate_proj"))
     gate = reading(fill(shape.mlp, wide), slice(0, neurons), small("mlp.gate_proj"))
-    gate[neurons:] = 0  # silu(0) times anything is 0: the new neurons are still
+    gate[neurons:] = 0  # silu(0) is 0, so new neurons add nothing
     yield "mlp.gate_proj", gate
     yield "mlp.up_proj", reading(fill(shape.mlp, wide), slice(0, neurons), small("mlp.up_proj"))
     down = fill(wide, shape.mlp)

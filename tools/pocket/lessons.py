@@ -1,4 +1,13 @@
-"""Lessons."""
+"""Lessons: auxiliary losses on hidden states, by linear readers that are discarded after training.
+
+Answers are some forty tokens on hundreds of visual tokens, and teach slowly where to look. The lessons add labels:
+
+- comparing, at a third of the depth: at each patch of a later picture or frame, whether it changed and its embedding
+  one picture before;
+- searching, where an answer begins: the number of things asked for in each of the picture's nine cells, at half the
+  depth, and their total, at three quarters;
+- watching, at half the depth: at the end of each video frame its event, with colour and form of the shape.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,14 +25,14 @@ from tools.pocket.processor import ASSISTANT, FRAME_TOKENS, IMAGE, NEWLINE, PATC
 
 
 def _changed(pictures: Tensor, across: int) -> Tensor:
-    """Which cells of a picture differ from those of the one before: `[P, 3, S, S]` to `[P - 1, across * across]`."""
+    """Cells of pictures `[P, 3, S, S]` that differ from the picture before: `[P - 1, across * across]`."""
     size = GRID * PATCH_SIZE // across
     differs = (pictures[1:] != pictures[:-1]).any(1).float()
     return nn.functional.max_pool2d(differs, size).flatten(1) > 0
 
 
 def _places(row: Tensor, mark: int, count: int, each: int, between: int) -> Tensor | None:
-    """Where the patches of adjoining pictures are in a prompt: `[count, each]`; None if words stand between them."""
+    """Positions of the patches of adjoining pictures, `[count, each]`; None if there is text between them."""
     at = (row == mark).nonzero()[:, 0]
     starts = at[0] + (each + between) * torch.arange(count)
     places = starts[:, None] + torch.arange(each)
@@ -31,9 +40,11 @@ def _places(row: Tensor, mark: int, count: int, each: int, between: int) -> Tens
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Rows, places, places one picture before, and whether the two differ, of all patches that have one before.
+    """Pairs of a patch and the same patch one picture before.
 
-    `[n]` each; None where no row has several pictures or frames without words between them.
+    Returns:
+        Rows, positions, positions one picture before, and whether the two patches differ, `[n]` each; None if no row
+        has several pictures or frames without text between them.
     """
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     kinds = (
@@ -59,7 +70,7 @@ def pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
 
 
 class Relating(nn.Module):
-    """Reads from hidden states whether a patch has changed and what it showed before."""
+    """Comparing: linear readers of whether a patch has changed, and of its embedding one picture before."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,19 +78,19 @@ class Relating(nn.Module):
         self.changed = nn.Linear(width, 1)
         self.before = nn.Linear(width, width)
 
-    def forward(self, hidden: Tensor, seen: Tensor, batch: Batch) -> Tensor:
-        """How badly it reads, 0 where there is nothing to compare.
+    def forward(self, hidden: Tensor, embeddings: Tensor, batch: Batch) -> Tensor:
+        """Cross-entropy of the changes plus squared error of the embeddings; 0 without pairs.
 
         Args:
             hidden: `[B, N, d]`.
-            seen: the input embeddings `[B, N, d]`.
+            embeddings: input embeddings `[B, N, d]`.
         """
         found = pairs(batch)
         if found is None:
             return hidden.new_zeros(())
         rows, now, before, changed = (part.to(hidden.device) for part in found)
         states = self.norm(hidden[rows, now].float())
-        was = seen[rows, before].detach().float()
+        was = embeddings[rows, before].detach().float()
         scale = was.std().clamp(min=1e-6)
         flags: Tensor = nn.functional.binary_cross_entropy_with_logits(
             self.changed(states)[:, 0], changed.float()
@@ -91,13 +102,13 @@ class Relating(nn.Module):
 
 
 PLACES = [(row, column) for row in ROWS for column in COLUMNS]
-_CROWD = 3  # so many in one place, or more, are not told apart
+_CROWD = 3  # larger counts of one cell share a class
 _MOST = 8
-_TOTAL = 0.3  # what reading the total weighs beside the places
+_TOTAL = 0.3  # weight of the total relative to the cells
 
 
-def _asked(sample: Sample) -> list[list[Thing] | None]:
-    """What every question of a sample asks for and the picture has; None where it does not ask for things."""
+def _searched(sample: Sample) -> list[list[Thing] | None]:
+    """For each question of a sample the things it asks for; None if it asks for something else."""
     if "found" in sample.facts:
         return list(sample.facts["found"])
     if sample.task == "count":
@@ -108,18 +119,19 @@ def _asked(sample: Sample) -> list[list[Thing] | None]:
     return [None] * (len(sample.turns) + 1)
 
 
-def sought(samples: Sequence[Sample], ids: Tensor) -> Tensor:
-    """Of every question that asks for things: its row, where its answer begins, how many each place has, and all have.
-
-    `[Q, 2 + 9 + 1]`.
+def searches(samples: Sequence[Sample], ids: Tensor) -> Tensor:
+    """Labels of all questions that ask for things: row, position of the answer, counts of nine cells, total.
 
     Args:
-        ids: the samples' conversations, `[B, N]`.
+        ids: token ids of the samples, `[B, N]`.
+
+    Returns:
+        `[Q, 2 + 9 + 1]`.
     """
     told = []
     for row, sample in enumerate(samples):
         begins = (ids[row] == ASSISTANT).nonzero()[:, 0].tolist()
-        for begin, found in zip(begins, _asked(sample), strict=True):
+        for begin, found in zip(begins, _searched(sample), strict=True):
             if found is not None:
                 there = [(thing["row"], thing["column"]) for thing in found]
                 many = (min(there.count(place), _CROWD) for place in PLACES)
@@ -128,7 +140,7 @@ def sought(samples: Sequence[Sample], ids: Tensor) -> Tensor:
 
 
 class Searching(nn.Module):
-    """Reads from hidden states how many of what a question asks for each place of a picture has, and all have."""
+    """Searching: linear readers of the number of things in question, per cell of the picture and in all."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -137,11 +149,11 @@ class Searching(nn.Module):
         self.total = nn.Linear(width, _MOST + 1)
 
     def forward(self, hidden: Tensor, deeper: Tensor, asked: Tensor) -> Tensor:
-        """How badly it reads, 0 where nothing is sought.
+        """Cross-entropy of counts and weighted total; 0 without searches.
 
         Args:
-            hidden, deeper: where places and totals are read, `[B, N, d]`.
-            asked: as `sought` gives it.
+            hidden, deeper: hidden states for cells and for totals, `[B, N, d]`.
+            asked: from `searches`.
         """
         if not len(asked):
             return hidden.new_zeros(())
@@ -156,23 +168,23 @@ class Searching(nn.Module):
 _KINDS = (list(WHATS), list(COLOURS), list(SHAPES))
 
 
-def _seen(facts: Facts) -> list[tuple[int, int]]:
-    """Frames in which something is seen to happen, each with the number of that event."""
+def _event_frames(facts: Facts) -> list[tuple[int, int]]:
+    """Frames that show an event, each with the number of the event."""
     if "spans" in facts:
-        return _spanned(facts)
+        return _event_frames_by_span(facts)
     events, frames = facts["events"], facts["frames"]
     told = []
     for frame in range(1, frames):
         before, now = ((frame - back) * len(events) / (frames - 1) for back in (1, 0))
         event = int((before + now) / 2)
-        # A move is under way all the time; what comes, goes, grows or shrinks does so at half its time.
+        # A move shows in all of its frames; what appears, leaves, grows or shrinks does so at half its time.
         if events[event]["what"] in DIRECTIONS or before < event + 0.5 <= now:
             told.append((frame, event))
     return told
 
 
-def _spanned(facts: Facts) -> list[tuple[int, int]]:
-    """The same of a video whose events take known frames, with the frames numbered as they are shown."""
+def _event_frames_by_span(facts: Facts) -> list[tuple[int, int]]:
+    """The same for a video with known spans; frames are numbered as they are shown."""
     numbers = facts.get("kept") or range(facts["frames"])
     places = {number: place for place, number in enumerate(numbers)}
     told = []
@@ -183,20 +195,21 @@ def _spanned(facts: Facts) -> list[tuple[int, int]]:
     return told
 
 
-def happening(samples: Sequence[Sample], ids: Tensor) -> Tensor:
-    """Of every frame in which something is seen to happen: row, its last token, what, and the shape's colour and form.
-
-    `[E, 5]`.
+def frame_events(samples: Sequence[Sample], ids: Tensor) -> Tensor:
+    """Labels of all frames that show an event: row, position of the frame's last token, event, colour and form.
 
     Args:
-        ids: the samples' conversations, `[B, N]`.
+        ids: token ids of the samples, `[B, N]`.
+
+    Returns:
+        `[E, 5]`.
     """
     told = []
     for row, sample in enumerate(samples):
         if not sample.video or "events" not in sample.facts:
             continue
         start = int((ids[row] == VIDEO).nonzero()[0, 0])
-        for frame, number in _seen(sample.facts):
+        for frame, number in _event_frames(sample.facts):
             event = sample.facts["events"][number]
             thing = sample.facts["things"][event["thing"]]
             words = (event["what"], thing["colour"], thing["shape"])
@@ -206,59 +219,61 @@ def happening(samples: Sequence[Sample], ids: Tensor) -> Tensor:
 
 
 class Watching(nn.Module):
-    """Reads from hidden states what happens in a frame."""
+    """Watching: linear readers of the event that a frame shows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.readers = nn.ModuleList(nn.Linear(width, len(kind)) for kind in _KINDS)
 
-    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
-        """How badly it reads, 0 where nothing happens.
+    def forward(self, hidden: Tensor, events: Tensor) -> Tensor:
+        """Mean cross-entropy of event, colour and form; 0 without events.
 
         Args:
             hidden: `[B, N, d]`.
-            seen: as `happening` gives it.
+            events: from `frame_events`.
         """
-        if not len(seen):
+        if not len(events):
             return hidden.new_zeros(())
-        seen = seen.to(hidden.device)
-        states = self.norm(hidden[seen[:, 0], seen[:, 1]].float())
+        events = events.to(hidden.device)
+        states = self.norm(hidden[events[:, 0], events[:, 1]].float())
         misses = [
             nn.functional.cross_entropy(reader(states), classes)
-            for reader, classes in zip(self.readers, seen[:, 2:].T, strict=True)
+            for reader, classes in zip(self.readers, events[:, 2:].T, strict=True)
         ]
         return torch.stack(misses).mean()
 
 
-def taught(batch: Batch, samples: Sequence[Sample]) -> Batch:
-    """The batch of those samples with what the lessons ask of it."""
-    return replace(batch, sought=sought(samples, batch.ids), happening=happening(samples, batch.ids))
+def with_lessons(batch: Batch, samples: Sequence[Sample]) -> Batch:
+    """The batch of those samples with the labels of the lessons."""
+    return replace(
+        batch, searches=searches(samples, batch.ids), frame_events=frame_events(samples, batch.ids)
+    )
 
 
 class Lessons(nn.Module):
-    """The lessons in comparing, searching and watching, each weighed; its readers are of no use afterwards."""
+    """Weighted sum of the three lessons."""
 
     def __init__(self, width: int, relating: float, searching: float, watching: float) -> None:
         super().__init__()
         self.relating, self.searching, self.watching = Relating(width), Searching(width), Watching(width)
         self._weights = (relating, searching, watching)
 
-    def forward(self, states: Sequence[Tensor], seen: Tensor, batch: Batch) -> Tensor:
-        """How badly all are answered.
+    def forward(self, states: Sequence[Tensor], embeddings: Tensor, batch: Batch) -> Tensor:
+        """Weighted loss.
 
         Args:
-            states: the hidden states after every layer, `[B, N, d]` each.
-            seen: the input embeddings `[B, N, d]`.
+            states: hidden states after each layer, `[B, N, d]` each.
+            embeddings: input embeddings `[B, N, d]`.
         """
         third, half = states[(len(states) - 1) // 3], states[len(states) // 2]
         deeper = states[3 * len(states) // 4]
-        assert batch.sought is not None
-        assert batch.happening is not None
+        assert batch.searches is not None
+        assert batch.frame_events is not None
         relating, searching, watching = self._weights
         total: Tensor = (
-            relating * self.relating(third, seen, batch)
-            + searching * self.searching(half, deeper, batch.sought)
-            + watching * self.watching(half, batch.happening)
+            relating * self.relating(third, embeddings, batch)
+            + searching * self.searching(half, deeper, batch.searches)
+            + watching * self.watching(half, batch.frame_events)
         )
         return total

@@ -1,4 +1,4 @@
-"""Chat format of the pocket models: special tokens, samples as token ids, and the processor files that say the same."""
+"""Chat format of the pocket models: special tokens, samples as token ids, and the matching processor files."""
 
 import json
 from pathlib import Path
@@ -41,23 +41,23 @@ TEMPLATE = (
 
 
 def image_tokens(tiled: bool) -> int:
-    """Tokens of a picture, by the class's rule.
+    """Number of tokens of a picture, by the rule of the class.
 
-    A lone picture is tiled: seen as a whole and as its one tile, with a newline after every row of that.
-    Each of several is seen once, with one newline.
+    A single picture is tiled: encoded as a whole and as its one tile, with a newline after every row of the tile.
+    Each of several pictures is encoded once, with one newline.
     """
     return 2 * PATCHES + GRID * NEWLINE if tiled else PATCHES + NEWLINE
 
 
 def video_tokens(frames: int) -> int:
-    """Tokens of a video: its frames pooled two by two, and one newline at its end."""
+    """Number of tokens of a video: frames pooled 2 x 2, and one newline at the end."""
     return frames * FRAME_TOKENS + NEWLINE
 
 
-def _part(tokenizer: Tokenizer, part: dict[str, Any], sample: Sample, seeing: bool, tiled: bool) -> list[int]:
+def _part(tokenizer: Tokenizer, part: dict[str, Any], sample: Sample, media: bool, tiled: bool) -> list[int]:
     if part["type"] == "text":
         return list(tokenizer.encode(part["text"]).ids)
-    if not seeing:
+    if not media:
         return list(tokenizer.encode("\n").ids)
     if part["type"] == "image":
         return [IMAGE] * image_tokens(tiled and len(sample.images) == 1)
@@ -65,25 +65,25 @@ def _part(tokenizer: Tokenizer, part: dict[str, Any], sample: Sample, seeing: bo
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, sample: Sample, seeing: bool = True, tiled: bool = True
+    tokenizer: Tokenizer, sample: Sample, media: bool = True, tiled: bool = True
 ) -> tuple[list[int], list[bool]]:
-    """A conversation up to where the answer begins, and which of its tokens are earlier answers.
+    """Token ids of a conversation up to the answer, and flags of those in earlier answers.
 
     Args:
-        seeing: give every picture and video its tokens; else a line break stands in its place, as in the
-            text-only prompts of drafters.
-        tiled: tile lone pictures, as the class does; else see them once, at half the cost.
+        media: include the tokens of pictures and videos; else a line break replaces each, as in the text-only prompts
+            of drafters.
+        tiled: tile single pictures, as the class does; else encode them once, at half the cost.
     """
     ids, answers = [BEGIN], [False]
     for message in sample.messages(media=False):
-        told = message["role"] == "assistant"
-        ids.append(ASSISTANT if told else USER)
+        is_answer = message["role"] == "assistant"
+        ids.append(ASSISTANT if is_answer else USER)
         answers.append(False)
         for part in message["content"]:
-            piece = _part(tokenizer, part, sample, seeing, tiled)
+            piece = _part(tokenizer, part, sample, media, tiled)
             ids += piece
-            answers += [told] * len(piece)
-        if told:
+            answers += [is_answer] * len(piece)
+        if is_answer:
             ids.append(END)
             answers.append(True)
     return [*ids, ASSISTANT], [*answers, False]
@@ -97,7 +97,7 @@ _SQUARE = {
 
 
 def wrap(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
-    """The tokenizer as Hugging Face's class. The prompt text brings its own `<s>`, so it adds none."""
+    """The tokenizer as Hugging Face's class; it adds no `<s>`, which the template writes."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -123,9 +123,8 @@ def wrap(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
 def write_processor(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write what `LlavaOnevisionProcessor.save_pretrained` writes.
 
-    By hand, because the class cannot be made where torchvision is missing: its video processor asks for it.
-    A picture of 96 x 96 goes through unchanged, any other is resized to that; videos are sampled at the pocket
-    world's own frame rate.
+    The files are written directly, because the class needs torchvision for its video processor. Pictures are resized to
+    96 x 96, and videos are sampled at the pocket world's frame rate.
     """
     wrap(tokenizer, context).save_pretrained(folder)
     pictures = LlavaOnevisionImageProcessorPil(
@@ -156,8 +155,8 @@ def write_processor(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     }
     (folder / "processor_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     path = folder / "tokenizer_config.json"
-    kept = json.loads(path.read_text())
-    for name in ("backend", "extra_special_tokens"):  # of no use, and older readers stumble over them
-        kept.pop(name, None)
-    kept["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+    config = json.loads(path.read_text())
+    for name in ("backend", "extra_special_tokens"):  # not needed, and an error in older versions
+        config.pop(name, None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n")

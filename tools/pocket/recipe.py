@@ -8,7 +8,7 @@ from saccade.pocket.sample import UNSEEN_BY_DRAFTS, WORLD, draw
 
 @dataclass(frozen=True)
 class LanguageShape:
-    """The size of a Llama language model."""
+    """Size of a Llama language model."""
 
     layers: int
     width: int
@@ -17,12 +17,12 @@ class LanguageShape:
 
     def __post_init__(self) -> None:
         if self.width % self.head_dim:
-            raise ValueError(f"A width of {self.width} is no multiple of the head size {self.head_dim}.")
+            raise ValueError(f"The width {self.width} is not a multiple of the head size {self.head_dim}.")
 
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The size of a CLIP vision tower; its picture and patch size are those of the world."""
+    """Size of a CLIP vision tower; picture and patch size are those of the world."""
 
     layers: int = 4
     width: int = 128
@@ -32,15 +32,20 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a stage trains and with which learning rate.
+    """Length, learning rate and data of a stage.
 
-    The rate warms up, stays, and over the last part of the steps (`decay`) falls linearly to `final` times its
-    peak. `content` weighs the tokens that tell a fact of the picture against the words between them, which are
-    mostly a matter of chance; `verbose` is the share of samples in the easy grammar,
-    `tiled` the last part of the steps in which lone pictures are tiled as the class does it; before that they
-    are seen once, at half the cost. A step takes `parts` batches. `decisive` weighs the words that decide an
-    answer; `relating`, `searching` and `watching` weigh the lessons in these (`tools.pocket.lessons`), `drill`
-    is the share of batches that are drills (`tools.pocket.drill`).
+    Attributes:
+        steps: optimiser steps, each on `parts` batches of `batch` samples.
+        rate: peak of the learning rate, reached after `warmup` steps.
+        final: learning rate at the end, relative to the peak.
+        decay: last share of the steps, in which the learning rate falls linearly.
+        content: loss weight of words that state a fact of the picture; other words weigh 1.
+        verbose: share of samples in the verbose grammar.
+        tiled: last share of the steps, in which single pictures are tiled as the class does; before, they are encoded
+            once, at half the cost.
+        decisive: loss weight of the words that decide an answer.
+        relating, searching, watching: loss weights of the lessons (`tools.pocket.lessons`).
+        drill: share of batches that are drills (`tools.pocket.drill`).
     """
 
     steps: int
@@ -61,15 +66,15 @@ class Schedule:
 
     @property
     def has_lessons(self) -> bool:
-        """Whether the model is asked for more than answers."""
+        """Whether any lesson has a weight."""
         return max(self.relating, self.searching, self.watching) > 0
 
     def tiled_at(self, batch: int) -> bool:
-        """Whether the batch of that number, counted from 0, shows lone pictures tiled."""
+        """Whether a batch, counted from 0, has its single pictures tiled."""
         return batch >= (1 - self.tiled) * self.steps * self.parts
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Learning rate of a step, counted from 0."""
         warm = min(1.0, (step + 1) / self.warmup)
         fallen = max(0.0, (step - (1 - self.decay) * self.steps) / (self.decay * self.steps))
         return self.rate * warm * (1 - (1 - self.final) * fallen)
@@ -77,7 +82,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a run depends on; `evaluation_tasks` are those on its cards, None for all."""
+    """All settings of a run; `evaluation_tasks` are those on its cards, None for all."""
 
     seed: int = 7
     vocabulary: int = 1024
@@ -133,10 +138,10 @@ class Recipe:
     checkpoint_seconds: float = 120.0
 
     def with_steps(self, stage: str, steps: int) -> "Recipe":
-        """The same run with other steps in one stage.
+        """The same recipe with other steps in one stage.
 
         Raises:
-            ValueError: the stage takes no steps.
+            ValueError: the stage has no steps.
         """
         name = f"{stage}_schedule"
         if name not in vars(self):
@@ -147,7 +152,7 @@ class Recipe:
         return replace(self, **changed)
 
     def scaled(self, steps: float = 1.0, batches: int = 1) -> "Recipe":
-        """The same run with the steps and the batches of every stage multiplied."""
+        """The same recipe with the steps and batch sizes of all stages multiplied."""
         names = [name for name in vars(self) if name.endswith("_schedule")]
         stages = {name: getattr(self, name) for name in names}
         return replace(
@@ -160,7 +165,7 @@ class Recipe:
 
 
 def quick_recipe() -> Recipe:
-    """A run of half a minute with toy sizes: it exercises every stage and learns nothing."""
+    """Toy sizes: a run of half a minute that exercises every stage and learns nothing."""
     toy = Schedule(steps=4, batch=4, rate=1e-3, warmup=2)
     return Recipe(
         vocabulary=400,
@@ -200,7 +205,7 @@ COMPARING = {
     "knowledge": 0.06,
     "followup": 0.05,
 }
-"""The mixture of the stage before the last: what is told by looking at two places at once, and words alone."""
+"""Task shares of `compare`: tasks that compare two places, and those of text alone."""
 REFINING = {
     "chart": 0.25,
     "receipt": 0.6,
@@ -226,14 +231,14 @@ REFINING = {
     "long-video": 1.1,
     "album": 0.5,
 }
-"""The mixture of the last stage: more of what a few hours teach last, to compare and to count, and all that is long."""
+"""Task shares of `refine`: more comparing and counting, which are learned last, and all long tasks."""
 DRAFTING = {
     **{name: task.share for name, task in WORLD.items() if task.share and name not in UNSEEN_BY_DRAFTS},
     "prose": 0.3,
     "report": 0.35,
     "long-video": 0.12,
 }
-"""What drafts learn from: all but what they are to be surprised by."""
+"""Task shares of drafts: all tasks but those that stay out of distribution."""
 
 
 def _of_one_picture(task: str) -> bool:
@@ -242,4 +247,4 @@ def _of_one_picture(task: str) -> bool:
 
 
 SINGLE_PICTURES = {task: share for task, share in DRAFTING.items() if _of_one_picture(task)}
-"""What a draft learns from that never sees a video or several pictures."""
+"""Task shares of a draft without videos and without several pictures."""

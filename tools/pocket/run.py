@@ -46,7 +46,7 @@ class Beginning:
     draft_story: str
 
 
-def from_nothing(
+def from_scratch(
     recipe: Recipe, tokenizer: Tokenizer, folder: Path, device: torch.device, until: str
 ) -> Beginning | None:
     """Run the stages from tower to draft; None if `until` is one of them."""
@@ -104,7 +104,7 @@ def _training_of(model: Path) -> str:
     """Sentence on training in a model's card."""
     card = model / "README.md"
     found = _TRAINING.search(card.read_text()) if card.exists() else None
-    return found[1] if found else "an earlier model of which no card tells"
+    return found[1] if found else "an earlier model without a card"
 
 
 def pair_digest(pair: Path) -> str:
@@ -189,7 +189,7 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
     """Run every stage up to `until`, resuming from what is in `folder`.
 
     Args:
-        pair: folder of a finished pair whose target is trained further; None trains one from nothing.
+        pair: folder of a finished pair whose target is trained further; None trains one from scratch.
 
     Raises:
         TrainingError: the folder has stage files of another recipe or pair, `pair` has no models, or `until` is one of
@@ -203,7 +203,7 @@ def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None
         return
     device, hardware = _hardware()
     if pair is None:
-        begun = from_nothing(recipe, tokenizer, folder, device, until)
+        begun = from_scratch(recipe, tokenizer, folder, device, until)
     else:
         begun = from_pair(recipe, tokenizer, folder, pair, device, until)
     if begun is None:
@@ -231,7 +231,7 @@ def _followed(minutes: float, answers: int) -> str:
 
 
 def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]) -> None:
-    """Train a second draft for the target of a pair, from nothing and on single pictures alone.
+    """Train a second draft for the target of a pair, from scratch and on single pictures alone.
 
     Prompts with five pictures are then out of its distribution, as they are for drafters trained on single pictures
     alone (TABED, section 4). It is written to `folder / "draft"`; the target does not change.

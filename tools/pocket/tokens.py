@@ -1,4 +1,4 @@
-"""Tokenizer (byte-level BPE, trained on the world's own text) and loss weights of its tokens."""
+"""Tokenizer (byte-level BPE, trained on text of the world) and loss weights of its tokens."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _CHANGES = ("up", "down", "appears", "leaves", "gone", "stays", "moves", "back",
 
 
 def train_tokenizer(recipe: Recipe) -> Tokenizer:
-    """A tokenizer of at most `recipe.vocabulary` tokens; the special ones come first, in order."""
+    """Train a tokenizer of at most `recipe.vocabulary` tokens; the special tokens come first, in order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def train_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> torch.Tensor:
-    """`weight` for tokens that tell a fact of the picture, 1 for the words between them: `[vocabulary]`."""
+    """Loss weights `[vocabulary]`: `weight` for words that state a fact of the picture, 1 for all others."""
     content = {*COLOURS, *COLUMNS, *GOODS, *NUMBERS, *ORDINALS, *ROWS, *SIZES, *_RELATIONS}
     content |= {word.lower() for word in (*DAYS, *NAMES, *TOWNS)} | set(_CHANGES)
     content |= {plural(shape, count) for shape in SHAPES for count in (1, 2)}
@@ -66,7 +66,10 @@ def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> tor
 
 
 def decisive_weights(tokenizer: Tokenizer, sample: Sample, weight: float) -> list[float]:
-    """`weight` for every token of a sample's true answer that its task calls decisive, 1 for the others."""
+    """Loss weights of the tokens of a sample's true answer: `weight` for words of `Task.decisive`, 1 for others.
+
+    One token of forty decides most answers, and plain training learns it last.
+    """
     encoded = tokenizer.encode(sample.answer)
     pattern = WORLD[sample.task].decisive
     spans = [found.span() for found in re.finditer(pattern, sample.answer)] if pattern else []

@@ -1,4 +1,10 @@
-"""Tower."""
+"""Stage 2: the vision tower, trained to label every patch in place of CLIP pre-training, and the projector behind it.
+
+A fresh projector passes the tower's features on at fifty times the norm of a word embedding, most of it the same in
+every patch, and the language model needs an hour to find the facts in them. `align_projector` therefore starts some
+hidden units as detectors of the tower's labels, which point at the embedding of the label's word, and the others with
+whitened features. All of it is trained further.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +23,7 @@ from tools.pocket.models import PocketModel, tower_config
 from tools.pocket.recipe import Recipe
 
 
-class PatchNamer(nn.Module):
+class PatchClassifier(nn.Module):
     """A tower with one linear classifier per kind of label on its last hidden state."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -38,16 +44,16 @@ def _batch(seed: int, count: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict[str, Tensor], float]:
-    """The trained tower's weights, and the minutes that it took."""
+    """Train the tower; return its weights and the minutes of training."""
     torch.manual_seed(recipe.seed)
-    model = PatchNamer(recipe).to(device)
-    kept: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    model = PatchClassifier(recipe).to(device)
+    last: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         pictures, truth = batch[0].to(device), batch[1].to(device)
         with fast_products(device):
             logits = model(pictures)
-        kept[:] = [(truth, tuple(part.detach() for part in logits))]
+        last[:] = [(truth, tuple(part.detach() for part in logits))]
         losses = [
             nn.functional.cross_entropy(part.float().flatten(0, 1), truth[..., kind].flatten())
             for kind, part in enumerate(logits)
@@ -55,13 +61,13 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
         return torch.stack(losses).sum()
 
     def check() -> str:
-        truth, logits = kept[0]
+        truth, logits = last[0]
         words = []
         for kind, (name, part) in enumerate(zip(LABEL_CLASSES, logits, strict=True)):
             there = truth[..., kind] > 0
             right = (part.argmax(-1) == truth[..., kind])[there].float().mean().item()
             words.append(f"{name} {right:.2f}")
-        return "named rightly where something is: " + ", ".join(words)
+        return "accuracy on labelled patches: " + ", ".join(words)
 
     schedule, pause = recipe.tower_schedule, recipe.checkpoint_seconds
     make = partial(_batch, recipe.seed, schedule.batch)
@@ -72,7 +78,7 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
 _SAMPLES = 800
 _RIDGE = 1e-3
 _STEEPNESS, _THRESHOLD = 6.0, 0.3  # a detector's unit is gelu(6 (estimate - 0.3)): 4.2 for "here", 0 else
-_REST_NORM = 0.5  # what the whitened units add, relative to the norm of a word embedding
+_REST_NORM = 0.5  # norm added by the whitened units, relative to that of a word embedding
 
 
 def _indicators(truth: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ def _indicators(truth: Tensor) -> Tensor:
 
 
 def _word_embeddings(model: PocketModel, tokenizer: Tokenizer) -> Tensor:
-    """The embedding of every label word, with a space before it as inside a sentence: `[words, d]`."""
+    """Embeddings of the label words, with a leading space as inside a sentence: `[words, d]`."""
     table = model.get_input_embeddings().weight
     rows = [
         table[tokenizer.encode(f" {word}").ids].mean(0) for words in LABEL_WORDS.values() for word in words
@@ -96,7 +102,7 @@ def _word_embeddings(model: PocketModel, tokenizer: Tokenizer) -> Tensor:
 
 @torch.no_grad()
 def align_projector(model: PocketModel, tokenizer: Tokenizer, seed: int) -> None:
-    """Overwrite the projector's weights as this module describes, from a few hundred labelled pictures."""
+    """Overwrite the projector's weights as described above, from a few hundred labelled pictures."""
     samples = labelled_samples(Random(f"alignment/{seed}"), _SAMPLES)
     pictures = pixels([sample.image for sample in samples]).to(model.device)
     seen = model.model.vision_tower(pixel_values=pictures, output_hidden_states=True).hidden_states[-1]
@@ -114,7 +120,7 @@ def align_projector(model: PocketModel, tokenizer: Tokenizer, seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     others = first.out_features - len(detectors)
     if others <= 0:
-        return  # a toy model: no room for the words
+        return  # a toy model has too few units for the words
     values, vectors = torch.linalg.eigh(ridge)
     noise = torch.randn(others, len(centre), generator=generator, dtype=torch.double) / len(centre) ** 0.5
     whitened = noise @ (vectors / values.sqrt()) @ vectors.T

@@ -28,20 +28,20 @@ _MODELS = ("target", "draft")
 
 
 def target_path() -> Path:
-    """The folder of the target VLM, ready for `from_pretrained`."""
+    """Folder of the target VLM, for `from_pretrained`."""
     return _WEIGHTS / "target"
 
 
 def draft_path() -> Path:
-    """The folder of the draft VLM, ready for `from_pretrained`."""
+    """Folder of the draft VLM, for `from_pretrained`."""
     return _WEIGHTS / "draft"
 
 
 def head_path(kind: str) -> Path:
-    """The folder of the target's trained head of that kind.
+    """Folder of the target's trained head of a kind.
 
     Raises:
-        ModelError: none of that kind is shipped.
+        ModelError: no head of that kind is included.
     """
     found = head_paths()
     if kind not in found:
@@ -53,7 +53,7 @@ def head_path(kind: str) -> Path:
 
 
 def head_paths() -> dict[str, Path]:
-    """The folders of all heads that are shipped, by kind."""
+    """Folders of all included heads, by kind."""
     if not _WEIGHTS.is_dir():
         return {}
     folders = sorted(f for f in _WEIGHTS.iterdir() if f.name not in _MODELS)

@@ -16,7 +16,7 @@ from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK, Sample
 from saccade.pocket.scoring import chance
 
-# One thread and no version strings: the same file on every run. The quality is high because shapes are small.
+# One thread and no version strings, so that every run writes the same file; high quality, because shapes are small.
 _ENCODERS = {
     "libx264": {
         "crf": "8",
@@ -27,9 +27,9 @@ _ENCODERS = {
     "mpeg4": {"qmin": "1", "qmax": "3", "threads": "1"},
 }
 LEAST_PSNR = 27.0
-"""Decibels by which frames that come back from a file equal those written: sharp coloured edges lose some.
+"""Lower bound of the PSNR in decibels of frames read back from a file, which loses some of sharp coloured edges.
 
-Measured over 30 videos: 34 on average, 28.2 at worst; the loss is that of half-size colour planes."""
+Measured over 30 videos: 34 on average, 28.2 at worst, because colour planes have half the resolution."""
 
 
 def _encoder() -> str:
@@ -65,7 +65,7 @@ def write_video(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
 
 
 def psnr(one: Image.Image, two: Any) -> float:
-    """Peak signal-to-noise ratio of two pictures in decibels; infinite when they are equal."""
+    """Peak signal-to-noise ratio of two pictures in decibels; infinite if they are equal."""
     error = float(np.mean((np.asarray(one, np.float64) - np.asarray(two, np.float64)) ** 2))
     return inf if error == 0 else 10 * log10(255**2 / error)
 
@@ -139,14 +139,14 @@ def _chances(samples: Sequence[Sample]) -> str:
 def write_sheet(
     folder: Path, drawn: dict[str, list[tuple[int, Sample]]], grammar: str, videos: bool = False
 ) -> list[Path]:
-    """Write samples as `index.html`, `samples.jsonl` and pictures; the same bytes for the same samples.
+    """Write samples as `index.html`, `samples.jsonl` and pictures, with the same bytes for the same samples.
 
     Args:
-        drawn: for every task, its samples with their seeds.
-        videos: write videos as MP4 files, too.
+        drawn: task -> its samples with their seeds.
+        videos: also write videos as MP4 files.
 
     Returns:
-        The page and the file of facts.
+        Paths of the page and of the facts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sections, records = [], []

@@ -17,14 +17,14 @@ def answer(
     batch: int = 32,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """The model's answers as token ids, without the end token, in the order of the samples.
+    """Answers of a model as token ids, without the end token, in the order of the samples.
 
     Args:
         temperature: 0 for greedy answers.
-        seed: of the draws, when it is not.
-        progress: told how many samples are done, after every batch.
+        seed: seed of the draws at other temperatures.
+        progress: called with the number of finished samples after each batch.
     """
-    # Rows of one batch stop together when their true answers are of one length.
+    # Rows of a batch end at about the same step if their true answers have the same length.
     order = sorted(range(len(samples)), key=lambda i: (samples[i].task, len(samples[i].answer)))
     answers: list[list[int]] = [[] for _ in samples]
     sampling: dict[str, Any] = (
@@ -45,17 +45,20 @@ def answer(
     return answers
 
 
-_SHUFFLED = 4  # every how many-th sample is asked with another picture, too
+_SHUFFLED = 4  # every fourth sample is also shown with another picture
 FIRST_SEED = 100_000
-"""Evaluation draws from here on; training draws from a million on (`train.batches`)."""
+"""First seed of evaluation; training draws from a million on (`tools.pocket.batches`)."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """Mean score of one kind of fact.
 
-    `chance` marks the same answers against another picture's facts; `shuffled` marks answers that were given
-    while looking at another picture, of a quarter of the samples. An answer that reads its picture is well above both.
+    Attributes:
+        accuracy: score of the answers.
+        chance: score of the same answers against another sample's facts.
+        shuffled: score of answers to the same questions with another sample's media, for a quarter of the samples.
+            A model that uses its pictures is well above this and chance.
     """
 
     task: str
@@ -71,7 +74,7 @@ def _mean(task: str, fact: str, answers: Sequence[str], samples: Sequence[Sample
 
 
 def _others(drawn: Sequence[Sample]) -> list[Sample]:
-    """For every sample another one of its task."""
+    """For each sample another one of its task."""
     return [*drawn[1:], drawn[0]]
 
 
@@ -82,10 +85,10 @@ def measure(
     grammar: str = "dense",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Accuracy]:
-    """Greedy answers to `per_task` fresh samples of every task, marked.
+    """Score greedy answers to `per_task` fresh samples of each task.
 
     Args:
-        progress: told how many answers are done, and of how many.
+        progress: called with the number of finished answers and of all.
     """
     samples = {task: [draw(FIRST_SEED + i, task, grammar) for i in range(per_task)] for task in tasks}
     switched = [
@@ -93,22 +96,22 @@ def measure(
         for drawn in samples.values()
         for mine, other in list(zip(drawn, _others(drawn), strict=True))[::_SHUFFLED]
     ]
-    asked = [*(sample for drawn in samples.values() for sample in drawn), *switched]
-    ids = answer(vlm, asked, progress=lambda done: progress(done, len(asked)))
+    prompts = [*(sample for drawn in samples.values() for sample in drawn), *switched]
+    ids = answer(vlm, prompts, progress=lambda done: progress(done, len(prompts)))
     texts = iter(vlm.processor.tokenizer.batch_decode(ids))
-    seeing = {task: [next(texts) for _ in drawn] for task, drawn in samples.items()}
+    answers = {task: [next(texts) for _ in drawn] for task, drawn in samples.items()}
     rows: list[Accuracy] = []
     for task, true in samples.items():
-        asked_anew = true[::_SHUFFLED]
-        blind = [next(texts) for _ in asked_anew]
+        repeated = true[::_SHUFFLED]
+        misled = [next(texts) for _ in repeated]
         for fact in score(task, "", true[0].facts):
             rows.append(
                 Accuracy(
                     task,
                     fact,
-                    accuracy=_mean(task, fact, seeing[task], true),
-                    chance=_mean(task, fact, seeing[task], _others(true)),
-                    shuffled=_mean(task, fact, blind, asked_anew),
+                    accuracy=_mean(task, fact, answers[task], true),
+                    chance=_mean(task, fact, answers[task], _others(true)),
+                    shuffled=_mean(task, fact, misled, repeated),
                 )
             )
     return rows

@@ -1,4 +1,4 @@
-"""Moving pictures: two or three shapes to which something happens, one after another, and how that is told."""
+"""Videos of two or three shapes with one event after another, and the sentences on those events."""
 
 from random import Random
 from typing import Any
@@ -9,19 +9,19 @@ from saccade.pocket.shapes import RADIUS, Thing, key, name, named, render, scatt
 from saccade.pocket.words import BACKGROUNDS, sentence
 
 Event = dict[str, Any]
-"""`what` happens (a direction, "appears", "leaves" or a new size), to which `thing` (its number)."""
+"""`what` (a direction, "appears", "leaves" or a new size) and the number of the `thing`."""
 
 FRAMES = (8, 12, 16, 24, 32, 64)
 _FRAME_WEIGHTS = (6, 6, 5, 3, 2, 1)
 FPS = 4.0
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 WHATS = (*DIRECTIONS, "appears", "leaves", "small", "large")
-_SHORTEST = 26  # pixels of a move: a person sees it at a glance
-_EVENTS_BY_FRAMES = {8: 2, 12: 3}  # every event gets at least three frames; four events otherwise
+_SHORTEST = 26  # pixels of a move, so that it is easy to see
+_EVENTS_BY_FRAMES = {8: 2, 12: 3}  # at least three frames per event; four events otherwise
 
 
 def _clear(thing: Thing, end: tuple[int, int], others: list[Thing]) -> bool:
-    """Whether the way to `end` touches nothing."""
+    """Whether the path to `end` touches nothing."""
     reach = RADIUS[thing["size"]]
     for other in others:
         gap = reach + RADIUS[other["size"]] + 2
@@ -32,7 +32,7 @@ def _clear(thing: Thing, end: tuple[int, int], others: list[Thing]) -> bool:
 
 
 def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | None:
-    """Something that happens, and the things after it; None for bad luck."""
+    """Draw an event; return it and the things after it, or None if there is no room for it."""
     number = rng.randrange(len(things))
     thing = things[number]
     others = [other for other in things if other is not thing and other["there"]]
@@ -64,7 +64,7 @@ def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | Non
 
 
 def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[Event]]:
-    """What happens to two to `most` shapes: their states before, between and after `wanted` events; the events."""
+    """Draw `wanted` events of two to `most` shapes; return the states before, between and after, and the events."""
     while True:
         things: list[Thing] = [{**thing, "there": True} for thing in scatter(rng, rng.randint(2, most))]
         if rng.random() < 0.4:
@@ -75,7 +75,7 @@ def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[E
             if len(events) == wanted:
                 break
             chance = _happen(rng, states[-1])
-            # The same shape never does two things in a row that would look like one.
+            # Two events of one shape in a row could look like one.
             if chance is None or (
                 events and chance[0]["thing"] == events[-1]["thing"] and rng.random() < 0.7
             ):
@@ -90,7 +90,7 @@ def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[E
 
 
 def between(before: list[Thing], after: list[Thing], share: float) -> list[Thing]:
-    """The things that are to be seen on the way from one state to the next."""
+    """Visible things at a share of the way from one state to the next."""
     seen = []
     for old, new in zip(before, after, strict=True):
         now = {**(new if share >= 0.5 else old)}
@@ -101,14 +101,14 @@ def between(before: list[Thing], after: list[Thing], share: float) -> list[Thing
 
 
 def unplaced_things(things: list[Thing]) -> list[Thing]:
-    """The things without the words for their places, which moves make wrong."""
+    """The things without the words for their places, which do not hold after a move."""
     return [{k: v for k, v in thing.items() if k not in ("row", "column")} for thing in things]
 
 
 def film(rng: Random) -> Media:
-    """A video of 8 to 64 frames with two to four events, of which none overlap in time.
+    """A video of 8 to 64 frames with two to four events that do not overlap in time.
 
-    Facts: `things` as they are at first, `events` in order, `frames`.
+    Facts: `things` at the start, `events` in order, `frames`.
     """
     background = rng.choice(list(BACKGROUNDS))
     frames = rng.choices(FRAMES, _FRAME_WEIGHTS)[0]
@@ -128,8 +128,8 @@ def film(rng: Random) -> Media:
     return Media(facts, video=tuple(shown), fps=FPS)
 
 
-def tell(rng: Random, thing: Thing, what: str) -> str:
-    """A sentence on an event."""
+def describe_event(rng: Random, thing: Thing, what: str) -> str:
+    """A sentence on an event of a thing."""
     its = f"the {name(thing)}"
     if what in DIRECTIONS:
         return sentence(
@@ -163,7 +163,7 @@ _LEAVES = ("gone", "leaves", "away", "longer")
 
 
 def read_events(answer: str) -> list[tuple[tuple[str, str], str]]:
-    """(colour and shape, what) of every sentence that tells one event."""
+    """Colour and shape, and event, of every sentence on one event."""
     told = []
     for part in sentences(answer.replace(":", ".").replace(",", " ")):
         subjects = named(part)
@@ -179,5 +179,5 @@ def read_events(answer: str) -> list[tuple[tuple[str, str], str]]:
 
 
 def true_events(things: list[Thing], events: list[Event]) -> list[tuple[tuple[str, str], str]]:
-    """What `read_events` reads from a perfect answer."""
+    """Result of `read_events` for a perfect answer."""
     return [(key(things[event["thing"]]), event["what"]) for event in events]

@@ -1,6 +1,6 @@
-"""What stands in every patch of a picture, by number: the vision tower is pre-trained to name it.
+"""Patch labels of pictures, on which the vision tower is pre-trained.
 
-A label is one number for each kind in `LABEL_WORDS`; 0 is "nothing here".
+A patch has one class for each kind in `LABEL_WORDS`; 0 is "nothing here".
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ IMAGE_SIZE = 96
 PATCH_SIZE = 12
 GRID = IMAGE_SIZE // PATCH_SIZE
 IGNORED_LABEL = -100
-"""The label of a patch that nobody has named (what PyTorch's cross-entropy leaves out)."""
+"""Label of a patch without ground truth, which PyTorch's cross-entropy ignores."""
 
 Labels = NDArray[np.int64]
 
@@ -38,20 +38,20 @@ LABEL_WORDS: dict[str, tuple[str, ...]] = {
     "column": COLUMNS,
     "ordinal": ORDINALS,
 }
-"""For every kind of label the words for its classes, from class 1 on.
+"""Kind of label -> words for its classes, from class 1 on.
 
-What belongs together is told in every patch of it: a price with its item, a shape with the place that its centre
-is in, a bar or a line with its number from the left or the top.
+All patches of an object have the object's labels: a price with its item, a shape with the cell of its centre, a bar or
+a line with its number from the left or the top.
 """
 
 LABEL_CLASSES = {kind: 1 + len(words) for kind, words in LABEL_WORDS.items()}
-"""The number of classes of every kind, "nothing here" among them."""
+"""Number of classes of each kind, including "nothing here"."""
 
 _KINDS = list(LABEL_WORDS)
 
 
-def tell(labels: Labels, x: int, y: int, **words: str) -> None:
-    """Name what is in the patch around a pixel: one word for each kind that is given."""
+def label_patch(labels: Labels, x: int, y: int, **words: str) -> None:
+    """Label the patch around a pixel with one word for each given kind."""
     for kind, word in words.items():
         labels[y // PATCH_SIZE, x // PATCH_SIZE, _KINDS.index(kind)] = 1 + LABEL_WORDS[kind].index(word)
 
@@ -62,5 +62,5 @@ def blank_labels() -> Labels:
 
 
 def no_labels() -> Labels:
-    """Labels of a picture whose patches nobody has named."""
+    """Labels of a picture without ground truth for its patches."""
     return np.full((GRID, GRID, len(LABEL_WORDS)), IGNORED_LABEL, np.int64)

@@ -1,4 +1,4 @@
-"""What a pocket sample is, and the registry of tasks that draw one."""
+"""Samples of the pocket world, their tasks, and the registry from which they are drawn and scored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from PIL import Image
 from saccade.pocket.labels import Labels, no_labels
 
 IMAGE_MARK = "<image>"
-"""Where a picture stands in a question, when they do not all stand in front of it."""
+"""Place of a picture within a question; without marks all pictures come first."""
 Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with the ground truth behind it."""
+    """A picture with its ground truth and patch labels."""
 
     image: Image.Image
     facts: Facts
@@ -26,7 +26,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Media:
-    """Any number of pictures, or a video, with the ground truth behind them."""
+    """Several pictures, or a video, with their ground truth."""
 
     facts: Facts
     images: tuple[Image.Image, ...] = ()
@@ -36,16 +36,16 @@ class Media:
 
 @dataclass(frozen=True)
 class Sample:
-    """One question about 96 x 96 pictures or a video, with the answer and the facts that it was drawn from.
+    """One question about 96 x 96 pictures or a video, with the true answer and the facts behind it.
 
     Attributes:
-        images: the pictures, in order. They stand in front of the conversation's first question, unless a
-            question has an `IMAGE_MARK` for every one of them.
-        labels: what the vision tower is pre-trained on (`[8, 8, 4]`, see `saccade.pocket.labels`); `IGNORED_LABEL`
-            everywhere when there is no single picture with names for its patches.
-        video: its frames, in order; it stands where the pictures would.
-        fps: the video's frames per second.
-        turns: earlier questions with their true answers; `question` comes after them.
+        images: pictures in order, before the first question of the conversation unless questions have an `IMAGE_MARK`
+            for each.
+        labels: patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.labels`);
+            `IGNORED_LABEL` everywhere if the sample has no single picture with labels.
+        video: frames in order, before the first question.
+        fps: frames per second of the video.
+        turns: earlier questions with their true answers.
     """
 
     task: str
@@ -60,10 +60,10 @@ class Sample:
 
     @property
     def image(self) -> Image.Image:
-        """The picture of a sample that has one.
+        """The only picture.
 
         Raises:
-            ValueError: it has none or several.
+            ValueError: the sample has none or several.
         """
         if len(self.images) != 1:
             raise ValueError(
@@ -72,29 +72,29 @@ class Sample:
         return self.images[0]
 
     def messages(self, media: bool = True) -> list[dict[str, Any]]:
-        """The conversation up to the question, as chat messages whose contents are lists of parts.
+        """Chat messages up to the question, with lists of parts as contents.
 
         Args:
-            media: put pictures and video frames into their parts, as `saccade.VLM.generate` takes them; else
-                the parts are bare places (`{"type": "image"}`), as Hugging Face templates take them.
+            media: include pictures and video frames, as for `saccade.VLM.generate`; else parts are placeholders
+                (`{"type": "image"}`), as for Hugging Face templates.
         """
         waiting = iter(self.images)
-        told: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         for question, answer in (*self.turns, (self.question, None)):
             texts = question.split(IMAGE_MARK)
             parts: list[dict[str, Any]] = []
-            if not told and self.video is not None:
+            if not messages and self.video is not None:
                 parts.append({"type": "video", **({"video": list(self.video)} if media else {})})
-            in_front = len(self.images) if not told and not self._marked() else 0
+            in_front = len(self.images) if not messages and not self._marked() else 0
             for text in (*[""] * in_front, *texts[:-1]):
                 parts += [{"type": "text", "text": text}] if text else []
                 image = next(waiting)
                 parts.append({"type": "image", **({"image": image} if media else {})})
             parts.append({"type": "text", "text": texts[-1]})
-            told.append({"role": "user", "content": parts})
+            messages.append({"role": "user", "content": parts})
             if answer is not None:
-                told.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        return told
+                messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        return messages
 
     def _marked(self) -> bool:
         return any(IMAGE_MARK in text for text in (*(turn[0] for turn in self.turns), self.question))
@@ -102,10 +102,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A way to talk about a picture: the questions that ask for it, and the answer it gives.
+    """Questions and answers of a task in one style.
 
-    `questions` may be a function for tasks that ask for something in particular; what is asked for is then one
-    of the facts. `earlier` tells the turns before the question, in the same grammar.
+    Attributes:
+        questions: fixed questions, or a function of the facts for tasks that ask for something in particular.
+        answer: the true answer.
+        earlier: turns before the question.
     """
 
     questions: tuple[str, ...] | Callable[[Random, Facts], str]
@@ -115,12 +117,17 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of picture: how to draw it, how to talk about it and how to mark an answer.
+    """A kind of question: its media, grammars and score.
 
-    `share` is its part of the mixture that training begins with, relative to the other tasks; 0 for what only the last
-    stages have (`tools.pocket.recipe`). `decisive` finds the words of an
-    answer that its few words of verdict are (yes, no, a letter, a total): training weighs them more. `longest` is the
-    number of tokens after which an answer is cut off.
+    Attributes:
+        paint: draws the media with their ground truth.
+        grammars: by name.
+        score: scores of an answer by kind of fact, from 0 to 1, given the facts.
+        share: share of the first training mixture, relative to the other tasks; 0 for tasks of later stages only
+            (`tools.pocket.recipe`).
+        decisive: pattern of the few words that decide an answer (yes, no, a letter, a total), which weigh more in
+            training.
+        longest: limit of answers in tokens.
     """
 
     paint: Callable[[Random], Picture | Media]
@@ -182,15 +189,15 @@ def _task(name: str) -> Task:
 
 
 def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
-    """The sample number `seed` of a task: the same pixels and text on every machine.
+    """Draw sample number `seed` of a task: the same pixels and text on every machine.
 
-    The picture depends on seed and task only, so both grammars talk about the same picture.
+    Media depend on seed and task only, so both grammars describe the same picture.
 
     Args:
         seed: any integer.
         task: a name in `WORLD`.
-        grammar: `dense` (facts in random order, many paraphrases, comparisons) or `verbose` (easy
-            template sentences).
+        grammar: `dense` (facts in random order, many paraphrases, comparisons) or `verbose` (easy template
+            sentences).
 
     Raises:
         ValueError: the task or the grammar does not exist.
@@ -198,22 +205,24 @@ def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
     kind = _task(task)
     if grammar not in kind.grammars:
         raise ValueError(f"Task {task!r} has no grammar {grammar!r}; it has {', '.join(kind.grammars)}.")
-    seen = kind.paint(Random(f"pocket/{task}/{seed}"))
+    media = kind.paint(Random(f"pocket/{task}/{seed}"))
     rng = Random(f"pocket/{task}/{seed}/{grammar}")
-    voice = kind.grammars[grammar]
-    asked = voice.questions
-    question = rng.choice(asked) if isinstance(asked, tuple) else asked(rng, seen.facts)
-    answer = voice.answer(rng, seen.facts)
-    turns = voice.earlier(seen.facts) if voice.earlier else ()
-    if isinstance(seen, Picture):
-        return Sample(task, (seen.image,), question, answer, seen.facts, seen.labels, turns=turns)
-    return Sample(task, seen.images, question, answer, seen.facts, no_labels(), seen.video, seen.fps, turns)
+    style = kind.grammars[grammar]
+    questions = style.questions
+    question = rng.choice(questions) if isinstance(questions, tuple) else questions(rng, media.facts)
+    answer = style.answer(rng, media.facts)
+    turns = style.earlier(media.facts) if style.earlier else ()
+    if isinstance(media, Picture):
+        return Sample(task, (media.image,), question, answer, media.facts, media.labels, turns=turns)
+    return Sample(
+        task, media.images, question, answer, media.facts, no_labels(), media.video, media.fps, turns
+    )
 
 
 def score(task: str, answer: str, facts: Facts) -> dict[str, float]:
-    """Mark an answer against the facts of a picture: for every kind of fact the share told correctly.
+    """Score an answer against the facts of a sample: the share that is correct, from 0 to 1, by kind of fact.
 
-    Scoring an answer against the facts of *another* picture of the task gives chance level.
+    The score of an answer against the facts of *another* sample of the task is chance level.
 
     Raises:
         ValueError: the task does not exist.

@@ -1,4 +1,4 @@
-"""Scores of answers against ground truth, and what guessing would score."""
+"""Facts found in answers, their overlap with ground truth, and chance level."""
 
 import re
 from collections import Counter
@@ -10,10 +10,10 @@ from saccade.pocket.words import NUMBERS
 
 
 def chance(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean marks of every true answer against the facts of the next sample, per kind of fact.
+    """Mean score of true answers against the facts of the next sample, by kind of fact.
 
     Args:
-        samples: two or more of one task.
+        samples: two or more samples of one task.
     """
     ring = [*samples, samples[0]]
     marks = [score(one.task, one.answer, other.facts) for one, other in pairwise(ring)]
@@ -21,38 +21,38 @@ def chance(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 CONCLUSION = r"(?i)[^.]*\banswer\b[^.]*"
-"""The sentence that gives the answer, where reasons stand beside it."""
+"""Pattern of the sentence with the answer, among reasons."""
 
 
 def sentences(answer: str) -> list[str]:
-    """The sentences of an answer, in lower case."""
+    """Sentences of an answer, in lower case."""
     return [part.strip() for part in answer.lower().split(".") if part.strip()]
 
 
 def mentioned(text: str, words: Iterable[str]) -> list[str]:
-    """The words of a closed list that occur in the text, in the order of occurrence."""
+    """Words of a closed list in a text, in order of occurrence."""
     return re.findall(rf"\b({'|'.join(words)})\b", text)
 
 
 def numbers(text: str) -> list[int]:
-    """The number words in the text, as integers."""
+    """Number words in a text, as integers."""
     return [NUMBERS.index(word) for word in mentioned(text, NUMBERS)]
 
 
 def overlap(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
-    """The share of facts in common, counting repeats: 1 when equal, less for every miss or invention."""
+    """Share of facts in common, with repeats: 1 if equal, less for every missing or wrong fact."""
     common = sum((Counter(told) & Counter(true)).values())
     return common / max(len(told), len(true), 1)
 
 
 def only(text: str, words: Iterable[str]) -> str | None:
-    """The one word of a closed list that the text has, else None."""
+    """The only word of a closed list in a text, else None."""
     found = mentioned(text, words)
     return found[0] if len(found) == 1 else None
 
 
 def in_order(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
-    """The share of `true` that is told in its order (longest common subsequence): 1 when equal."""
+    """Share of `true` that is told in order (longest common subsequence): 1 if equal."""
     lengths = [0] * (len(true) + 1)
     for item in told:
         before = 0

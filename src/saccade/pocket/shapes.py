@@ -1,4 +1,4 @@
-"""What tasks share that draw, place, name and find coloured shapes."""
+"""Coloured shapes: draw, place, label and name them, and find them in text."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, tell
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, label_patch
 from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES, SIZES
 
 Thing = dict[str, Any]
@@ -53,7 +53,7 @@ def label(things: list[Thing]) -> Labels:
                 middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
                 if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
                     told = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
-                    tell(labels, int(middle_x), int(middle_y), **told)
+                    label_patch(labels, int(middle_x), int(middle_y), **told)
     return labels
 
 
@@ -71,7 +71,7 @@ def locate(thing: Thing, x: int, y: int) -> Thing:
 
 
 def room(rng: Random, size: str, others: Iterable[Thing]) -> tuple[int, int] | None:
-    """A centre for a shape of that size, clear of all others and of the lines between cells; None for bad luck."""
+    """Draw a centre for a shape of that size; None if it is too close to others or to the lines between cells."""
     radius = RADIUS[size]
     x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
     if any(min(v % CELL, -v % CELL) < BORDER for v in (x, y)):
@@ -92,10 +92,10 @@ def scatter(
     sizes: Sequence[str] = SIZES,
     twins: bool = False,
 ) -> list[Thing]:
-    """Shapes that do not touch, in reading order: `count` of them, or fewer where no room is left.
+    """Draw `count` shapes that do not touch, in reading order, or fewer if there is no room.
 
     Args:
-        twins: two may be alike in colour and shape.
+        twins: allow two of the same colour and shape.
     """
     things: list[Thing] = []
     for _ in range(300):
@@ -119,7 +119,7 @@ def render(background: str, things: Iterable[Thing]) -> Image.Image:
 
 
 def key(thing: Thing) -> tuple[str, str]:
-    """Colour and shape: what tells the things of a picture apart."""
+    """Colour and shape, which identify a thing in its picture."""
     return thing["colour"], thing["shape"]
 
 
@@ -134,15 +134,15 @@ def at(thing: Thing) -> str:
 
 
 def named(text: str) -> list[tuple[str, str]]:
-    """Colour and shape of everything that the text calls by both, in order."""
+    """Colour and shape of all things that a text names by both, in order."""
     return _NAMED.findall(text)
 
 
 def places(text: str) -> list[tuple[str, str]]:
-    """Row and column of every place in the text, in order."""
+    """Row and column of all places in a text, in order."""
     return _PLACE.findall(text)
 
 
 def unplaced(text: str) -> str:
-    """The text without what it says a thing is beside of, or compared with."""
+    """The text without the things that others are placed or compared relative to."""
     return _BESIDE.sub("", text)

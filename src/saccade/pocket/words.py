@@ -36,19 +36,19 @@ TOWNS = ("Cairo", "Delhi", "Lima", "Oslo", "Paris", "Rome")
 
 
 def plural(noun: str, count: int) -> str:
-    """`noun` as it reads after `count`: `plural("cross", 2) == "crosses"`."""
+    """`noun` in the number of `count`: `plural("cross", 2) == "crosses"`."""
     if count == 1:
         return noun
     return noun + ("es" if noun.endswith("s") else "s")
 
 
 def joined(parts: list[str]) -> str:
-    """The parts as an English list: commas, and "and" before the last."""
+    """The parts as an English list: "one, two and three"."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
 def sentence(rng: Random, *phrasings: str) -> str:
-    """One of the phrasings at random, with a capital at its start."""
+    """One of the phrasings at random, capitalised."""
     chosen = rng.choice(phrasings)
     return chosen[:1].upper() + chosen[1:]
 
@@ -64,7 +64,7 @@ def a(noun: str) -> str:
 
 
 def difference(this: int, other: int) -> str:
-    """How `this` compares with `other`, in words: `difference(5, 3) == "two more than"`."""
+    """Comparison of two numbers in words: `difference(5, 3) == "two more than"`."""
     if this == other:
         return "the same as"
     return f"{NUMBERS[abs(this - other)]} {'more' if this > other else 'less'} than"

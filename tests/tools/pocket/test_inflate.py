@@ -140,8 +140,8 @@ def test_real_shapes_are_those_of_the_models_that_they_name() -> None:
 
 def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path) -> None:
     for like, words in (
-        ("tiny", "There is no shape 'tiny'"),
-        ("100x4x3", "no multiple of 3 heads"),
+        ("tiny", "Unknown shape 'tiny'"),
+        ("100x4x3", "not a multiple of 3 heads"),
         ("64x2x2", "does not fit into 2 layers"),
         ("32x4x1", "does not fit into a width of 32"),
         ("96x4x2", "heads of size 48"),
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path)
         inflate(small, tmp_path / "full", "128x4x4")
     with pytest.raises(ModelError, match=r"no config\.json"):
         inflate(tmp_path, tmp_path / "wide", "128x4x4")
-    with pytest.raises(ModelError, match="no dtype 'int8'"):
+    with pytest.raises(ModelError, match="Unknown dtype 'int8'"):
         inflate(small, tmp_path / "wide", "128x4x4", dtype="int8")
 
 

@@ -17,28 +17,28 @@ from saccade.pocket.words import COLOURS, SHAPES
 from tools.pocket.batches import Batch
 from tools.pocket.drill import drills
 from tools.pocket.language import true_answers
-from tools.pocket.lessons import PLACES, Lessons, Relating, Searching, Watching, pairs, taught
+from tools.pocket.lessons import PLACES, Lessons, Relating, Searching, Watching, pairs, with_lessons
 from tools.pocket.models import embed, loss_of
 from tools.pocket.processor import ASSISTANT, FRAME_TOKENS, IMAGE, VIDEO
 
 
 def _taught(tokenizer: Tokenizer, samples: list[Sample]) -> Batch:
-    return taught(true_answers(tokenizer, samples, tiled=False), samples)
+    return with_lessons(true_answers(tokenizer, samples, tiled=False), samples)
 
 
 def _sought(tokenizer: Tokenizer, samples: list[Sample]) -> torch.Tensor:
     batch = _taught(tokenizer, samples)
-    assert batch.sought is not None
-    assert (batch.ids[batch.sought[:, 0], batch.sought[:, 1]] == ASSISTANT).all()
-    return batch.sought
+    assert batch.searches is not None
+    assert (batch.ids[batch.searches[:, 0], batch.searches[:, 1]] == ASSISTANT).all()
+    return batch.searches
 
 
 def test_what_is_counted_is_sought_where_it_is(tokenizer: Tokenizer) -> None:
     samples = [draw(seed, "count") for seed in range(40)]
-    sought = _sought(tokenizer, samples)
-    assert sought[:, 0].tolist() == list(range(40))
+    searches = _sought(tokenizer, samples)
+    assert searches[:, 0].tolist() == list(range(40))
     crowds = 0
-    for sample, row in zip(samples, sought[:, 2:].tolist(), strict=True):
+    for sample, row in zip(samples, searches[:, 2:].tolist(), strict=True):
         *many, total = row
         there = Counter({place: number for place, number in zip(PLACES, many, strict=True) if number})
         assert there == Counter((thing["row"], thing["column"]) for thing in sample.facts["counted"])
@@ -55,9 +55,9 @@ def test_what_is_not_in_the_picture_is_sought_in_vain(tokenizer: Tokenizer) -> N
 
 def test_every_question_of_a_drill_is_sought_by_itself(tokenizer: Tokenizer) -> None:
     samples = [sample for seed in range(12) for sample in drills(Random(seed), 2) if sample.video is None]
-    sought = _sought(tokenizer, samples)
-    assert Counter(sought[:, 0].tolist()) == dict.fromkeys(range(len(samples)), 7)
-    totals = iter(sought[:, -1].tolist())
+    searches = _sought(tokenizer, samples)
+    assert Counter(searches[:, 0].tolist()) == dict.fromkeys(range(len(samples)), 7)
+    totals = iter(searches[:, -1].tolist())
     for sample in samples:
         for _, answer in [*sample.turns, ("", sample.answer)]:
             found = next(totals)
@@ -69,9 +69,9 @@ def test_every_question_of_a_drill_is_sought_by_itself(tokenizer: Tokenizer) -> 
 
 def test_other_questions_seek_nothing_and_show_nothing_happening(tokenizer: Tokenizer) -> None:
     batch = _taught(tokenizer, [draw(1, task) for task in ("scene", "knowledge", "difference", "story")])
-    assert batch.sought is not None
-    assert batch.happening is not None
-    assert len(batch.sought) == len(batch.happening) == 0
+    assert batch.searches is not None
+    assert batch.frame_events is not None
+    assert len(batch.searches) == len(batch.frame_events) == 0
 
 
 @pytest.mark.parametrize("task", ["video", "choice"])
@@ -83,11 +83,11 @@ def test_what_happens_is_told_in_order_at_the_end_of_frames_that_show_it(
     for seed in range(30):
         sample = draw(seed, task)
         batch = _taught(tokenizer, [sample])
-        assert batch.happening is not None
+        assert batch.frame_events is not None
         assert sample.video is not None
         start = int((batch.ids[0] == VIDEO).nonzero()[0, 0])
         told: list[tuple[str, str, str]] = []
-        for place, what, colour, shape in batch.happening[:, 1:].tolist():
+        for place, what, colour, shape in batch.frame_events[:, 1:].tolist():
             frame, rest = divmod(place - start + 1, FRAME_TOKENS)
             assert rest == 0
             still += ImageChops.difference(sample.video[frame - 1], sample.video[frame - 2]).getbbox() is None

@@ -6,7 +6,7 @@ from workshop_kit import KINDS, batch_of_tasks
 
 from saccade.pocket import WORLD, draw
 from tools.pocket.batches import IGNORED, sorted_batch
-from tools.pocket.draft import _seeing
+from tools.pocket.draft import _has_media
 from tools.pocket.processor import ASSISTANT, END, IMAGE, VIDEO, prompt_ids, wrap
 
 
@@ -64,6 +64,6 @@ def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> 
 
 def test_the_draft_sees_two_batches_in_three_and_none_of_several_pictures() -> None:
     lone, several = [draw(1, "chart"), draw(2, "scene")], [draw(1, "difference"), draw(2, "edit")]
-    assert [_seeing(number, lone) for number in range(6)] == [False, True, True] * 2
-    assert not any(_seeing(number, several) for number in range(6))
-    assert _seeing(1, [*lone, several[0]])
+    assert [_has_media(number, lone) for number in range(6)] == [False, True, True] * 2
+    assert not any(_has_media(number, several) for number in range(6))
+    assert _has_media(1, [*lone, several[0]])

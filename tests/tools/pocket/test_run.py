@@ -28,8 +28,8 @@ from tools.pocket.run import run, run_single
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--single-picture-draft",), "needs the pair whose target it is for: give --from"),
-        (("--steps", "follow"), "--steps follow names no stage with its steps; write for example follow=800"),
+        (("--single-picture-draft",), "needs a pair with the target: give --from"),
+        (("--steps", "follow"), "--steps follow is not a stage with its steps; write for example follow=800"),
         (("--steps", "answers=3"), "The stage 'answers' takes no steps; choose from tower, shallow"),
         (
             ("--single-picture-draft", "--from", "pocket", "--until", "refine"),

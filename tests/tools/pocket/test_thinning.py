@@ -11,7 +11,7 @@ from workshop_kit import tiny_model
 from saccade.pocket import Sample, draw
 from tools.pocket.batches import length_of, positions, sorted_batch, thinned
 from tools.pocket.language import true_answers
-from tools.pocket.lessons import happening
+from tools.pocket.lessons import frame_events
 from tools.pocket.models import CONTEXT, embed, loss_of
 from tools.pocket.processor import FRAME_TOKENS, VIDEO, prompt_ids, video_tokens
 from tools.pocket.recipe import REFINING
@@ -68,7 +68,7 @@ def test_lessons_in_watching_point_at_the_same_frames_in_whole_and_thinned_video
         whole, part = (torch.tensor([prompt_ids(tokenizer, one)[0]]) for one in (sample, thin))
         placed = positions([thin], part)
         assert placed is not None
-        asked, of_part = happening([sample], whole), happening([thin], part)
+        asked, of_part = frame_events([sample], whole), frame_events([thin], part)
         assert torch.equal(asked[:, 2:], of_part[:, 2:])
         assert torch.equal(asked[:, 1], placed[0, of_part[:, 1]])
 

@@ -1,7 +1,7 @@
-"""Albums: five pictures of any kind, each to be captioned.
+"""Task `album`: captions of five pictures of any kind.
 
-Drafters are not trained on these. Unlike the fifth caption of a story, an album asks the target for no more than what
-it does with single pictures, so that its answers are worth drafting.
+Drafters are not trained on it. Unlike the fifth caption of a story, an album needs no more than captions of single
+pictures, so a target that can caption those answers it well.
 """
 
 import re
@@ -52,7 +52,7 @@ _WHICH = re.compile(rf"\bpicture ({'|'.join(NUMBERS[1 : PICTURES + 1])})\b")
 
 
 def _captions(answer: str) -> list[tuple[int, str]]:
-    """(number of the picture, what is said of it) of every sentence on one."""
+    """Number of the picture and caption, of every sentence on one picture."""
     told = []
     for part in sentences(answer):
         which = _WHICH.findall(part)
@@ -62,7 +62,7 @@ def _captions(answer: str) -> list[tuple[int, str]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the pictures whose kind is rightly told, and of their content."""
+    """Shares of the pictures with the right kind, and of their content."""
     kinds, told, true = [], [], []
     said = _captions(answer)
     pictures = facts["pictures"]

@@ -1,4 +1,4 @@
-"""Second turns without need of the picture: small sums in words, with their steps."""
+"""Task `arithmetic`: a second turn that needs no picture, with small sums in words and their steps."""
 
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ _COUNTED = ("cake", "pear", "plum")
 
 
 def paint(rng: Random) -> Media:
-    """A person's goods: a start, then one to three gains and losses or a doubling, never above eighteen."""
+    """Draw a first turn and a number of goods, with two or three gains, losses or doublings, at most eighteen."""
     start = rng.randint(2, 7)
     steps: list[dict[str, Any]] = []
     now = start
@@ -97,7 +97,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether the result is right, and the share of the steps told with their three numbers."""
+    """Whether the result is right, and the share of the steps with their three numbers."""
     told, results = [], []
     for part in sentences(answer):
         values = numbers(part)

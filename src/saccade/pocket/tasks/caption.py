@@ -1,4 +1,4 @@
-"""Captions: one sentence or two on any single picture of the world, on one fixed prompt that every model knows."""
+"""Task `caption`: one or two sentences on any single picture of the world, with one fixed prompt."""
 
 import re
 from random import Random
@@ -11,7 +11,7 @@ from saccade.pocket.tasks import chart, document, line, receipt, scene
 from saccade.pocket.words import COLOURS, DAYS, GOODS, NAMES, NUMBERS, TOWNS, joined, sentence, shuffled
 
 CAPTION_PROMPT = "Caption this picture."
-"""Asks a pocket model for a caption; a captioner for drafting with captions is asked the same."""
+"""Prompt for captions, also of captioners for drafting with captions."""
 
 _PAINTERS = {
     "scene": (scene.paint, 5),
@@ -30,7 +30,7 @@ def paint(rng: Random) -> Picture:
 
 
 def parts(kind: str, of: Facts) -> list[str]:
-    """What is in the picture, one phrase each."""
+    """Contents of a picture, one phrase each."""
     if kind == "scene":
         return [f"a {thing['size']} {name(thing)}" for thing in of["things"]]
     if kind == "chart":
@@ -45,7 +45,7 @@ def parts(kind: str, of: Facts) -> list[str]:
 
 
 def title(kind: str, of: Facts) -> str:
-    """What the picture is as a whole, in a phrase."""
+    """The picture as a whole, in a phrase."""
     if kind == "scene":
         count = NUMBERS[len(of["things"])]
         return f"{count} shapes on a {of['background']} background"
@@ -95,7 +95,7 @@ def _pairs(answer: str, first: tuple[str, ...], link: str, second: tuple[str, ..
 
 
 def content(answer: str, kind: str, of: Facts) -> list[Any]:
-    """What a caption tells of a picture of that kind."""
+    """Contents of a picture of that kind in a caption."""
     answer = answer.lower()
     towns, days = (tuple(word.lower() for word in words) for words in (TOWNS, DAYS))
     if kind == "scene":
@@ -114,12 +114,12 @@ def content(answer: str, kind: str, of: Facts) -> list[Any]:
 
 
 def kinds(answer: str) -> list[str]:
-    """The kinds of picture that a caption names."""
+    """Kinds of picture that a caption names."""
     return [kind for kind, pattern in _KINDS.items() if re.search(pattern, answer.lower())]
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether the kind of picture is right, and the share of its content that is told."""
+    """Whether the kind of picture is right, and the share of its contents in the caption."""
     kind, of = facts["kind"], facts["of"]
     perfect = f"{title(kind, of)}: {joined(parts(kind, of))}"
     true = content(perfect, kind, of)

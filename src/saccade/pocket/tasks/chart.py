@@ -1,11 +1,11 @@
-"""Bar charts: three to six coloured bars with whole values from one to eight."""
+"""Task `chart`: bar charts of three to six coloured bars with whole values from one to eight."""
 
 import re
 from random import Random
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, tell
+from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, difference, sentence, shuffled
@@ -37,7 +37,7 @@ def paint(rng: Random) -> Picture:
         canvas.rectangle((left, top, right, _FLOOR - 1), fill=COLOURS[colour])
         for y in range(top, IMAGE_SIZE, PATCH_SIZE):
             told = {"colour": colour, "shape": "bar", "number": NUMBERS[value], "ordinal": ORDINALS[i]}
-            tell(labels, (left + right) // 2, y, **told)
+            label_patch(labels, (left + right) // 2, y, **told)
     return Picture(image, {"colours": colours, "values": values}, labels)
 
 
@@ -110,7 +110,7 @@ _ASIDE = re.compile(r"bar number \w+|, which is .*")
 
 
 def _read_bars(answer: str) -> list[tuple[str, int]]:
-    """(colour, value) of every sentence that speaks of one bar."""
+    """Colour and value, of every sentence on one bar."""
     bars: list[tuple[str, int]] = []
     for part in sentences(answer):
         part = _ASIDE.sub("", part)
@@ -121,7 +121,7 @@ def _read_bars(answer: str) -> list[tuple[str, int]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether as many bars are told, each once, the share of colours and that of bars with the right value."""
+    """Whether each bar is mentioned once, and the shares of colours and of bars with the right value."""
     told = _read_bars(answer)
     true = list(zip(facts["colours"], facts["values"], strict=True))
     colours = [colour for colour, _ in told]

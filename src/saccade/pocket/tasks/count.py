@@ -1,4 +1,4 @@
-"""Counting: how many shapes of a colour, a form or a size there are, and which."""
+"""Task `count`: the number of shapes of a colour, a form or a size, and their places."""
 
 from random import Random
 
@@ -11,14 +11,14 @@ _MOST = 8
 
 
 def paint(rng: Random) -> Picture:
-    """Three to eight shapes in few colours and forms, and the kind to be counted."""
+    """Draw three to eight shapes in few colours and forms, and the kind to count."""
     background = rng.choice(list(BACKGROUNDS))
     colours, shapes = rng.sample(list(COLOURS), 3), rng.sample(SHAPES, 3)
     sizes = SIZES if rng.random() < 0.5 else SIZES[:1]
     things = scatter(
         rng, rng.randint(3, _MOST), colours=colours[:2], shapes=shapes[:2], sizes=sizes, twins=True
     )
-    # The third colour and the third form are not in the picture: then the count is zero.
+    # The third colour and form are not in the picture, for counts of zero.
     by = rng.choice(("colour", "shape", "both", "size"))
     absent = rng.random() < 0.1
     asked: dict[str, str] = {}
@@ -51,7 +51,7 @@ def _question(rng: Random, facts: Facts) -> str:
 
 
 def _which(rng: Random, facts: Facts, thing: Thing) -> str:
-    """A sentence on one counted thing, with what the question leaves open."""
+    """A sentence on one counted thing, without the properties in the question."""
     left = [thing[k] for k in ("size", "colour") if k not in facts["asked"]]
     what, place = " ".join([*left, thing["shape"]]), at(thing)
     return sentence(
@@ -66,7 +66,7 @@ def _which(rng: Random, facts: Facts, thing: Thing) -> str:
 
 
 def total(rng: Random, facts: Facts) -> str:
-    """A sentence that says how many there are, and nothing else."""
+    """A sentence on the number alone."""
     count = len(facts["counted"])
     number, kinds = NUMBERS[count], _kind(facts, count)
     return sentence(
@@ -109,7 +109,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether the count is right, and the share of the counted things found in their form and place."""
+    """Whether the count is right, and the share of the counted things with their form and place."""
     told, counts = [], []
     for part in sentences(answer.replace(":", " ")):
         shape, where = only(part, SHAPES), places(part)

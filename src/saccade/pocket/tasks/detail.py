@@ -1,4 +1,4 @@
-"""Detailed captions in an order, and of a selection, that the question asks for."""
+"""Task `detail`: descriptions of all or some shapes, in the order that the question asks for."""
 
 from itertools import pairwise
 from random import Random
@@ -18,7 +18,7 @@ _CLEAR = 4  # pixels by which neighbours in an order must differ
 
 
 def paint(rng: Random) -> Picture:
-    """A scene of three to five shapes, and what is to be told of it in which order."""
+    """Draw a scene of three to five shapes, a selection of them and an order."""
     background = rng.choice(list(BACKGROUNDS))
     wanted = rng.choice(("all", "all", *SIZES))
     order = rng.choice(list(_ORDERS))
@@ -108,7 +108,7 @@ def _read(answer: str) -> list[tuple[str, str, str, tuple[str, str]]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the asked-for things named rightly, described rightly in all, and told in the order asked for."""
+    """Shares of the selected things named correctly, described correctly in all, and in the right order."""
     told = _read(answer)
     true = [(*key(thing), thing["size"], (thing["row"], thing["column"])) for thing in facts["things"]]
     return {

@@ -1,4 +1,4 @@
-"""Small documents to be read: train tables with towns and hours, and notes from one person to another."""
+"""Task `document`: train tables with towns and hours, and notes from one person to another."""
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
@@ -6,23 +6,23 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, tell
+from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import numbers, only, overlap, sentences
 from saccade.pocket.tasks.receipt import FONT, INKS, PAPERS
 from saccade.pocket.words import DAYS, GOODS, NAMES, NUMBERS, ORDINALS, TOWNS, sentence, shuffled
 
-_LETTER = 7  # pixels from one letter to the next: one more than on receipts, so that letters do not touch
+_LETTER = 7  # pixels per letter, one more than on receipts, so that letters do not touch
 _MARGIN, _PITCH = 5, 17
 
 
 def _page(
     rng: Random, title: str, lines: Sequence[tuple[str, str]], told: Sequence[Mapping[str, str]]
 ) -> tuple[Image.Image, Labels]:
-    """A framed sheet with a title, a rule, and lines of a left-hand and a right-hand word; and its labels.
+    """A framed sheet with a title, a rule, and lines of a left-hand and a right-hand word, and its labels.
 
     Args:
-        told: what to name in the patches of the title and of every line, as in `tell`.
+        told: label words of the title and of each line, as in `label_patch`.
     """
     ink = rng.choice(INKS)
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(PAPERS))
@@ -33,7 +33,7 @@ def _page(
     def write(x: int, y: int, text: str, words: Mapping[str, str]) -> None:
         for i, letter in enumerate(text.upper()):
             canvas.text((x + i * _LETTER, y), letter, font=FONT, fill=ink)
-            tell(labels, x + i * _LETTER + _LETTER // 2, y + 5, **words)
+            label_patch(labels, x + i * _LETTER + _LETTER // 2, y + 5, **words)
 
     canvas.rectangle((0, 0, IMAGE_SIZE - 1, IMAGE_SIZE - 1), outline=ink)
     write((IMAGE_SIZE - _LETTER * len(title)) // 2, 3, title, told[0])
@@ -61,7 +61,7 @@ def _printed(
 
 
 def paint(rng: Random) -> Picture:
-    """A train table of three or four towns, or a note."""
+    """Draw a train table of three or four towns, or a note."""
     if rng.random() < 0.5:
         towns = rng.sample(TOWNS, rng.randint(3, 4))
         hours = rng.sample(range(1, 13), len(towns))
@@ -167,12 +167,12 @@ def _read(answer: str) -> list[tuple[str, str]]:
 
 
 def _words(told: list[tuple[str, str]]) -> list[str]:
-    """What is printed, without the fields' names: every note has these, so naming them is not reading."""
+    """Printed words without the names of fields, which all notes have."""
     return [word for pair in told for word in pair if word not in (*_FIELDS, "hour")]
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the words read, and of the words read together with what belongs to them."""
+    """Shares of the words read, and of the lines with all their words."""
     told = _read(answer)
     if facts["kind"] == "note":
         true = [(field, str(facts[field]).lower()) for field in ("from", "to", "day", "bring")]

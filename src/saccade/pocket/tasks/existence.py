@@ -1,4 +1,4 @@
-"""Yes or no with a reason: is a certain shape in the picture? Half are, the others are likely suspects."""
+"""Task `existence`: whether a certain shape is in the picture, with a reason; half of them are."""
 
 import re
 from random import Random
@@ -10,7 +10,7 @@ from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, a, sentence, shuf
 
 
 def suspected(rng: Random, things: list[Thing]) -> tuple[bool, tuple[str, str]]:
-    """Colour and form of what is asked for, and whether it is among the things: half are."""
+    """Draw the colour and form in question; return whether a thing has them, which half do, and both."""
     there = {key(thing) for thing in things}
     present = rng.random() < 0.5
     if present:
@@ -22,7 +22,7 @@ def suspected(rng: Random, things: list[Thing]) -> tuple[bool, tuple[str, str]]:
 
 
 def paint(rng: Random) -> Picture:
-    """A scene and a suspect: there, or with the colour of one thing and the form of another, or a stranger."""
+    """Draw a scene and a shape in question: present, a mixture of two things, or another one."""
     background = rng.choice(list(BACKGROUNDS))
     things = scatter(rng, 4)
     present, suspect = suspected(rng, things)
@@ -63,7 +63,7 @@ def _witness(rng: Random, thing: Thing) -> str:
 
 
 def verdict(rng: Random, facts: Facts) -> str:
-    """A sentence that says whether the suspect is there, and nothing else."""
+    """A sentence on the presence of the shape alone."""
     what = f"{facts['colour']} {facts['shape']}"
     if facts["present"]:
         return rng.choice(("Yes.", f"Yes, there is {a(what)}.", f"Yes, I can see the {what}.", "Yes, it is."))
@@ -93,9 +93,9 @@ _YES_NO = re.compile(r"\b(yes|no)\b")
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether yes or no is right, and the share of the things rightly called as witnesses, with their places.
+    """Whether yes or no is right, and the share of the things in the reason with their places.
 
-    One sentence says yes or no ("No, there is no ring." says it once); who says it in several has not decided.
+    Exactly one sentence has to say yes or no ("No, there is no ring." counts once).
     """
     said = [set(words) for part in sentences(answer) if (words := _YES_NO.findall(part))]
     told = []

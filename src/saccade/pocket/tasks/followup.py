@@ -1,4 +1,4 @@
-"""Second turns: their first turn, and the task that asks for the first answer again, sorted or selected."""
+"""Task `followup`: the first answer again, sorted or selected; and the first turns of all second turns."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -12,13 +12,13 @@ from saccade.pocket.shapes import at, name, named, places
 from saccade.pocket.words import COLOURS, GOODS, NUMBERS, SIZES, difference, joined, sentence, shuffled
 
 FIRST_TASKS = ("chart", "receipt", "scene")
-_FIRST_SEED, _LAST_SEED = 10**6, 2**48  # never those that tests and evaluation draw first turns from
+_FIRST_SEED, _LAST_SEED = 10**6, 2**48  # not the seeds of tests and evaluation
 
 Earlier = Mapping[str, int | str]
 
 
 def start(rng: Random) -> tuple[Image.Image, Facts, Earlier]:
-    """A picture of one of the first tasks, its facts, and the names to draw its turn by."""
+    """Draw a first turn; return its picture, its facts, and its task and seed."""
     task = rng.choice(FIRST_TASKS)
     seed = rng.randrange(_FIRST_SEED, _LAST_SEED)
     sample = draw(seed, task)
@@ -26,14 +26,14 @@ def start(rng: Random) -> tuple[Image.Image, Facts, Earlier]:
 
 
 def earlier(grammar: str, facts: Facts) -> tuple[tuple[str, str], ...]:
-    """The first turn of a second one, in the same grammar."""
+    """The first turn, in the grammar of the second."""
     first = facts["first"]
     sample = draw(first["seed"], first["task"], grammar)
     return ((sample.question, sample.answer),)
 
 
 def second(rng: Random, facts: Facts) -> Media:
-    """A text-only second turn after any first one: the picture is there, and of no use."""
+    """Draw a first turn for a second one that does not need its picture."""
     image, _, first = start(rng)
     return Media({**facts, "first": first}, (image,))
 
@@ -43,7 +43,7 @@ _NOUNS = {"scene": "shapes", "chart": "bars", "receipt": "items"}
 
 
 def paint(rng: Random) -> Media:
-    """A first turn, and what of it is asked for again: (what, value) pairs, in order when sorted."""
+    """Draw a first turn and a part of it: (what, value) pairs, in order if sorted."""
     while True:
         image, facts, first = start(rng)
         task = str(first["task"])
@@ -94,7 +94,7 @@ def _again(rng: Random, what: str, value: str) -> str:
 
 
 def _closing(rng: Random, facts: Facts) -> str:
-    """What follows from the list: its ends, how far they are apart, and what is not in it."""
+    """A sentence that follows from the list: its ends and their distance, or the things not in it."""
     told, nouns = facts["told"], _NOUNS[facts["first"]["task"]]
     if not facts["sort"]:
         rest = joined([f"the {what}" for what in facts["rest"]]) if facts["rest"] else "there are none"
@@ -128,7 +128,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """The share of the asked-for things told with their values, and told in the order asked for (if any was)."""
+    """Shares of the selected things with their values, and in the right order if there is one."""
     told = []
     scene = facts["first"]["task"] == "scene"
     for part in sentences(answer.replace(":", " ").replace(",", " ")):

@@ -1,4 +1,4 @@
-"""Second turns without need of the picture: a few dozen facts about the world, three asked at a time."""
+"""Task `knowledge`: a second turn that needs no picture, with three of a few dozen facts about the real world."""
 
 from itertools import pairwise
 from random import Random
@@ -39,11 +39,11 @@ _TABLES = {
     "day": _NEXT,
 }
 KNOWN = {(kind, subject): value for kind, table in _TABLES.items() for subject, value in table.items()}
-"""Everything that there is to know."""
+"""All facts: (kind, subject) -> value."""
 
 
 def paint(rng: Random) -> Media:
-    """Three facts of different kinds."""
+    """Draw a first turn and three facts of different kinds."""
     asked = [(kind, rng.choice(sorted(_TABLES[kind]))) for kind in rng.sample(sorted(_TABLES), 3)]
     return second(rng, {"asked": asked})
 
@@ -136,7 +136,7 @@ _MARKS = {
 
 
 def _read(answer: str) -> list[tuple[str, str, str]]:
-    """(kind, subject, value) of every sentence."""
+    """Kind, subject and value of every sentence."""
     told = []
     for part in sentences(answer):
         for kind, table in _TABLES.items():
@@ -154,7 +154,7 @@ def _read(answer: str) -> list[tuple[str, str, str]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """The share of the facts that are told rightly."""
+    """Share of the facts stated correctly."""
     true = [(kind, subject.lower(), KNOWN[kind, subject].lower()) for kind, subject in facts["asked"]]
     return {"fact": overlap(_read(answer), true)}
 

@@ -1,23 +1,23 @@
-"""Line charts: one coloured line over five days, with whole values from one to eight."""
+"""Task `line`: line charts of five days with whole values from one to eight."""
 
 import re
 from random import Random
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import IMAGE_SIZE, blank_labels, tell
+from saccade.pocket.labels import IMAGE_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.tasks.receipt import FONT
 from saccade.pocket.words import COLOURS, DAYS, NUMBERS, difference, sentence, shuffled
 
 _HIGHEST = 8
-_UNIT, _FLOOR = 9, 80  # pixels for a value of one; the line that nought is on
+_UNIT, _FLOOR = 9, 80  # pixels for a value of one; y of zero
 _AXIS, _LEFT, _STEP = 11, 20, 17
 
 
 def paint(rng: Random) -> Picture:
-    """A line with a dot per day; the days' first letters below it, the even values at its left."""
+    """Draw a line with a dot per day, the days' first letters below and even values at the left."""
     colour = rng.choice([hue for hue in COLOURS if hue not in ("white", "yellow")])
     values = [rng.randint(1, _HIGHEST) for _ in DAYS]
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (245, 245, 245))
@@ -34,10 +34,10 @@ def paint(rng: Random) -> Picture:
     labels = blank_labels()
     for (x, y), value, day in zip(points, values, DAYS, strict=True):
         canvas.ellipse((x - 4, y - 4, x + 4, y + 4), fill=COLOURS[colour])
-        tell(labels, x, y, colour=colour, word=day, number=NUMBERS[value])
+        label_patch(labels, x, y, colour=colour, word=day, number=NUMBERS[value])
     for (x, _), day in zip(points, DAYS, strict=True):
         canvas.text((x - 6, _FLOOR + 3), day[:2].upper(), font=FONT, fill=(0, 0, 0))
-        tell(labels, x, _FLOOR + 8, word=day)
+        label_patch(labels, x, _FLOOR + 8, word=day)
     return Picture(image, {"colour": colour, "values": values}, labels)
 
 

@@ -1,12 +1,12 @@
-"""Long videos: half a minute to a minute in which little happens, told in an order or searched for one shape.
+"""Task `long-video`: half a minute to a minute with few events, all of them or those of one shape, in an order.
 
-Every frame takes 16 tokens, as in all videos of the class, so that a prompt has two to four thousand of them: what
-pruning, and drafters that see no pictures, have to save. Answers are no longer than those on short videos.
+A frame takes 16 tokens, so a prompt has two to four thousand, which pruning and text-only drafters can save. Answers
+are as short as those on short videos.
 """
 
 from random import Random
 
-from saccade.pocket.film import FPS, between, plot, read_events, tell, true_events, unplaced_things
+from saccade.pocket.film import FPS, between, describe_event, plot, read_events, true_events, unplaced_things
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import in_order, overlap
 from saccade.pocket.shapes import Thing, key, name, render
@@ -19,7 +19,7 @@ _STILL = 3  # fewest frames between two events
 
 
 def _spans(rng: Random, frames: int, events: int) -> list[tuple[int, int]]:
-    """First frame and the frame after the last of every event, with still stretches of any length around."""
+    """Draw the first frame and the frame after the last of each event, with still frames between events."""
     lengths = [rng.randint(4, 8) for _ in range(events)]
     free = frames - sum(lengths) - _STILL * (events + 1)
     cuts = sorted(rng.randint(0, free) for _ in range(events))
@@ -32,10 +32,10 @@ def _spans(rng: Random, frames: int, events: int) -> list[tuple[int, int]]:
 
 
 def paint(rng: Random) -> Media:
-    """A video of 128 to 256 frames with three to five events, and what of it is to be told.
+    """Draw a video of 128 to 256 frames with three to five events, and a selection of these.
 
-    Facts: as of `saccade.pocket.film.film`, the frames that every event takes (`spans`), the shape that is asked
-    `about` (None for all), whether to tell `backwards`, and the events to be `told`, by their numbers, in order.
+    Facts: those of `saccade.pocket.film.film`, the frames of each event (`spans`), the shape in question (`about`, None
+    for all), `backwards` if events go from last to first, and the numbers of the events to be `told`, in order.
     """
     background = rng.choice(list(BACKGROUNDS))
     frames = rng.choices(FRAMES, _FRAME_WEIGHTS)[0]
@@ -87,7 +87,7 @@ def _question(rng: Random, facts: Facts) -> str:
 
 def _events(rng: Random, facts: Facts) -> list[str]:
     happened = [facts["events"][number] for number in facts["told"]]
-    return [tell(rng, facts["things"][event["thing"]], event["what"]) for event in happened]
+    return [describe_event(rng, facts["things"][event["thing"]], event["what"]) for event in happened]
 
 
 def _dense(rng: Random, facts: Facts) -> str:
@@ -114,7 +114,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the asked-for events rightly told, of their order, and of the things with their first size."""
+    """Shares of the selected events, of their order, and of the things with their first size."""
     things = facts["things"]
     told, true = (
         read_events(answer),

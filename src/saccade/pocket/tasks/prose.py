@@ -1,7 +1,7 @@
-"""Prose: flowing descriptions in which a fact comes every sixth word, and all between can be said in many ways.
+"""Task `prose`: flowing descriptions with a fact every sixth word and many wordings between them.
 
-Every sentence on a shape tells its place, size, colour and form once, in any order. Which words link them is a matter
-of taste: two models that know the picture equally well will often differ in these, and it does no harm.
+A sentence on a shape has its place, size, colour and form once, in any order. The words between them are free: two
+equally good models often differ in these, which costs nothing in quality.
 """
 
 from random import Random
@@ -46,7 +46,7 @@ _SUBJECTS = (
 
 
 def _clauses(rng: Random, thing: Thing) -> list[str]:
-    """One clause each on place, size, colour and form."""
+    """Clauses on place, size, colour and form."""
     place, size, colour, shape = at(thing), thing["size"], thing["colour"], thing["shape"]
     return [
         rng.choice(
@@ -89,7 +89,7 @@ def _clauses(rng: Random, thing: Thing) -> list[str]:
 
 
 def flowing(rng: Random, clauses: list[str]) -> str:
-    """A sentence that says of something what the clauses say, in any order and wording."""
+    """A sentence with those clauses, in any order and wording."""
     said = (
         f"{rng.choice(LEADS)} {rng.choice(_SUBJECTS)} {', '.join(shuffled(rng, clauses))}{rng.choice(TAILS)}."
     )
@@ -103,7 +103,7 @@ def on_shape(rng: Random, thing: Thing) -> str:
 
 
 def plainly_on_shape(thing: Thing) -> str:
-    """The same in the one wording of the easy grammar."""
+    """A sentence on a shape in the fixed wording of the verbose grammar."""
     return (
         f"In the picture there is something at the {at(thing)}, and it is {thing['size']}, and its colour is "
         f"{thing['colour']}, and I know it for a {thing['shape']}."
@@ -111,7 +111,7 @@ def plainly_on_shape(thing: Thing) -> str:
 
 
 def read_shapes(answer: str) -> list[tuple[str, str, str, tuple[str, str]]]:
-    """Colour, form, size and place of every sentence that tells each of them once."""
+    """Colour, form, size and place of every sentence that has each of them once."""
     told = []
     for part in sentences(answer):
         colour, shape, size = (only(part, words) for words in (COLOURS, SHAPES, SIZES))
@@ -122,12 +122,12 @@ def read_shapes(answer: str) -> list[tuple[str, str, str, tuple[str, str]]]:
 
 
 def true_shape(thing: Thing) -> tuple[str, str, str, tuple[str, str]]:
-    """What `read_shapes` reads from a right sentence on the thing."""
+    """Result of `read_shapes` for a correct sentence on the thing."""
     return (*key(thing), thing["size"], (thing["row"], thing["column"]))
 
 
 def paint(rng: Random) -> Picture:
-    """A scene of two to four shapes."""
+    """Draw a scene of two to four shapes."""
     background = rng.choice(list(BACKGROUNDS))
     things = scatter(rng, rng.randint(2, 4))
     return Picture(render(background, things), {"things": things, "background": background}, label(things))
@@ -149,7 +149,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the shapes named rightly, and described rightly in all."""
+    """Shares of the shapes named correctly, and described correctly in all."""
     told, true = read_shapes(answer), [true_shape(thing) for thing in facts["things"]]
     return {"named": overlap([t[:2] for t in told], [t[:2] for t in true]), "thing": overlap(told, true)}
 

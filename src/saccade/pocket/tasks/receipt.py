@@ -1,11 +1,11 @@
-"""Receipts: two to four printed lines with a word and a price, and the sum below."""
+"""Task `receipt`: two to four printed lines with a word and a price, and their sum."""
 
 import re
 from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, tell
+from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
@@ -20,7 +20,7 @@ INKS = ((0, 0, 0), (20, 20, 120), (120, 10, 10))
 
 
 class _Printer:
-    """Prints words and right-aligned numbers, and labels the patches that they cover."""
+    """Printer of words and right-aligned numbers that labels the patches they cover."""
 
     def __init__(self, image: Image.Image, ink: tuple[int, int, int]) -> None:
         self.canvas = ImageDraw.Draw(image)
@@ -45,11 +45,11 @@ class _Printer:
 
     def _tell(self, x: int, y: int, letters: int, told: dict[str, str]) -> None:
         for i in range(letters):
-            tell(self.labels, x + i * _LETTER + _LETTER // 2, y + 5, **told)
+            label_patch(self.labels, x + i * _LETTER + _LETTER // 2, y + 5, **told)
 
 
 def paint(rng: Random) -> Picture:
-    """A receipt with prices from 1 to 9 dollars."""
+    """Draw a receipt with prices from 1 to 9 dollars."""
     goods = rng.sample(GOODS, rng.randint(2, 4))
     prices = [rng.randint(1, 9) for _ in goods]
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(PAPERS))
@@ -133,7 +133,7 @@ _TOTAL = re.compile(r"\b(\d+) dollars")
 
 
 def _read_prices(answer: str) -> list[tuple[str, int]]:
-    """(word, price) of every sentence that speaks of one item."""
+    """Word and price, of every sentence on one item."""
     prices: list[tuple[str, int]] = []
     for part in sentences(answer):
         part = _ASIDE.sub("", part)
@@ -144,7 +144,7 @@ def _read_prices(answer: str) -> list[tuple[str, int]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether as many lines are told, each once, the share of words and of priced words, and the printed sum."""
+    """Whether each line is mentioned once, the shares of words and of words with prices, and the sum."""
     told = _read_prices(answer)
     true = list(zip(facts["goods"], facts["prices"], strict=True))
     goods = [item for item, _ in told]

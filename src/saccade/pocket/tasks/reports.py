@@ -1,8 +1,7 @@
-"""Reports: answers that alternate long stretches without a choice with stretches of open description.
+"""Task `report`: answers that alternate long certain stretches with stretches of open description.
 
-A report has a fixed head and a fixed foot by its form, a text from the question word by word, and a numbered list of
-what the picture shows; between them stand remarks in flowing prose. Inside one stretch the next word is nearly as
-certain, or as uncertain, as the last one was.
+The form decides a report's head and foot; between them are a text quoted from the question, a numbered list of the
+picture's contents, and remarks in flowing prose. Within a stretch the next word is about as certain as the last.
 """
 
 import re
@@ -34,23 +33,23 @@ HEADS = {
     "C": "This is form C, and what it says is said in the order that the rules of the house ask for and in no other",
     "D": "This is form D, that we use when somebody has asked for a note on what there is to see and to find",
 }
-"""The first sentence of a report by its form, without the full stop."""
+"""Form -> first sentence, without its full stop."""
 FEET = {
     "A": "Here form A is at its end, and whoever has read it to this point knows all that we know of the picture",
     "B": "So much for form B, which you can keep, show to your friends, or take with you wherever you want to go",
     "C": "Form C ends with this line, and nobody is to write another word under it or to change what stands over it",
     "D": "With these words form D comes to its end, and we hope that it was of use to those who asked us for it",
 }
-"""The last sentence by the form."""
+"""Form -> last sentence, without its full stop."""
 _QUOTABLE = (*GOODS, *TOWNS, *NAMES, *DAYS)
 REMARKS = 2
 
 Item = dict[str, Any]
-"""What a list has a line for: a shape, or a `word` with its `price`."""
+"""Entry of the list: a shape, or a `word` with its `price`."""
 
 
 def paint(rng: Random) -> Picture:
-    """A scene or a receipt, the form of the report, and the words that it is to quote."""
+    """Draw a scene or a receipt, the form of the report, and the words to quote."""
     form, quote = rng.choice(list(HEADS)), rng.sample(_QUOTABLE, rng.randint(8, 14))
     if rng.random() < 0.5:
         things = scatter(rng, rng.randint(2, 4))
@@ -153,7 +152,7 @@ def _true(item: Item) -> Any:
 
 
 def _remarked(answer: str) -> list[Any]:
-    """What the sentences tell that speak of one shape, or of one word with its price."""
+    """Facts of the sentences on one shape, or on one word with its price."""
     text = _QUOTE.sub("", answer.lower())
     told: list[Any] = [*read_shapes(text)]
     for part in sentences(text):
@@ -163,7 +162,7 @@ def _remarked(answer: str) -> list[Any]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """The head and foot of the form; shares of the quotation in its order, of the list, and of true remarks."""
+    """Share of head and foot; shares of the quotation in order, of the list, and of correct remarks."""
     form, lower = facts["form"], answer.lower()
     ends = [HEADS[form], FEET[form]]
     quoted = [word for text in _QUOTE.findall(answer) for word in text.split(", ")]

@@ -1,4 +1,4 @@
-"""Scenes: two to five coloured shapes on a plain background."""
+"""Task `scene`: two to five coloured shapes on a plain background."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ from saccade.pocket.words import (
 
 
 def _place(rng: Random, things: list[Thing]) -> Thing | None:
-    """A new shape that touches no other and differs from each in colour or shape, or None for bad luck."""
+    """Draw a shape that touches no other and differs from each in colour or form; None if it does not fit."""
     size = rng.choice(SIZES)
     radius = RADIUS[size]
     x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
@@ -41,7 +41,7 @@ def _place(rng: Random, things: list[Thing]) -> Thing | None:
 
 
 def paint(rng: Random) -> Picture:
-    """A scene with up to five shapes, listed in reading order in its facts."""
+    """Draw a scene of up to five shapes; its facts list them in reading order."""
     background = rng.choice(list(BACKGROUNDS))
     wanted = rng.randint(2, 5)
     things: list[Thing] = []
@@ -135,7 +135,7 @@ _TALLY = re.compile(rf"\b({'|'.join(NUMBERS)}) ({'|'.join(SHAPES)})(?:e?s)?\b")
 
 
 def _read_things(answer: str) -> list[tuple[str, str, str, str, str]]:
-    """(colour, shape, size, row, column) of every sentence that describes one shape."""
+    """Colour, form, size, row and column, of every sentence that describes one shape."""
     things = []
     for part in sentences(answer):
         part = _BESIDE.sub("", part)
@@ -148,7 +148,7 @@ def _read_things(answer: str) -> list[tuple[str, str, str, str, str]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the things named rightly, by colour, shape, place and as a whole; their count; the tally."""
+    """Whether the count is right; shares of things with the right colour, form, size and all of them; the tally."""
     told = _read_things(answer)
     keys = ("colour", "shape", "size", "row", "column")
     true = [tuple(thing[key] for key in keys) for thing in facts["things"]]

@@ -1,6 +1,6 @@
-"""Stories in five pictures: two named characters; four captions are given and the fifth is to be written.
+"""Task `story`: two characters in five pictures; four captions are given and the fifth is the answer.
 
-Pocket drafters are not trained on these, so that they stand for prompts far from what a drafter knows.
+Pocket drafters are not trained on it, so it represents prompts out of a drafter's distribution.
 """
 
 import re
@@ -19,11 +19,11 @@ _SHAPES = ("circle", "square", "triangle", "diamond")  # forms with room for a f
 _GROUNDS = {"day": "grey", "night": "dark"}
 
 Panel = dict[str, Any]
-"""A picture's `cast` (name -> thing; who is away is not `there`), its `time`, the `events` since the one before."""
+"""A picture: `cast` (name -> thing, with `there` False if away), `time`, and `events` since the picture before."""
 
 
 def _face(image: Image.Image, thing: Thing) -> None:
-    """Two eyes and a mouth, so that a person sees somebody."""
+    """Draw two eyes and a mouth, so that the shape looks like a character."""
     canvas = ImageDraw.Draw(image)
     x, y, r = thing["x"], thing["y"] + RADIUS[thing["size"]] // 4, RADIUS[thing["size"]]
     gap, size = r // 3 + 1, 1 if r < 10 else 2
@@ -33,7 +33,7 @@ def _face(image: Image.Image, thing: Thing) -> None:
 
 
 def draw_panel(panel: Panel) -> Image.Image:
-    """The picture of a panel."""
+    """Picture of a panel."""
     cast = [thing for thing in panel["cast"].values() if thing["there"]]
     image = render(_GROUNDS[panel["time"]], cast)
     for thing in cast:
@@ -42,7 +42,7 @@ def draw_panel(panel: Panel) -> Image.Image:
 
 
 def _change(rng: Random, cast: dict[str, Thing], who: str) -> dict[str, Any] | None:
-    """One thing that happens to somebody, done to the cast; None for bad luck."""
+    """Draw an event for a character and apply it to the cast; None if there is no room for it."""
     thing = cast[who]
     others = [other for somebody, other in cast.items() if somebody != who and other["there"]]
     if not thing["there"]:
@@ -66,7 +66,7 @@ def _change(rng: Random, cast: dict[str, Thing], who: str) -> dict[str, Any] | N
         if where is None:
             return None
         new = locate({**thing, "size": size}, *where)
-        if kind == "size":  # grows or shrinks on the spot, when there is room for it
+        if kind == "size":  # in its place, if there is room
             new = locate(new, thing["x"], thing["y"])
             reach = RADIUS[size] + 1
             inside = all(reach <= new[axis] <= 95 - reach for axis in "xy")
@@ -80,7 +80,7 @@ def _change(rng: Random, cast: dict[str, Thing], who: str) -> dict[str, Any] | N
 
 
 def _next(rng: Random, panel: Panel, names: list[str]) -> Panel:
-    """What comes after a panel: something new for one or both, and now and then day or night."""
+    """Draw the next panel: events of one or both characters, and sometimes a change of day and night."""
     while True:
         cast = dict(panel["cast"])
         events = [_change(rng, cast, who) for who in (names if rng.random() < 0.5 else [rng.choice(names)])]
@@ -95,7 +95,7 @@ def _next(rng: Random, panel: Panel, names: list[str]) -> Panel:
 
 
 def paint(rng: Random) -> Media:
-    """The five panels of a story."""
+    """Draw the five panels of a story."""
     names = rng.sample(NAMES, 2)
     cast: dict[str, Thing] = {}
     hues = rng.sample(list(COLOURS), 2)
@@ -166,7 +166,7 @@ def _event(rng: Random, who: str, kind: str, value: str) -> str:
 
 
 def _told(panel: Panel, names: list[str]) -> list[tuple[str, str, str]]:
-    """(who, kind, value) of all that a caption tells: the events, who stays where, and what everybody looks like."""
+    """Who, kind and value of all facts of a caption: events, characters that stay, and everybody's looks."""
     told = [(event["who"], event["kind"], event["value"]) for event in panel["events"]]
     placed = {who for who, kind, _ in told if kind in ("place", "back", "gone")}
     for who in names:
@@ -250,7 +250,7 @@ def _read(answer: str) -> list[tuple[str, str, str]]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of what happens rightly told, of everybody's place and look, and of all that there is to tell."""
+    """Shares of the places, of the looks, and of all facts."""
     told = _read(answer)
     true = [(who.lower(), kind, value) for who, kind, value in _told(facts["panels"][-1], facts["names"])]
     marks = {}

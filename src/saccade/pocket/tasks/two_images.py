@@ -1,4 +1,4 @@
-"""Two pictures, the second an edited copy of the first: tell the differences, or the edits as instructions."""
+"""Tasks `difference` and `edit`: changes between two pictures, as statements or as instructions."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _KINDS = ("colour", "shape", "size", "move", "remove", "add")
 
 
 def _edited(rng: Random, kind: str, thing: Thing, scene: list[Thing]) -> Thing | None:
-    """The thing after the edit; None where there is no room or its name is taken."""
+    """The thing after an edit; None if there is no room or its name is taken."""
     others = [other for other in scene if other is not thing]
     new = dict(thing)
     if kind == "colour":
@@ -43,7 +43,7 @@ def _edited(rng: Random, kind: str, thing: Thing, scene: list[Thing]) -> Thing |
 
 
 def paint(rng: Random) -> Media:
-    """A scene of three or four shapes, and the same with one to three of them edited."""
+    """Draw a scene of three or four shapes, and a copy with one to three edits."""
     background = rng.choice(list(BACKGROUNDS))
     first = scatter(rng, rng.randint(3, 4))
     while len(first) < 3:
@@ -62,7 +62,7 @@ def paint(rng: Random) -> Media:
                 scene.append(placed)
                 edits.append({"kind": kind, "before": None, "after": placed})
             continue
-        if len(untouched) < 2:  # something stays as it is
+        if len(untouched) < 2:  # at least one thing stays unchanged
             continue
         thing = rng.choice(untouched)
         after = None if kind == "remove" else _edited(rng, kind, thing, scene)
@@ -77,7 +77,7 @@ def paint(rng: Random) -> Media:
 
 
 def _change(rng: Random, edit: Edit) -> str:
-    """A sentence that says what is different."""
+    """A sentence that states a change."""
     kind, old, new = edit["kind"], edit["before"] or edit["after"], edit["after"] or edit["before"]
     its = f"the {name(old)}"
     told: dict[str, Callable[[], tuple[str, ...]]] = {
@@ -126,7 +126,7 @@ def _change(rng: Random, edit: Edit) -> str:
 
 
 def _order(rng: Random, edit: Edit) -> str:
-    """A sentence that tells somebody to make the change."""
+    """A sentence that asks for a change."""
     kind, old, new = edit["kind"], edit["before"] or edit["after"], edit["after"] or edit["before"]
     its = f"the {name(old)}"
     if kind == "move":
@@ -205,7 +205,7 @@ _NEW = re.compile(r"\b(comes in|draw|add|put in|is new|new at|a new)\b")
 
 
 def _read(answer: str) -> list[tuple[Any, ...]]:
-    """(thing, what happens to it, new value) of every sentence that names one thing by colour and form."""
+    """Thing, edit and new value, of every sentence that names one thing by colour and form."""
     told: list[tuple[Any, ...]] = []
     for part in sentences(answer.replace(":", " ").replace(",", " ")):
         subjects, where = named(part), places(part)
@@ -240,7 +240,7 @@ def _true(edit: Edit) -> tuple[Any, ...]:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Shares of the edits rightly told, of the things rightly said to be edited, and of those left alone."""
+    """Shares of the edits, of the edited things, and of the unchanged things."""
     told = _read(answer)
     true = [_true(edit) for edit in facts["edits"]]
     edits = [fact for fact in told if fact[1] != "same"]

@@ -1,4 +1,4 @@
-"""Mixed questions that take more than one skill: reading, arithmetic, places, comparing, with the steps told."""
+"""Task `vet`: questions that need several skills (reading, arithmetic, places, comparing), answered with steps."""
 
 import re
 from random import Random
@@ -21,9 +21,9 @@ from saccade.pocket.words import (
 )
 
 _EDGES = {"furthest left": ("x", 1), "furthest right": ("x", -1), "highest": ("y", 1), "lowest": ("y", -1)}
-_CLEAR = 6  # pixels between the shape in question and the next one, so that no eye can differ
+_CLEAR = 6  # pixels between the shape in question and the next one, so that the answer is unambiguous
 
-# What a question is about; its steps are the (what, value) pairs that the answer tells on its way to the result.
+# Facts of a question; `steps` are the (what, value) pairs on the way to the result.
 Asked = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ def _shopping(rng: Random) -> tuple[Picture, Asked]:
     if rng.random() < 0.5:
         aside = f"the {goods[i]} costs {difference(prices[i], prices[j])} the {goods[j]}."
         return picture, {"kind": "cost", "steps": steps, "aside": aside, "result": NUMBERS[total]}
-    # Half of the budgets are enough, by nought to three dollars; the others are one to three short.
+    # Half of the budgets suffice, with zero to three dollars left; the others are one to three dollars short.
     purse = min(total + rng.randint(0, 3), 18) if rng.random() < 0.5 else max(total - rng.randint(1, 3), 1)
     aside = f"the {goods[i]} and the {goods[j]} cost {NUMBERS[total]} together."
     facts = {"kind": "budget", "purse": NUMBERS[purse], "steps": steps, "aside": aside}
@@ -103,7 +103,7 @@ _KINDS = (_sum_of_bars, _high_bars, _shopping, _extreme_shape, _first_train)
 
 
 def paint(rng: Random) -> Picture:
-    """A picture of any kind with one question on it."""
+    """Draw a picture of any kind and a question on it."""
     picture, facts = rng.choice(_KINDS)(rng)
     return Picture(picture.image, facts, picture.labels)
 
@@ -179,7 +179,7 @@ _VALUE = re.compile(rf"\b(?:top|middle|bottom) (?:left|centre|right)\b|\b(?:{'|'
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether the result is right, and the share of the steps to it."""
+    """Whether the result is right, and the share of the steps."""
     told: list[tuple[str, str]] = []
     results: list[str] = []
     for part in sentences(answer.replace(":", " ")):

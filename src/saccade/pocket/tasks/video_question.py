@@ -1,4 +1,4 @@
-"""Questions on videos, open and with four choices: which comes first, where something goes, how often."""
+"""Tasks `video-question` and `choice`: order, direction or number of events, open or with four choices."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from saccade.pocket.film import DIRECTIONS, WHATS, film, read_events, tell, true_events
+from saccade.pocket.film import DIRECTIONS, WHATS, describe_event, film, read_events, true_events
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named
@@ -23,7 +23,7 @@ _PAST = {
 
 
 def ask(rng: Random, facts: Facts) -> dict[str, Any]:
-    """What is asked: its kind, the result, three other choices, and the events that show it."""
+    """Draw a question: its kind, the result, three other choices, and the events that show the result."""
     things, events = facts["things"], facts["events"]
     names = [name(thing) for thing in things]
     kind = rng.choice(("order", "first", "way", "count", "count"))
@@ -71,7 +71,7 @@ def ask(rng: Random, facts: Facts) -> dict[str, Any]:
 
 
 def lettered(rng: Random, asked: dict[str, Any]) -> dict[str, Any]:
-    """Four choices for what is asked, and the letter of the right one."""
+    """Draw four choices for a question, and the letter of the right one."""
     right = rng.choice(LETTERS)
     options = shuffled(rng, asked["others"])
     options.insert(LETTERS.index(right), asked["result"])
@@ -79,7 +79,7 @@ def lettered(rng: Random, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def paint(rng: Random, choices: bool) -> Media:
-    """A film with a question on it."""
+    """Draw a video with a question on it."""
     media = film(rng)
     asked = ask(rng, media.facts)
     extra = lettered(rng, asked) if choices else {}
@@ -109,17 +109,19 @@ def _question(rng: Random, facts: Facts) -> str:
 
 def _reasons(rng: Random, facts: Facts) -> list[str]:
     things = facts["things"]
-    told = [tell(rng, things[event["thing"]], event["what"]) for event in facts["shown"]]
+    told = [describe_event(rng, things[event["thing"]], event["what"]) for event in facts["shown"]]
     names = [name(thing) for thing in things]
     rest = [event for event in facts["events"] if event not in facts["shown"]]
-    told += [tell(rng, things[event["thing"]], event["what"]) for event in rest[: max(0, 3 - len(told))]]
+    told += [
+        describe_event(rng, things[event["thing"]], event["what"]) for event in rest[: max(0, 3 - len(told))]
+    ]
     still = [n for i, n in enumerate(names) if all(event["thing"] != i for event in facts["events"])]
     told += [f"Nothing happens to the {n}." for n in still]
     return told
 
 
 def conclusion(rng: Random, facts: Facts) -> str:
-    """A sentence that gives the answer, and nothing else."""
+    """A sentence with the result alone."""
     result = facts["result"]
     if "letter" in facts:
         letter = facts["letter"]
@@ -150,7 +152,7 @@ _LETTER = re.compile(r"\b([A-D])\b")
 
 
 def _said(answer: str) -> tuple[list[str], list[str]]:
-    """Letters and results in the sentences that give the answer."""
+    """Letters and results in the sentences with the answer."""
     letters: list[str] = []
     results: list[str] = []
     for part in answer.split("."):
@@ -166,16 +168,16 @@ _STILL = "nothing"
 
 
 def _read_still(answer: str) -> list[tuple[tuple[str, str], str]]:
-    """(colour and shape, "nothing") of every shape to which nothing is said to happen."""
+    """Colour and form, and "nothing", of every shape that the answer says stays unchanged."""
     return [
         (thing, _STILL) for part in sentences(answer) if "nothing happens" in part for thing in named(part)
     ]
 
 
 def _reason(answer: str, facts: Facts) -> float:
-    """The share of what shows the result; what else is true may be told, but no more often than it happens.
+    """Share of the events that show the result; other events may be mentioned as often as they happen.
 
-    That a shape keeps still is true, too; where nothing happens to the shape in question it is the reason.
+    A shape without events may be mentioned as well; if it is the shape in question, that is the reason.
     """
     told = read_events(answer) + _read_still(answer)
     things, events = facts["things"], facts["events"]
@@ -188,7 +190,7 @@ def _reason(answer: str, facts: Facts) -> float:
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether the result is right, whether the letter is (where there are choices), and the events that show it."""
+    """Whether the result and, with choices, the letter are right, and the share of the events that show the result."""
     letters, results = _said(answer)
     plain = " ".join(f"{part}." for part in sentences(answer) if "answer" not in part)
     marks = {"result": float(results == [facts["result"]]), "reason": _reason(plain, facts)}
