@@ -1,14 +1,16 @@
 """Parts of the training loop: learning rate, optimisers, and batches that worker processes make."""
 
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from torch import nn
 from workshop_kit import tiny_model
 
 from tools.pocket.batches import training_samples
-from tools.pocket.loop import optimisers_for, prefetch
+from tools.pocket.loop import optimisers_for, prefetch, train
 from tools.pocket.recipe import Schedule
 
 
@@ -57,3 +59,48 @@ def test_a_consumer_that_stops_early_leaves_no_worker_behind(gpu: torch.device) 
     batches = prefetch(partial(_answers, 1), 0, 10**9, gpu)
     assert batches.take((0,)) == _answers(1, 0)
     batches.close()  # would wait for ever if the workers continued
+
+
+class Toy(nn.Module):
+    """A model with one matrix inside layers and weights outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](inputs).tanh()).square().mean()
+
+
+def _numbered(number: int) -> tuple[int, torch.Tensor]:
+    return number, torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+
+
+def _toy_run(folder: Path, broken_at: int | None = None) -> dict[str, torch.Tensor]:
+    model = Toy()
+
+    def loss(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        if batch[0] == broken_at:
+            raise KeyboardInterrupt
+        return model(batch[1])
+
+    schedule = Schedule(steps=6, batch=8, rate=0.01, warmup=2, parts=2)
+    train("toy", model, _numbered, loss, schedule, folder, checkpoint_seconds=0.0)
+    return model.state_dict()
+
+
+def test_a_stage_resumes_exactly_from_checkpoints_in_the_format_of_earlier_runs(tmp_path: Path) -> None:
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    with pytest.raises(KeyboardInterrupt):
+        _toy_run(broken, broken_at=9)  # in the second batch of step 5
+    checkpoint = torch.load(broken / "toy.checkpoint.pt", weights_only=True)
+    assert checkpoint.keys() == {"model", "optimisers", "step", "seconds"}
+    assert checkpoint["step"] == 4
+    assert [part.keys() for part in checkpoint["optimisers"]] == [{"state", "param_groups"}] * 2
+    assert not (broken / "toy.pt").exists()
+    resumed, unbroken = _toy_run(broken), _toy_run(whole)
+    assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
+    assert torch.load(broken / "toy.pt", weights_only=True).keys() == {"model", "step", "seconds"}
+    assert sorted(path.name for path in broken.iterdir()) == ["toy.pt"]
