@@ -148,21 +148,21 @@ class Searching(nn.Module):
         self.there = nn.Linear(width, len(PLACES) * (_CROWD + 1))
         self.total = nn.Linear(width, _MOST + 1)
 
-    def forward(self, hidden: Tensor, deeper: Tensor, asked: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, deeper: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of counts and weighted total; 0 without searches.
 
         Args:
             hidden, deeper: hidden states for cells and for totals, `[B, N, d]`.
-            asked: from `searches`.
+            labels: from `searches`.
         """
-        if not len(asked):
+        if not len(labels):
             return hidden.new_zeros(())
-        asked = asked.to(hidden.device)
-        rows, begins = asked[:, 0], asked[:, 1]
+        labels = labels.to(hidden.device)
+        rows, begins = labels[:, 0], labels[:, 1]
         places = self.there(self.norm(hidden[rows, begins].float())).view(-1, _CROWD + 1)
         total = self.total(self.total_norm(deeper[rows, begins].float()))
-        misses: Tensor = nn.functional.cross_entropy(places, asked[:, 2:-1].flatten())
-        return misses + _TOTAL * nn.functional.cross_entropy(total, asked[:, -1])
+        misses: Tensor = nn.functional.cross_entropy(places, labels[:, 2:-1].flatten())
+        return misses + _TOTAL * nn.functional.cross_entropy(total, labels[:, -1])
 
 
 _KINDS = (list(WHATS), list(COLOURS), list(SHAPES))

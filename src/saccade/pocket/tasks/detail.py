@@ -4,9 +4,10 @@ from itertools import pairwise
 from random import Random
 
 from saccade.pocket.sample import Facts, Picture, Task, grammars
-from saccade.pocket.scoring import in_order, only, overlap, sentences
-from saccade.pocket.shapes import Thing, at, key, label, name, places, relation, render, scatter, unplaced
-from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, sentence
+from saccade.pocket.scoring import in_order, overlap
+from saccade.pocket.shapes import Thing, at, label, name, relation, render, scatter, unplaced
+from saccade.pocket.tasks.prose import read_shapes, true_shape
+from saccade.pocket.words import BACKGROUNDS, NUMBERS, SIZES, a, sentence
 
 _ORDERS = {
     "from left to right": ("x", False),
@@ -97,20 +98,10 @@ def _verbose(rng: Random, facts: Facts) -> str:
     return " ".join(told)
 
 
-def _read(answer: str) -> list[tuple[str, str, str, tuple[str, str]]]:
-    told = []
-    for part in sentences(unplaced(answer.lower()).replace(":", " ")):
-        colour, shape, size = (only(part, words) for words in (COLOURS, SHAPES, SIZES))
-        where = places(part)
-        if colour and shape and size and len(where) == 1:
-            told.append((colour, shape, size, where[0]))
-    return told
-
-
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Shares of the selected things named correctly, described correctly in all, and in the right order."""
-    told = _read(answer)
-    true = [(*key(thing), thing["size"], (thing["row"], thing["column"])) for thing in facts["things"]]
+    told = read_shapes(unplaced(answer.lower()).replace(":", " "))
+    true = [true_shape(thing) for thing in facts["things"]]
     return {
         "named": overlap([t[:2] for t in told], [t[:2] for t in true]),
         "thing": overlap(told, true),
