@@ -2,14 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from torch import nn
 from workshop_kit import tiny_model
 
-from tools.pocket.batches import training_samples
+from saccade.pocket import draw
 from tools.pocket.loop import optimisers_for, prefetch, train
 from tools.pocket.recipe import Schedule
 
@@ -37,10 +36,6 @@ def test_optimisers_are_those_whose_states_checkpoints_hold() -> None:
         assert all(p is q for p, q in pairs)
 
 
-def _answers(count: int, number: int) -> list[str]:
-    return [sample.answer for sample in training_samples(Random(number), count, 0.2)]
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device beside which two cores are free for workers."""
@@ -48,16 +43,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda")
 
 
+MAKE = partial(draw, task="count")  # so that workers import the world and PyTorch alone
+
+
 def test_workers_make_the_batches_of_this_process(gpu: torch.device) -> None:
-    make = partial(_answers, 3)
-    here, ahead = prefetch(make, 5, 30, torch.device("cpu")), prefetch(make, 5, 30, gpu)
-    assert [ahead.take((n,)) for n in range(5, 30)] == [here.take((n,)) for n in range(5, 30)]
+    here, ahead = prefetch(MAKE, 5, 30, torch.device("cpu")), prefetch(MAKE, 5, 30, gpu)
+    for number in range(5, 30):
+        made, expected = ahead.take((number,)), here.take((number,))
+        assert made == expected
+        assert made.image.tobytes() == expected.image.tobytes()
     ahead.close()
 
 
 def test_a_consumer_that_stops_early_leaves_no_worker_behind(gpu: torch.device) -> None:
-    batches = prefetch(partial(_answers, 1), 0, 10**9, gpu)
-    assert batches.take((0,)) == _answers(1, 0)
+    batches = prefetch(MAKE, 0, 10**9, gpu)
+    assert batches.take((0,)) == draw(0, "count")
     batches.close()  # would wait for ever if the workers continued
 
 
