@@ -67,7 +67,6 @@ NAMESAKES = {
 SMALL = {
     "errors.py": "imported by every package",
     "formats.py": "imported by every package",
-    "theory/domain.py": "shared by all formulas",
     "train/precision.py": "shared by optimiser and processes",
 }
 """Files below `LEAST` lines, with the reason."""

@@ -1,4 +1,4 @@
-"""From acceptance probabilities to accepted lengths, and back.
+"""Accepted length from acceptance probabilities, and the inverse.
 
 Accepted length counts the draft tokens that one verification pass accepts; block efficiency counts the tokens
 that it emits, which is one more (correction or bonus).
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from saccade.theory import domain
-
-_HALVINGS = 200
-"""Bisection of [0, 1] has reached neighbouring floats long before."""
+from saccade.theory import numerics
 
 
 def accepted_length(acceptance: float, gamma: int) -> float:
-    """Expected accepted length of a chain whose tokens are accepted independently and alike.
+    """Expected accepted length of a chain whose tokens are accepted independently, with one probability.
 
     Source: Leviathan et al. 2023, Eq. 1, less the bonus token; LVSpec, Appendix A.2, Eq. 14; SAGE, Eq. 32.
 
@@ -27,9 +24,9 @@ def accepted_length(acceptance: float, gamma: int) -> float:
         ``alpha + alpha^2 + ... + alpha^gamma``, in tokens.
 
     Raises:
-        ValueError: alpha is no probability, or gamma is negative.
+        ValueError: alpha is not a probability, or gamma is negative.
     """
-    return chain_accepted_length([acceptance] * domain.count("draft length gamma", gamma))
+    return chain_accepted_length([acceptance] * numerics.count("draft length gamma", gamma))
 
 
 def block_efficiency(acceptance: float, gamma: int) -> float:
@@ -53,11 +50,11 @@ def chain_accepted_length(by_depth: Sequence[float]) -> float:
             `saccade.Stats.acceptance_by_depth` measures).
 
     Raises:
-        ValueError: an entry is no probability.
+        ValueError: an entry is not a probability.
     """
     total, reached = 0.0, 1.0
     for each in by_depth:
-        reached *= domain.probability("acceptance", each)
+        reached *= numerics.probability("acceptance", each)
         total += reached
     return total
 
@@ -70,13 +67,13 @@ def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequ
 
     Args:
         paths: one per node below the root: the ranks of the children that lead to it, as in
-            `saccade.draft.trees.policy.SPECVLM_TREE`.
+            `saccade.draft.trees.static.SPECVLM_TREE`.
         by_depth: ``by_depth[d - 1][r]`` is the probability that the child of rank r is the accepted one at
             depth d, when its parent was accepted. Each row sums to at most 1.
 
     Raises:
         ValueError: a node lacks its parent or occurs twice, a path has no acceptance in the table, or a row
-            is no set of exclusive probabilities.
+            is not a set of exclusive probabilities.
     """
     rows = exclusive_rows(by_depth)
     nodes = {tuple(path) for path in paths}
@@ -100,12 +97,12 @@ def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequ
 
 
 def exclusive_rows(by_depth: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The table of acceptances by depth and rank, checked.
+    """Check a table of acceptances by depth and rank.
 
     Raises:
-        ValueError: an entry is no probability, or a row sums to more than 1 (plus rounding).
+        ValueError: an entry is not a probability, or a row sums to more than 1 (plus rounding).
     """
-    rows = [[domain.probability("acceptance", each) for each in row] for row in by_depth]
+    rows = [[numerics.probability("acceptance", each) for each in row] for row in by_depth]
     for depth, row in enumerate(rows, start=1):
         if sum(row) > 1 + 1e-9:
             raise ValueError(
@@ -123,16 +120,16 @@ def decaying_acceptance(first: float, decay: float, depth: int) -> list[float]:
     Raises:
         ValueError: `first` or `decay` lies outside 0 to 1, or depth is negative.
     """
-    domain.probability("first acceptance", first)
-    domain.probability("decay", decay)
-    return [first * decay**level for level in range(domain.count("depth", depth))]
+    numerics.probability("first acceptance", first)
+    numerics.probability("decay", decay)
+    return [first * decay**level for level in range(numerics.count("depth", depth))]
 
 
 def fit_acceptance(histogram: Sequence[int], gamma: int) -> float:
-    """The alpha that makes a histogram of accepted lengths most likely, for a chain of fixed gamma.
+    """Maximum-likelihood alpha of a histogram of accepted lengths, for a chain of fixed gamma.
 
-    Every accepted token is a success; every pass that ended before gamma is one failure; a pass that accepted
-    all gamma tokens ended without one. The estimate is successes over trials.
+    Every accepted token is a success, and every pass that ended before gamma one failure. The estimate is successes
+    over trials.
 
     Args:
         histogram: entry a counts the passes in which a draft tokens were accepted
@@ -142,8 +139,8 @@ def fit_acceptance(histogram: Sequence[int], gamma: int) -> float:
     Raises:
         ValueError: the histogram is empty, has a negative count, or counts lengths above gamma.
     """
-    domain.count("draft length gamma", gamma, 1)
-    counts = [domain.count("number of passes", each) for each in histogram]
+    numerics.count("draft length gamma", gamma, 1)
+    counts = [numerics.count("number of passes", each) for each in histogram]
     if any(counts[gamma + 1 :]):
         raise ValueError(f"The histogram counts passes that accepted more than gamma = {gamma} tokens.")
     if not sum(counts):
@@ -153,25 +150,18 @@ def fit_acceptance(histogram: Sequence[int], gamma: int) -> float:
 
 
 def acceptance_of_length(length: float, gamma: int) -> float:
-    """The alpha at which a chain of gamma tokens has this expected accepted length.
+    """Alpha at which a chain of gamma tokens has this expected accepted length.
 
     Inverse of `accepted_length`, for papers that report only tau. (LVSpec, Appendix E, reads ``1 - tau / K``
-    as the failure rate instead. That is the share of drafted tokens that are lost, not the rate at which one
-    token fails: tau 3.41 of K = 10 means a failure rate of 21 %, not 65.9 %.)
+    as the failure rate instead. That is the share of draft tokens that are lost, not the rate at which one token is
+    rejected: tau 3.41 of K = 10 means a failure rate of 21 %, not 65.9 %.)
 
     Raises:
         ValueError: gamma is below 1, or the length is not between 0 and gamma.
     """
-    domain.count("draft length gamma", gamma, 1)
+    numerics.count("draft length gamma", gamma, 1)
     if not 0 <= length <= gamma:
         raise ValueError(f"The accepted length must lie between 0 and gamma = {gamma}, not {length}.")
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if accepted_length(middle, gamma) < length:
-            low = middle
-        else:
-            high = middle
-    return high if length > 0 else 0.0
+    if length == 0:
+        return 0.0
+    return numerics.bracket(lambda alpha: -accepted_length(alpha, gamma), -length)[1]

@@ -1,4 +1,4 @@
-"""How well a draft distribution, or a mixture of several (TABED), serves the target."""
+"""Divergence and acceptance between the target's distribution and a draft distribution or a mixture (TABED)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from saccade.theory import domain
+from saccade.theory import numerics
 
 Vector: TypeAlias = NDArray[np.float64]
 
@@ -30,7 +30,7 @@ def mixture(drafts: ArrayLike, weights: ArrayLike) -> Vector:
         [V]
 
     Raises:
-        ValueError: shapes do not fit, or rows or weights are no distributions.
+        ValueError: shapes do not fit, or rows or weights are not distributions.
     """
     q = np.asarray(drafts, dtype=np.float64)
     w = _distribution("weights", weights)
@@ -46,20 +46,20 @@ def kl_divergence(target: ArrayLike, draft: ArrayLike) -> float:
     Source: TABED, Section 5.1.
 
     Raises:
-        ValueError: either is no distribution, or their lengths differ.
+        ValueError: either is not a distribution, or their lengths differ.
     """
     p, q = _pair(target, draft)
-    held = p > 0
-    if (q[held] == 0).any():
+    support = p > 0
+    if (q[support] == 0).any():
         return math.inf
-    return max(0.0, float(np.sum(p[held] * np.log(p[held] / q[held]))))
+    return max(0.0, float(np.sum(p[support] * np.log(p[support] / q[support]))))
 
 
 def total_variation(target: ArrayLike, draft: ArrayLike) -> float:
     """Half the L1 distance of two distributions, from 0 to 1.
 
     Raises:
-        ValueError: either is no distribution, or their lengths differ.
+        ValueError: either is not a distribution, or their lengths differ.
     """
     p, q = _pair(target, draft)
     return min(1.0, 0.5 * float(np.abs(p - q).sum()))
@@ -71,7 +71,7 @@ def sampling_acceptance(target: ArrayLike, draft: ArrayLike) -> float:
     Source: Leviathan et al. 2023, Section 3.2: the sum over tokens of ``min(p, q)``.
 
     Raises:
-        ValueError: either is no distribution, or their lengths differ.
+        ValueError: either is not a distribution, or their lengths differ.
     """
     return 1 - total_variation(target, draft)
 
@@ -80,7 +80,7 @@ def greedy_match(target: ArrayLike, draft: ArrayLike) -> bool:
     """Whether greedy decoding accepts the draft's best token; of equal tokens the first counts.
 
     Raises:
-        ValueError: either is no distribution, or their lengths differ.
+        ValueError: either is not a distribution, or their lengths differ.
     """
     p, q = _pair(target, draft)
     return bool(p.argmax() == q.argmax())
@@ -90,7 +90,7 @@ def acceptance_floor(kl: float) -> float:
     """The least acceptance probability of speculative sampling that a KL divergence allows.
 
     ``TV <= sqrt(KL / 2)`` (Pinsker) and ``TV <= sqrt(1 - exp(-KL))`` (Bretagnolle and Huber), whichever is
-    smaller; in either direction of KL.
+    smaller, in either direction of KL.
 
     Args:
         kl: in nats; may be infinite.
@@ -116,5 +116,5 @@ def _distribution(name: str, values: ArrayLike) -> Vector:
         raise ValueError(f"The {name} must be one vector of finite numbers of at least 0.")
     total = float(p.sum())
     if abs(total - 1) > _SUM_TOLERANCE:
-        raise ValueError(f"The {name} must sum to 1, not {domain.ratio('sum', total)}.")
+        raise ValueError(f"The {name} must sum to 1, not {numerics.ratio('sum', total)}.")
     return p / total

@@ -1,22 +1,19 @@
-"""SAGE's entropy confidence, and what it does and does not guarantee.
+"""SAGE's entropy confidence and the acceptance that it guarantees.
 
 SAGE's Lemma 4.3 (Eq. 13) claims ``p1 >= 1/k + alpha (k - 1)/k``. Two equal top tokens refute it for every k
 above 2: at k = 10 they have alpha = 0.699 and p1 = 0.5, against a claimed 0.729. The proof maximises the
 entropy for a given p1, which bounds p1 from above, not from below. Hence the threshold of Theorem 4.4 (0.56
-for k = 10, epsilon = 0.05) does not guarantee acceptance either. Here are bounds that hold.
+for k = 10, epsilon = 0.05) does not guarantee acceptance either. The bounds below hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from saccade.theory import domain
-
-_HALVINGS = 200
+from saccade.theory import numerics
 
 
 def confidence(probabilities: ArrayLike, k: int = 10) -> float:
@@ -26,16 +23,16 @@ def confidence(probabilities: ArrayLike, k: int = 10) -> float:
 
     Args:
         probabilities: [V], the drafter's distribution (only ratios matter).
-        k: how many of the largest count.
+        k: number of largest probabilities.
 
     Returns:
         From 0 (k equal tokens) to 1 (one certain token).
 
     Raises:
-        ValueError: k is below 2 or above V, or the values are no distribution.
+        ValueError: k is below 2 or above V, or the values are not a distribution.
     """
     p = np.asarray(probabilities, dtype=np.float64)
-    domain.count("k", k, 2)
+    numerics.count("k", k, 2)
     if p.ndim != 1 or p.size < k:
         raise ValueError(
             f"The confidence needs a vector of at least k = {k} probabilities, not shape {p.shape}."
@@ -53,16 +50,16 @@ def top_probability_floor(alpha: float, k: int = 10) -> float:
     """A lower bound on the largest renormalised probability: ``p1 >= k^(alpha - 1)``.
 
     Shannon entropy is at least min-entropy, ``-log p1 <= H = (1 - alpha) log k``. Reached whenever some m
-    tokens share the mass equally (``alpha = 1 - log m / log k``); `top_probability_range` is reached always.
+    tokens share the mass equally (``alpha = 1 - log m / log k``); `top_probability_range` is always reached.
 
     Raises:
         ValueError: alpha lies outside 0 to 1, or k is below 2.
     """
-    return float(domain.count("k", k, 2) ** (domain.probability("confidence", alpha) - 1))
+    return float(numerics.count("k", k, 2) ** (numerics.probability("confidence", alpha) - 1))
 
 
 def top_probability_range(alpha: float, k: int = 10) -> tuple[float, float]:
-    """The least and the largest p1 that k tokens of this confidence can have; both are reached.
+    """Least and largest p1 of k tokens with this confidence; both are reached.
 
     Least: p1 repeated as often as it fits, and one remainder (least entropy for a given p1). Largest: p1 and
     k - 1 equal others (most entropy, Fano), which is the function that SAGE's proof of Lemma 4.3 inverts.
@@ -70,10 +67,10 @@ def top_probability_range(alpha: float, k: int = 10) -> tuple[float, float]:
     Raises:
         ValueError: alpha lies outside 0 to 1, or k is below 2.
     """
-    domain.count("k", k, 2)
-    entropy = (1 - domain.probability("confidence", alpha)) * math.log(k)
-    least = _bracket(_least_entropy, entropy, 1 / k)[0]
-    largest = _bracket(lambda p: _most_entropy(p, k), entropy, 1 / k)[1]
+    numerics.count("k", k, 2)
+    entropy = (1 - numerics.probability("confidence", alpha)) * math.log(k)
+    least = numerics.bracket(_least_entropy, entropy, 1 / k)[0]
+    largest = numerics.bracket(lambda p: _most_entropy(p, k), entropy, 1 / k)[1]
     return least, largest
 
 
@@ -89,9 +86,9 @@ def acceptance_threshold(k: int = 10, epsilon: float = 0.0, mass: float = 1.0) -
     total variation, Eq. 21.)
 
     Args:
-        k: of the confidence.
+        k: number of tokens in the confidence.
         epsilon: total variation between drafter and target, half the L1 distance.
-        mass: what the top k hold of the drafter's whole distribution.
+        mass: probability of the top k in the drafter's whole distribution.
 
     Returns:
         The threshold; 1 when no confidence suffices.
@@ -100,11 +97,13 @@ def acceptance_threshold(k: int = 10, epsilon: float = 0.0, mass: float = 1.0) -
         ValueError: k is below 2, epsilon lies outside 0 to 1, or mass outside 0 to 1 or at 0.
     """
     needed = _needed(epsilon, mass)
-    return min(1.0, 1 + math.log(needed) / math.log(domain.count("k", k, 2)))
+    return min(1.0, 1 + math.log(needed) / math.log(numerics.count("k", k, 2)))
 
 
 def least_acceptance_threshold(k: int = 10, epsilon: float = 0.0, mass: float = 1.0) -> float:
-    """The least such threshold: ``alpha > 1 - h(1/2 + epsilon / mass) / log k`` with h the binary entropy.
+    """Least confidence above which greedy acceptance is guaranteed.
+
+    ``alpha > 1 - h(1/2 + epsilon / mass) / log k`` with h the binary entropy.
 
     Among distributions whose largest probability is at most x >= 1/2, two tokens (x, 1 - x) have the least
     entropy, so a lower entropy forces ``p1 > x``. 0.70 for k = 10 and epsilon = 0.05; at ``mass = 1`` the two
@@ -116,43 +115,29 @@ def least_acceptance_threshold(k: int = 10, epsilon: float = 0.0, mass: float = 
         The threshold; 1 when no confidence suffices.
     """
     needed = _needed(epsilon, mass)
-    domain.count("k", k, 2)
+    numerics.count("k", k, 2)
     if needed >= 1:
         return 1.0
     return 1 - _least_entropy(needed) / math.log(k)
 
 
 def _needed(epsilon: float, mass: float) -> float:
-    """The renormalised top probability that must be exceeded."""
-    domain.probability("total variation", epsilon)
-    domain.positive("top-k mass", domain.probability("top-k mass", mass))
+    """Renormalised top probability that must be exceeded."""
+    numerics.probability("total variation", epsilon)
+    numerics.positive("top-k mass", numerics.probability("top-k mass", mass))
     return 0.5 + epsilon / mass
 
 
 def _least_entropy(p: float) -> float:
-    """Of distributions whose largest probability is p: p as often as it fits, and the rest."""
+    """Least entropy of distributions whose largest probability is p: p as often as it fits, and one remainder."""
     times = math.floor(1 / p)
     return times * _term(p) + _term(max(0.0, 1 - times * p))
 
 
 def _most_entropy(p: float, k: int) -> float:
-    """Of distributions over k tokens whose largest probability is p: the rest shared equally."""
+    """Largest entropy of distributions over k tokens whose largest probability is p: the rest shared equally."""
     return _term(p) + (k - 1) * _term((1 - p) / (k - 1))
 
 
 def _term(p: float) -> float:
     return -p * math.log(p) if p > 0 else 0.0
-
-
-def _bracket(falling: Callable[[float], float], value: float, low: float) -> tuple[float, float]:
-    """Neighbouring floats between which a falling function on [low, 1] passes the value."""
-    high = 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if falling(middle) > value:
-            low = middle
-        else:
-            high = middle
-    return low, high

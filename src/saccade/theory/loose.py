@@ -1,7 +1,7 @@
-"""What loose verification gains (LVSpec): strict on a share rho of the positions, loose on the others.
+"""Gain of loose verification (LVSpec): strict on a share rho of the positions, loose on the others.
 
-The law ``E[tau_loose] / E[tau_strict] ~ 1 / rho`` (Theorem 2.2, Eq. 5) takes the draft to be endless and the
-failure rate to be small; the paper justifies it by rho << 1, which is not what it needs. For an endless draft
+The law ``E[tau_loose] / E[tau_strict] ~ 1 / rho`` (Theorem 2.2, Eq. 5) assumes an endless draft and a small
+failure rate; the paper justifies it by rho << 1, which does not suffice. For an endless draft
 the ratio is ``(1 - rho eps) / (rho (1 - eps))``, above 1 / rho; for K tokens it stays below K / E[tau_strict]
 and meets 1 / rho only when ``K rho eps`` is large. LVSpec's own case (K = 10, rho = 0.3, tau 3.41, so eps =
 0.21) gives 2.09, or 2.05 with exactly 3 strict positions; measured were 2.28, and 1 / rho is 3.33.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import comb
 
-from saccade.theory import domain
+from saccade.theory import numerics
 from saccade.theory.acceptance import accepted_length
 
 
@@ -21,13 +21,13 @@ def loose_acceptance(acceptance: float, density: float) -> float:
     Source: LVSpec, Appendix A.3, Eq. 18.
 
     Args:
-        acceptance: alpha, at strict positions; loose positions accept always.
+        acceptance: alpha, at strict positions; loose positions always accept.
         density: rho, the share of strict positions.
 
     Raises:
-        ValueError: either is no probability.
+        ValueError: either is not a probability.
     """
-    return 1 - domain.probability("density", density) * (1 - domain.probability("acceptance", acceptance))
+    return 1 - numerics.probability("density", density) * (1 - numerics.probability("acceptance", acceptance))
 
 
 def loose_accepted_length(acceptance: float, density: float, gamma: int) -> float:
@@ -36,24 +36,24 @@ def loose_accepted_length(acceptance: float, density: float, gamma: int) -> floa
     Source: LVSpec, Appendix A.3, Eq. 19 before its approximation.
 
     Raises:
-        ValueError: alpha or rho is no probability, or gamma is negative.
+        ValueError: alpha or rho is not a probability, or gamma is negative.
     """
     return accepted_length(loose_acceptance(acceptance, density), gamma)
 
 
 def loosened_accepted_length(acceptance: float, strict: int, gamma: int) -> float:
-    """Expected accepted length when exactly `strict` of gamma positions are strict, anywhere alike.
+    """Expected accepted length when exactly `strict` of gamma positions are strict, at random places.
 
-    This is what LVSpec does: it loosens ``floor(lambda K)`` positions of every draft, so
+    LVSpec does this: it loosens ``floor(lambda K)`` positions of every draft, so
     ``strict = K - floor(lambda K)``. The first k positions hold s strict ones with hypergeometric probability.
     Never more than `loose_accepted_length` with ``rho = strict / gamma`` (Hoeffding 1963, Theorem 4).
 
     Raises:
-        ValueError: alpha is no probability, gamma is negative, or `strict` is not between 0 and gamma.
+        ValueError: alpha is not a probability, gamma is negative, or `strict` is not between 0 and gamma.
     """
-    domain.probability("acceptance", acceptance)
-    domain.count("draft length gamma", gamma)
-    if domain.count("number of strict positions", strict) > gamma:
+    numerics.probability("acceptance", acceptance)
+    numerics.count("draft length gamma", gamma)
+    if numerics.count("number of strict positions", strict) > gamma:
         raise ValueError(f"The number of strict positions must be at most gamma = {gamma}, not {strict}.")
     return sum(
         comb(strict, s) * comb(gamma - strict, k - s) * acceptance**s / comb(gamma, k)
@@ -79,7 +79,7 @@ def loose_gain(acceptance: float, density: float, gamma: int | None = None) -> f
             "The acceptance must be above 0: strict verification accepts nothing to compare with."
         )
     if gamma is not None:
-        return accepted_length(loose, domain.count("draft length gamma", gamma, 1)) / accepted_length(
+        return accepted_length(loose, numerics.count("draft length gamma", gamma, 1)) / accepted_length(
             acceptance, gamma
         )
     if loose == 1:

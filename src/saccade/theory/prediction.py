@@ -1,10 +1,10 @@
-"""What to expect of a draft chain, in one call."""
+"""Expected length, efficiency and speed-up of a draft chain, in one call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saccade.theory import domain
+from saccade.theory import numerics
 from saccade.theory.acceptance import accepted_length
 from saccade.theory.shape import BestGamma, best_gamma
 from saccade.theory.speed import VerifyCost, break_even, free_verification, speedup, verified_per_token
@@ -12,12 +12,12 @@ from saccade.theory.speed import VerifyCost, break_even, free_verification, spee
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a chain of gamma draft tokens is expected to bring.
+    """Expected results of a chain of gamma draft tokens.
 
     Attributes:
-        acceptance: alpha that was given.
-        gamma: that was given.
-        draft_cost: ``T_q / T_p`` that was given.
+        acceptance: alpha, as given.
+        gamma: draft tokens, as given.
+        draft_cost: ``T_q / T_p``, as given.
         verify_cost: ``T_p(gamma + 1) / T_p(1)``.
         accepted_length: draft tokens accepted per pass.
         block_efficiency: tokens emitted per pass.
@@ -59,7 +59,7 @@ def predict(
     Raises:
         ValueError: an argument lies outside its domain.
     """
-    length = accepted_length(acceptance, domain.count("draft length gamma", gamma, 1))
+    length = accepted_length(acceptance, numerics.count("draft length gamma", gamma, 1))
     cost = verify_cost(gamma + 1)
     return Prediction(
         acceptance=acceptance,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saccade.theory import domain
+from saccade.theory import numerics
 from saccade.theory.acceptance import accepted_length, exclusive_rows
 from saccade.theory.speed import VerifyCost, free_verification, speedup
 
@@ -20,7 +20,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BestGamma:
-    """A chain's best length.
+    """Best length of a chain.
 
     Attributes:
         gamma: draft tokens per pass; 0 means that plain decoding is faster.
@@ -33,12 +33,12 @@ class BestGamma:
 
 @dataclass(frozen=True, slots=True)
 class BestTree:
-    """The best draft tree.
+    """Best draft tree.
 
     Attributes:
         paths: child ranks from the root to each node, parents first; empty means plain decoding.
-        accepted_length: expected.
-        speedup: expected.
+        accepted_length: expected accepted length.
+        speedup: expected speed-up.
     """
 
     paths: tuple[Path, ...]
@@ -47,28 +47,28 @@ class BestTree:
 
     @property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Depth of the deepest node."""
         return max(map(len, self.paths), default=0)
 
 
 def best_gamma(
     acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = free_verification, longest: int = 32
 ) -> BestGamma:
-    """The gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
+    """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
 
-    Acceptance that differs by depth: `best_tree` with one rank per depth.
+    For acceptance that differs by depth, use `best_tree` with one rank per depth.
 
     Args:
-        acceptance: alpha, alike at every depth.
+        acceptance: alpha, the same at every depth.
         draft_cost: ``T_q / T_p``.
-        verify_cost: of a pass over n tokens.
+        verify_cost: cost of a pass over n tokens.
         longest: largest gamma tried.
 
     Raises:
-        ValueError: alpha is no probability, a cost is negative, or `longest` is negative.
+        ValueError: alpha is not a probability, a cost is negative, or `longest` is negative.
     """
     best = BestGamma(0, 1.0)
-    for gamma in range(1, domain.count("longest gamma", longest) + 1):
+    for gamma in range(1, numerics.count("longest gamma", longest) + 1):
         tokens = accepted_length(acceptance, gamma) + 1
         rate = speedup(tokens, gamma, draft_cost, verify_cost=verify_cost(gamma + 1))
         if rate > best.speedup:
@@ -83,24 +83,24 @@ def best_tree(
     verify_cost: VerifyCost = free_verification,
     nodes: int = 64,
 ) -> BestTree:
-    """The tree with the highest expected speed-up among all trees of at most `nodes` nodes.
+    """Tree with the highest expected speed-up among all trees of at most `nodes` nodes.
 
-    For a given depth and number of nodes the best tree holds the nodes of largest path probability (a parent
+    For a given depth and number of nodes the best tree has the nodes of largest path probability (a parent
     is never less probable than its child), so the search over depths and sizes is exact.
 
     Args:
         by_depth: acceptances by depth and rank, as `tree_accepted_length` takes them. Its rows and columns
             bound depth and width.
         draft_cost: ``T_q / T_p`` of one drafter step, which drafts a whole level.
-        verify_cost: of a pass over n tokens.
+        verify_cost: cost of a pass over n tokens.
         nodes: most nodes, the root not counted.
 
     Raises:
-        ValueError: the table is no table of exclusive probabilities, a cost is negative, or `nodes` is.
+        ValueError: the table is not one of exclusive probabilities, or a cost or `nodes` is negative.
     """
     rows = exclusive_rows(by_depth)
-    domain.count("number of nodes", nodes)
-    domain.ratio("draft cost", draft_cost)
+    numerics.count("number of nodes", nodes)
+    numerics.ratio("draft cost", draft_cost)
     best = BestTree((), 0.0, 1.0)
     for limit in range(1, len(rows) + 1):
         paths: list[Path] = []
@@ -117,7 +117,7 @@ def best_tree(
 def best_width(
     by_rank: Sequence[float], draft_cost: float, *, verify_cost: VerifyCost = free_verification
 ) -> int:
-    """How many candidates for one next token pay, all taken from one drafter step.
+    """Number of candidates for one next token that pays, all taken from one drafter step.
 
     SAGE's Theorem 4.8 charges a drafter step per candidate; that is ``draft_cost=0`` with
     ``verify_cost=lambda n: 1 + c * (n - 1)``. There the optimum is at most ``(q_1 / c)^(1 / beta)``, the rank
@@ -128,7 +128,7 @@ def best_width(
     Args:
         by_rank: probability that the candidate of each rank is the accepted one; sums to at most 1.
         draft_cost: ``T_q / T_p``.
-        verify_cost: of a pass over n tokens.
+        verify_cost: cost of a pass over n tokens.
 
     Raises:
         ValueError: as `best_tree`.
@@ -137,7 +137,7 @@ def best_width(
 
 
 def depth_limit(acceptance: float, draft_cost: float) -> int:
-    """The deepest chain whose last token still brings at least what its drafting costs.
+    """Depth of the deepest chain whose last token still gains at least its drafting cost.
 
     Source: SAGE, Theorem 4.7, ``D* = floor(log(c_t / c_d) / log(1 / p))``. Its proof (Appendix A.3) ends there,
     whereas Eq. 16 subtracts 1; the proof's own criterion, going from D to D + 1 when ``p^(D + 1) > c_d / c_t``,
@@ -146,15 +146,15 @@ def depth_limit(acceptance: float, draft_cost: float) -> int:
     the optimum is 8), which `best_gamma` finds.
 
     Args:
-        acceptance: p, alike at every depth, below 1.
+        acceptance: p, the same at every depth, below 1.
         draft_cost: ``c_d / c_t``, above 0.
 
     Raises:
-        ValueError: p is 1 or no probability, or the cost is not positive: then no depth is too deep.
+        ValueError: p is 1 or not a probability, or the cost is not positive: then no depth is too deep.
     """
-    if domain.probability("acceptance", acceptance) == 1:
+    if numerics.probability("acceptance", acceptance) == 1:
         raise ValueError("The acceptance must be below 1: a drafter that never fails has no depth limit.")
-    domain.positive("draft cost", draft_cost)
+    numerics.positive("draft cost", draft_cost)
     if acceptance < draft_cost:
         return 0
     depth = math.floor(math.log(1 / draft_cost) / math.log(1 / acceptance)) if draft_cost < 1 else 0
@@ -166,7 +166,7 @@ def depth_limit(acceptance: float, draft_cost: float) -> int:
 
 
 def _most_probable(rows: Sequence[Sequence[float]], nodes: int) -> list[tuple[float, Path]]:
-    """The `nodes` nodes of largest path probability, largest first, parents before children."""
+    """`nodes` nodes of largest path probability, largest first, parents before children."""
     found: list[tuple[float, Path]] = []
     frontier: list[tuple[float, int, Path]] = [(-each, 1, (rank,)) for rank, each in enumerate(rows[0])]
     heapq.heapify(frontier)

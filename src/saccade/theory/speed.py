@@ -1,4 +1,4 @@
-"""From block efficiency and costs to speed-up over plain decoding.
+"""Speed-up over plain decoding from block efficiency and costs.
 
 All costs are in units of T_p(1), one target pass over one token, which is what plain decoding pays per token.
 A verification cost ``T_p(n) / T_p(1)`` is that of a target pass over n tokens: the root and n - 1 draft tokens.
@@ -9,26 +9,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-from saccade.theory import domain
+from saccade.theory import numerics
 from saccade.theory.acceptance import acceptance_of_length
 
 VerifyCost = Callable[[int], float]
-"""Takes n, tokens in a target pass with the root counted, and gives ``T_p(n) / T_p(1)``."""
+"""Function of n, the tokens of a target pass with the root counted, that returns ``T_p(n) / T_p(1)``."""
 
 
 def free_verification(tokens: int) -> float:
-    """A pass over several tokens costs what a pass over one costs.
+    """Verification cost 1 at any number of tokens: a pass over several costs as much as one over one.
 
     TABED's approximation (Section 3, and Remark 1: within 5 % up to gamma 7 on its hardware).
     """
-    domain.count("number of tokens", tokens, 1)
+    numerics.count("number of tokens", tokens, 1)
     return 1.0
 
 
 def cost_curve(points: Mapping[int, float]) -> VerifyCost:
     """A verification cost from measured points, linear between them.
 
-    One token costs 1 by definition. Past the last point the last slope goes on, but never falls.
+    One token costs 1 by definition. Past the last point the last slope continues, but never falls.
 
     Args:
         points: tokens in the pass (root included) to ``T_p(n) / T_p(1)``.
@@ -38,13 +38,13 @@ def cost_curve(points: Mapping[int, float]) -> VerifyCost:
     """
     known = {1: 1.0}
     for tokens, cost in points.items():
-        known[domain.count("number of tokens", tokens, 1)] = domain.positive("verification cost", cost)
+        known[numerics.count("number of tokens", tokens, 1)] = numerics.positive("verification cost", cost)
     if known[1] != 1:
         raise ValueError(f"A pass over one token costs 1 by definition, not {known[1]}.")
     places = sorted(known)
 
     def cost_of(tokens: int) -> float:
-        domain.count("number of tokens", tokens, 1)
+        numerics.count("number of tokens", tokens, 1)
         if tokens in known:
             return known[tokens]
         if len(places) == 1:
@@ -62,7 +62,7 @@ def cost_curve(points: Mapping[int, float]) -> VerifyCost:
 def speedup(
     block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0
 ) -> float:
-    """Expected speed-up: tokens per pass over what the pass and its draft cost.
+    """Expected speed-up: tokens per pass over the cost of the pass and its draft.
 
     Source: TABED, Section 3, Eq. 1, which has 1 for the last term; ``2.29 / (5 * 0.063 + 1) = 1.74`` is its
     own check value (Appendix G.1).
@@ -76,7 +76,7 @@ def speedup(
     Raises:
         ValueError: the block efficiency is below 1, or a cost is negative or not finite.
     """
-    if domain.positive("block efficiency", block_efficiency) < 1:
+    if numerics.positive("block efficiency", block_efficiency) < 1:
         raise ValueError(f"The block efficiency must be at least 1, not {block_efficiency}.")
     return block_efficiency / _pass_cost(draft_passes, draft_cost, verify_cost)
 
@@ -90,13 +90,13 @@ def speedup_per_node(accepted_length: float, nodes: int, draft_cost: float) -> f
 
     Args:
         accepted_length: expected accepted draft tokens per pass.
-        nodes: of the tree, the root not counted.
+        nodes: nodes of the tree, the root not counted.
         draft_cost: ``c_d / c_t``.
 
     Raises:
         ValueError: an argument is negative or not finite.
     """
-    return (domain.ratio("accepted length", accepted_length) + 1) / _pass_cost(nodes, draft_cost, 1.0)
+    return (numerics.ratio("accepted length", accepted_length) + 1) / _pass_cost(nodes, draft_cost, 1.0)
 
 
 def speedup_without_bonus(
@@ -111,19 +111,19 @@ def speedup_without_bonus(
         ValueError: an argument is negative or not finite.
     """
     cost = _pass_cost(draft_passes, draft_cost, verify_cost)
-    return domain.ratio("accepted length", accepted_length) / cost
+    return numerics.ratio("accepted length", accepted_length) / cost
 
 
 def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> float | None:
-    """The acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays.
+    """Acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays.
 
     Returns:
-        alpha; 0 when it pays always, None when it does not pay even if every token is accepted.
+        alpha; 0 when it always pays, None when it does not pay even if every token is accepted.
 
     Raises:
         ValueError: gamma is below 1, or a cost is negative or not finite.
     """
-    domain.count("draft length gamma", gamma, 1)
+    numerics.count("draft length gamma", gamma, 1)
     needed = _pass_cost(gamma, draft_cost, verify_cost) - 1
     if needed > gamma:
         return None
@@ -131,8 +131,10 @@ def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> fl
 
 
 def _pass_cost(draft_passes: int, draft_cost: float, verify_cost: float) -> float:
-    drafting = domain.count("number of draft passes", draft_passes) * domain.ratio("draft cost", draft_cost)
-    return drafting + domain.positive("verification cost", verify_cost)
+    drafting = numerics.count("number of draft passes", draft_passes) * numerics.ratio(
+        "draft cost", draft_cost
+    )
+    return drafting + numerics.positive("verification cost", verify_cost)
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, *, value_bytes: float = 2.0) -> float:
@@ -142,8 +144,8 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, *, value_bytes
     128): 56 KiB.
 
     Args:
-        layers: that keep a cache.
-        kv_heads: per layer (grouped-query attention has fewer than query heads).
+        layers: layers with a cache.
+        kv_heads: KV heads per layer (fewer than query heads in grouped-query attention).
         head_dim: numbers per head.
         value_bytes: 4 for float32, 2 for float16 and bfloat16, less for a quantised cache.
 
@@ -151,17 +153,19 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, *, value_bytes
         ValueError: a count is below 1, or the size is not positive.
     """
     numbers = (
-        2 * domain.count("number of layers", layers, 1) * domain.count("number of KV heads", kv_heads, 1)
+        2 * numerics.count("number of layers", layers, 1) * numerics.count("number of KV heads", kv_heads, 1)
     )
-    return numbers * domain.count("head dimension", head_dim, 1) * domain.positive("value size", value_bytes)
+    return (
+        numbers * numerics.count("head dimension", head_dim, 1) * numerics.positive("value size", value_bytes)
+    )
 
 
 def verified_per_token(nodes: int, accepted_length: float) -> float:
     """Target positions computed per token emitted; plain decoding has 1.
 
     Args:
-        nodes: drafted per pass, the root not counted (gamma of a chain).
-        accepted_length: accepted of them, expected or measured.
+        nodes: draft tokens per pass, the root not counted (gamma of a chain).
+        accepted_length: accepted ones of them, expected or measured.
 
     Returns:
         ``(nodes + 1) / (accepted_length + 1)``
@@ -169,7 +173,7 @@ def verified_per_token(nodes: int, accepted_length: float) -> float:
     Raises:
         ValueError: `nodes` is negative, or the accepted length is not between 0 and `nodes`.
     """
-    domain.count("number of nodes", nodes)
+    numerics.count("number of nodes", nodes)
     if not 0 <= accepted_length <= nodes:
         raise ValueError(f"The accepted length must lie between 0 and {nodes}, not {accepted_length}.")
     return (nodes + 1) / (accepted_length + 1)
