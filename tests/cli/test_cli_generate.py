@@ -47,12 +47,12 @@ def test_a_drafter_that_falls_back_is_reported_once(
 ) -> None:
     """The target's attention applies to none of the pictures, and one line is printed."""
 
-    def nothing_carried(_: Any, prompt: Prompt, *__: Any) -> list[None]:
+    def nothing_transferred(_: Any, prompt: Prompt, *__: Any) -> list[None]:
         for _medium in prompt.media:
             pruning._warn("its tokens lie otherwise")
         return [None] * len(prompt.media)
 
-    monkeypatch.setattr(pruning, "_carried", nothing_carried)
+    monkeypatch.setattr(pruning, "_transfer_scores", nothing_transferred)
     two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
     arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-m", "specvlm", *two, "What?")
     told, summary = shell("generate", *arguments).err.splitlines()
