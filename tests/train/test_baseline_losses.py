@@ -36,16 +36,19 @@ def test_eagle3_is_its_cross_entropy_over_self_fed_steps() -> None:
     tally = Eagle3Objective()(own, given, lm_head, 3)
     total, counts = 0.0, [0, 0, 0]
     for row in range(3):
-        learnt = given.learnt[row].nonzero()[:, 0].tolist()
-        for begin in learnt:
+        supervised = given.supervised[row].nonzero()[:, 0].tolist()
+        for begin in supervised:
             fed = own.fuse(given.features[row, : begin + 1])[None]
             for step in range(3):
                 place = begin + step
-                if place > learnt[-1]:
+                if place > supervised[-1]:
                     break
-                allow = torch.ones(1, place + 1, place + 1, dtype=torch.bool).tril()
+                attention_mask = torch.ones(1, place + 1, place + 1, dtype=torch.bool).tril()
                 out = own(
-                    fed, given.embeddings[row : row + 1, : place + 1], torch.arange(place + 1)[None], allow
+                    fed,
+                    given.embeddings[row : row + 1, : place + 1],
+                    torch.arange(place + 1)[None],
+                    attention_mask,
                 )
                 fed = torch.cat([fed, out[:, -1:]], 1)
                 p = lm_head(given.states[row, place]).double().softmax(-1)
@@ -64,10 +67,10 @@ def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
     tally = AheadObjective()(own, given, lm_head, 5)
     total, counts, plain = 0.0, [0] * 5, 0.0
     for row in range(3):
-        learnt = given.learnt[row].nonzero()[:, 0].tolist()
-        for place in learnt:
+        supervised = given.supervised[row].nonzero()[:, 0].tolist()
+        for place in supervised:
             for step in range(5):
-                if place + step > learnt[-1]:
+                if place + step > supervised[-1]:
                     break
                 path = given.embeddings[row, place : place + step + 1]
                 guess = own(given.features[row, place][None], path[None], step=step)

@@ -38,7 +38,7 @@ from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import load_model
 from saccade.train import Listed, Recipe, Trainer, batches, read_recipe
-from saccade.train.batches import set_apart
+from saccade.train.batches import split_validation
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.draft_vlm_model import new_draft_vlm
 from saccade.train.objectives.heads import DraftVlmObjective
@@ -328,7 +328,7 @@ def spread(context: int, lengths: Sequence[int]) -> Listed:
 
 def test_prompts_beyond_the_language_models_context_are_not_measured_on(tmp_path: Path) -> None:
     own, said = vlm("llava"), list[str]()
-    (first, _), _ = set_apart(20, 2, 0)
+    (first, _), _ = split_validation(20, 2, 0)
     data = spread(200, [0 if n == first else -140 for n in range(20)])  # all can be learnt from
     chosen = recipe(near(200), **{"stage1.steps": 1, "stage2.steps": 1, "validation_samples": 2})
     run = Trainer(own.target, chosen, data, tmp_path, processor=own.processor, say=said.append)

@@ -268,7 +268,7 @@ def test_dropped_tokens_have_no_entry_but_keep_their_feature(name: str) -> None:
         dropped = dropped_of(name, inputs_of(name, sample), made)
         tokens = [t for t in range(1, len(sample.ids)) if t not in dropped]
         assert given.tokens[row].tolist()[: len(tokens)] == tokens
-        assert not given.learnt[row, len(tokens) :].any()
+        assert not given.supervised[row, len(tokens) :].any()
         visual = int(visual_mask(target(name).config, sample.ids).sum())
         assert (len(dropped) > 0) == (visual > 1)
         assert given.features[row, : len(sample.ids)].any(-1).all()
@@ -297,9 +297,9 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
     found = DreamFeeder(target(name), made, source, objective=DreamObjective(layer="none")).entries([0])
     assert isinstance(found, DreamEntries)
     with torch.no_grad():
-        begun = made.begin(found.embeddings, found.positions, found.allow)
+        begun = made.begin(found.embeddings, found.positions, found.attention_mask)
         out = made.finish(
-            begun, found.features, found.positions, found.allow, found.reach, places=found.places
+            begun, found.features, found.positions, found.attention_mask, found.reach, places=found.places
         )
         logits = target(name).model.get_output_embeddings()(out[0])
     worst = 0.0

@@ -35,8 +35,8 @@ def test_the_loss_is_the_cross_entropy_under_the_target_from_states_of_the_own_t
         for row, sample in enumerate(features):
             assert given.embeddings[row].numel() == 0
             length = len(sample.ids)
-            allow = torch.ones(1, length, length, dtype=torch.bool).tril()
-            out = own(sample.states[own.layers[0]][None], None, torch.arange(length)[None], allow)[0]
+            attention_mask = torch.ones(1, length, length, dtype=torch.bool).tril()
+            out = own(sample.states[own.layers[0]][None], None, torch.arange(length)[None], attention_mask)[0]
             for place in sample.answer.nonzero()[:, 0].tolist():
                 p = lm_head(sample.states[max(sample.states)][place]).double().softmax(-1)
                 q = lm_head(own.norm(out[place])).double().log_softmax(-1)  # type: ignore[operator]

@@ -97,8 +97,8 @@ def test_entries_of_eagle_pair_a_state_with_the_next_tokens_embedding_and_the_on
         assert torch.equal(made.embeddings[row, :count], features.embeddings[1:])
         assert torch.equal(made.states[row, :count], features.states[last][1:])
         assert made.following[row, : count - 1].tolist() == list(sample.ids[2:])
-        learnt = made.learnt[row].nonzero()[:, 0].tolist()
-        assert made.following[row, learnt].tolist() == list(sample.answer)
+        supervised = made.supervised[row].nonzero()[:, 0].tolist()
+        assert made.following[row, supervised].tolist() == list(sample.answer)
 
 
 @pytest.mark.parametrize(("after_image", "source"), [("text", "before the image"), ("visual", "its end")])
@@ -117,7 +117,7 @@ def test_entries_of_hivis_are_those_of_text_alone(after_image: str, source: str)
     )  # first text token after the image
     feature = {"before the image": text[behind - 1], "its end": text[behind] - 1}[source]
     assert torch.equal(made.features[0, behind - 1], states[feature])
-    assert made.following[made.learnt].tolist() == [30, 31, 32]
+    assert made.following[made.supervised].tolist() == [30, 31, 32]
 
 
 def test_a_head_that_reads_two_layers_gets_them_side_by_side() -> None:

@@ -34,12 +34,12 @@ def test_one_step_of_eagle_is_its_formula_written_out() -> None:
     tally = Eagle2Objective()(own, given, lm_head, 1)
     total, count = 0.0, 0
     for row in range(3):
-        learnt = given.learnt[row].nonzero()[:, 0].tolist()
-        size = int(learnt[-1]) + 1
-        allow = torch.ones(1, size, size, dtype=torch.bool).tril()
+        supervised = given.supervised[row].nonzero()[:, 0].tolist()
+        size = int(supervised[-1]) + 1
+        attention_mask = torch.ones(1, size, size, dtype=torch.bool).tril()
         out = own(given.features[row : row + 1, :size], given.embeddings[row : row + 1, :size],
-                  torch.arange(size)[None], allow)[0]  # fmt: skip
-        for place in learnt:
+                  torch.arange(size)[None], attention_mask)[0]  # fmt: skip
+        for place in supervised:
             true, guess = given.states[row, place], out[place]
             difference = (true - guess).abs()
             smooth = torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean()

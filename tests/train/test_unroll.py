@@ -32,9 +32,13 @@ def one_draft(own: Head, entries: Entries, row: int, begin: int, steps: int) -> 
     for _ in range(steps):
         count = features.shape[1]
         depths = (torch.arange(count) - begin).clamp(min=0)[None]
-        allow = torch.ones(1, count, count, dtype=torch.bool).tril()
+        attention_mask = torch.ones(1, count, count, dtype=torch.bool).tril()
         hidden = own(
-            features, entries.embeddings[row : row + 1, :count], torch.arange(count)[None], allow, step=depths
+            features,
+            entries.embeddings[row : row + 1, :count],
+            torch.arange(count)[None],
+            attention_mask,
+            step=depths,
         )
         out.append(hidden[0, -1])
         features = torch.cat([features, hidden[:, -1:]], 1)
@@ -42,11 +46,11 @@ def one_draft(own: Head, entries: Entries, row: int, begin: int, steps: int) -> 
 
 
 def compare(own: Head, entries: Entries) -> None:
-    window = Window.of(entries.learnt)
+    window = Window.of(entries.supervised)
     guesses = list(unroll(own, entries, window, STEPS))
     compared = 0
-    for row, learnt in enumerate(entries.learnt):
-        first, count = int(learnt.int().argmax()), int(learnt.sum())
+    for row, supervised in enumerate(entries.supervised):
+        first, count = int(supervised.int().argmax()), int(supervised.sum())
         for start in range(count):
             expected = one_draft(own, entries, row, first + start, min(STEPS, count - start))
             for step, hidden in enumerate(expected):
@@ -74,12 +78,14 @@ def test_one_true_entry_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     own, entries = made("eagle2")
     plain = own.forward
 
-    def leaking(f: Tensor, e: Tensor, places: Tensor, allow: Tensor, *more: Any, **named: Any) -> Tensor:
-        allow = allow.clone()
+    def leaking(
+        f: Tensor, e: Tensor, places: Tensor, attention_mask: Tensor, *more: Any, **named: Any
+    ) -> Tensor:
+        attention_mask = attention_mask.clone()
         if more and more[1]:
-            true = entries.learnt.shape[1]
-            allow[..., 1:true] |= allow[..., : true - 1].clone()
-        return plain(f, e, places, allow, *more, **named)
+            true = entries.supervised.shape[1]
+            attention_mask[..., 1:true] |= attention_mask[..., : true - 1].clone()
+        return plain(f, e, places, attention_mask, *more, **named)
 
     monkeypatch.setattr(own, "forward", leaking)
     with pytest.raises(AssertionError):
@@ -87,17 +93,17 @@ def test_one_true_entry_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_window_holds_the_learnt_entries_of_ragged_rows() -> None:
-    learnt = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
-    window = Window.of(learnt)
-    assert window.learnt.tolist() == [[True, True], [True, False], [False, False]]
+    supervised = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    window = Window.of(supervised)
+    assert window.supervised.tolist() == [[True, True], [True, False], [False, False]]
     values = torch.arange(12).view(3, 4)
-    assert window.take(values)[window.learnt].tolist() == [1, 2, 7]
+    assert window.take(values)[window.supervised].tolist() == [1, 2, 7]
     assert torch.equal(window.take(values[:, :, None])[..., 0], window.take(values))
 
 
 def test_gradients_flow_back_through_every_step() -> None:
     own, entries = made("hivis")
-    *_, last = unroll(own, entries, Window.of(entries.learnt), STEPS)
+    *_, last = unroll(own, entries, Window.of(entries.supervised), STEPS)
     last[0, STEPS - 1 :].square().sum().backward()
     per_step = own.residuals.grad.abs().sum(1)
     assert (per_step > 0).all()

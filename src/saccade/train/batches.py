@@ -84,7 +84,7 @@ _POOL = 32
 """Batches whose samples are sorted by length together: little padding, and still another mixture every epoch."""
 
 
-def set_apart(count: int, wanted: int, seed: int) -> tuple[list[int], list[int]]:
+def split_validation(count: int, wanted: int, seed: int) -> tuple[list[int], list[int]]:
     """Samples to validate on, at most a tenth, and samples to train on."""
     some = min(wanted, count // 10)
     apart = set(Random(f"apart/{seed}").sample(range(count), some))

@@ -143,7 +143,7 @@ def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:
 
 
 @contextmanager
-def same_draws() -> Iterator[None]:
+def preserved_random_state() -> Iterator[None]:
     """Put the random states that a checkpoint holds back after the block."""
     states = _random_states()
     yield

@@ -180,7 +180,7 @@ class Answers:
         return self._mark(source) if isinstance(source, str) and not source.startswith("data:") else None
 
     def _answer(self, row: Mapping[str, Any]) -> tuple[int, ...]:
-        """The answer's ids; where the file says that it came to its end, that end is learnt, too."""
+        """The answer's ids; where the file says that it came to its end, that end is supervised, too."""
         ids, end = tuple(row["answer_ids"]), row.get("eos_id")
         end = self._end if end is None else end
         if row.get("finish") != "eos" or end is None or ids[-1:] == (end,):

@@ -42,12 +42,12 @@ class DraftBatch:
     Attributes:
         samples: as the target sees them.
         inputs: of the drafter, which may be blind; ``input_ids`` is ``[B, S]``.
-        learnt: ``[B, S]`` bool; tokens whose next token is part of the answer.
+        supervised: ``[B, S]`` bool; tokens whose next token is part of the answer.
     """
 
     samples: Sequence[Sample]
     inputs: dict[str, Any]
-    learnt: Tensor
+    supervised: Tensor
 
 
 class DraftVlmLearner:
@@ -115,7 +115,7 @@ class DraftVlmLearner:
         return {
             f"{number}.{name}": value
             for number, part in enumerate(batch)
-            for name, value in {**part.inputs, "learnt": part.learnt}.items()
+            for name, value in {**part.inputs, "learnt": part.supervised}.items()
         }
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
@@ -123,9 +123,9 @@ class DraftVlmLearner:
         text = self._own.text_config
         total = 0
         for part in self.prepare(indices, 0) or ():
-            states = part.learnt.numel() * text.hidden_size * 4
+            states = part.supervised.numel() * text.hidden_size * 4
             total += 16 * text.num_hidden_layers * states
-            total += 6 * int(part.learnt.sum()) * self._own.vocab_size * 4
+            total += 6 * int(part.supervised.sum()) * self._own.vocab_size * 4
         return total
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
@@ -135,7 +135,7 @@ class DraftVlmLearner:
     def state(self) -> dict[str, Tensor]:
         """All but the tower, which is the target's."""
         weights = self.module.state_dict()
-        return {name: weights[name] for name in self._parts.learnt}
+        return {name: weights[name] for name in self._parts.trained}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state` gave; the tower stays as it is.
@@ -143,7 +143,7 @@ class DraftVlmLearner:
         Raises:
             TrainingError: a weight that is learnt is missing, or there is one that is not.
         """
-        wanted = set(self._parts.learnt)
+        wanted = set(self._parts.trained)
         for name in sorted(wanted ^ state.keys()):
             raise TrainingError(
                 f"The checkpoint {'lacks' if name in wanted else 'has'} the weight {name}; expected all weights of the "
@@ -216,16 +216,16 @@ class DraftVlmLearner:
         wholes = [Prompt((*p.ids, *s.answer), p.media) for p, s in zip(prompts, samples, strict=True)]
         batches = []
         for part, inputs in forward_passes(self._own, wholes):
-            learnt = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
+            supervised = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
             for row, (prompt, whole) in enumerate(zip(prompts[part], wholes[part], strict=True)):
-                learnt[row, : len(whole)] = answer_mask(len(prompt), len(whole))
-            batches.append(DraftBatch(samples[part], inputs, learnt.to(self._own.device)))
+                supervised[row, : len(whole)] = answer_mask(len(prompt), len(whole))
+            batches.append(DraftBatch(samples[part], inputs, supervised.to(self._own.device)))
         return batches
 
     def _judged(self, batch: DraftBatch) -> Tally:
         states = self.module.model(**batch.inputs, use_cache=False).last_hidden_state
-        answer = batch.inputs["input_ids"].roll(-1, 1)[batch.learnt]
-        logits = self.module.lm_head(states[batch.learnt])
+        answer = batch.inputs["input_ids"].roll(-1, 1)[batch.supervised]
+        logits = self.module.lm_head(states[batch.supervised])
         return self._objective(logits, answer, self._teacher(batch) if self._objective.kl else None)
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ class DraftParts:
     language: list[nn.Parameter]
 
     @property
-    def learnt(self) -> list[str]:
+    def trained(self) -> list[str]:
         """Names of the weights that are not the tower's."""
         return [name for name in self.model.state_dict() if "vision_tower." not in name]
 

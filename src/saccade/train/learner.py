@@ -26,7 +26,7 @@ from saccade.train.objectives.losses import Tally, terms_of
 from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import EngineMeasure, Measure
-from saccade.train.warm_start import digest_of, new_head
+from saccade.train.warm_start import new_head, weights_digest
 
 
 class Learner(Protocol):
@@ -150,7 +150,7 @@ class HeadLearner:
         self.terms = terms_of(self._objective)
         self.about: Mapping[str, Any] = {
             **json.loads(self.module.config.to_json()),
-            "from": None if begin is None else digest_of(self.module),
+            "from": None if begin is None else weights_digest(self.module),
         }
         read = [self.about[name] for name in (MARK, "layers", "options")]
         self.feeder: Feeder = feeder_class(recipe.kind)(
@@ -198,7 +198,7 @@ class HeadLearner:
         if entries is None:
             return 0
         held = sum(t.nbytes for t in (entries.features, entries.embeddings, entries.states))
-        logits = int(entries.learnt.sum()) * self._target.vocab_size * 4
+        logits = int(entries.supervised.sum()) * self._target.vocab_size * 4
         return held + 6 * self._recipe.deepest * logits
 
     def state(self) -> dict[str, Tensor]:

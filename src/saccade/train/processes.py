@@ -11,7 +11,7 @@ from saccade.errors import TrainingError
 from saccade.train.objectives.losses import Tally
 
 
-def summed(tallies: Sequence[Tally], steps: int, names: Sequence[str], device: torch.device) -> Tensor:
+def sum_tallies(tallies: Sequence[Tally], steps: int, names: Sequence[str], device: torch.device) -> Tensor:
     """One vector: loss, terms, and per draft step the examples kept, tried and right."""
     total = torch.zeros(1 + len(names) + 3 * steps, dtype=torch.float64, device=device)
     for t in tallies:
@@ -21,8 +21,8 @@ def summed(tallies: Sequence[Tally], steps: int, names: Sequence[str], device: t
     return total
 
 
-def parted(sums: Tensor, steps: int) -> tuple[float, list[float], list[list[int]]]:
-    """Loss, terms, and the three lists of counts, of what `summed` made."""
+def unpack_sums(sums: Tensor, steps: int) -> tuple[float, list[float], list[list[int]]]:
+    """Loss, terms, and the three lists of counts, of what `sum_tallies` made."""
     loss, *values = sums.tolist()
     terms, counts = values[: -3 * steps], [int(v) for v in values[-3 * steps :]]
     return loss, terms, [counts[i : i + steps] for i in range(0, 3 * steps, steps)]

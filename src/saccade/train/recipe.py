@@ -21,7 +21,7 @@ DRAFT_VLM = "draft-vlm"
 """The one kind of drafter to train that is no head."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
-"""Settings that may change when a run goes on: they do not decide what is learnt."""
+"""Settings that may change when a run goes on: they do not decide what is supervised."""
 
 _CHOICES = {
     "optimiser": ("adamw", "muon"),

@@ -18,14 +18,14 @@ from saccade.errors import TrainingError
 from saccade.files import recover, write_folder
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
-from saccade.train.batches import Order, set_apart
-from saccade.train.checkpoint import Checkpoints, identity, same_draws
+from saccade.train.batches import Order, split_validation
+from saccade.train.checkpoint import Checkpoints, identity, preserved_random_state
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
 from saccade.train.objectives.losses import Tally
 from saccade.train.optimiser import Optimiser, rate_at
 from saccade.train.prefetch import Prefetch, Work
-from saccade.train.processes import Processes, parted, precision_on, summed
+from saccade.train.processes import Processes, precision_on, sum_tallies, unpack_sums
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import Measure
@@ -102,7 +102,7 @@ class Trainer:
         )
         self.precision = precision_on(target.device, recipe.precision)
         self._optimiser = Optimiser(self.learner.module, recipe)
-        apart, chosen = set_apart(len(source.lengths), recipe.validation_samples, recipe.seed)
+        apart, chosen = split_validation(len(source.lengths), recipe.validation_samples, recipe.seed)
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
         self.apart, self._measure = apart, measure
         self._unread = apart if measure is None else []
@@ -170,7 +170,7 @@ class Trainer:
             self._backward(indices, self._batches.take((step, indices)), stage, step)
             for _, indices in self._share(step)
         ]
-        sums = summed(
+        sums = sum_tallies(
             [t for t in tallies if t is not None],
             stage.draft_steps,
             self.learner.terms,
@@ -178,7 +178,7 @@ class Trainer:
         )
         sums = self.processes.sum(sums)
         self.processes.sum_gradients(self._optimiser.weights)
-        loss, terms, (kept, tried, right) = parted(sums, stage.draft_steps)
+        loss, terms, (kept, tried, right) = unpack_sums(sums, stage.draft_steps)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}. Go on from "
@@ -306,7 +306,7 @@ class Trainer:
         self._batches.rest()  # the target is needed
         if log is not None and (measure := self._measuring()) is not None:
             with (
-                same_draws()
+                preserved_random_state()
             ):  # later steps are the same, whether they come after a measurement or a checkpoint
                 value = measure(self.learner.module)
             log.write(self._step, {"block_efficiency": value})

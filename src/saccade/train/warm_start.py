@@ -59,7 +59,7 @@ def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) ->
     return head.float().to(target.device).train()
 
 
-def digest_of(head: Head) -> str:
+def weights_digest(head: Head) -> str:
     """A name for all weights of a head."""
     found = hashlib.sha256()
     for name, weight in head.state_dict().items():

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from heads_kit import LENGTH, Drafted, Text, kind_of_prompt, target, untaught
+from heads_kit import LENGTH, Drafted, Text, kind_of_prompt, random_head, target
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,13 +21,13 @@ from saccade.output import Output
 
 def dream(name: str, **options: Any) -> Dream:
     """Random weights; the gates, too, which begin at zero."""
-    head = untaught(name, "dream", **options)
+    head = random_head(name, "dream", **options)
     assert isinstance(head, Dream)
     return head.eval()
 
 
 @cache
-def taught(name: str, rows: int = 3, **options: Any) -> Dream:
+def trained_head(name: str, rows: int = 3, **options: Any) -> Dream:
     """A head that has nearly learnt the answers to the family's first prompts by heart."""
     head, case, kind = dream(name, **options), FAMILIES[name], kind_of_prompt(name)
     texts = []

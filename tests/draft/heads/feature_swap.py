@@ -127,18 +127,18 @@ def agreement(head: Head, target: Recurrent, swapped: bool) -> float:
     given = entries(head, target.samples(1))
     if swapped:
         given = replace(given, features=given.features.roll(1, 0))
-    window = Window.of(given.learnt)
+    window = Window.of(given.supervised)
     if isinstance(head, StackedHead):
         path = window.take(given.embeddings)[:, :, None] if head.follows else None
         out = head(window.take(given.features), path, step=0)
     elif isinstance(head, Dream):
         assert isinstance(given, DreamEntries)
-        begun = head.begin(given.embeddings, given.positions, given.allow)
+        begun = head.begin(given.embeddings, given.positions, given.attention_mask)
         out = next(drafts(head, given, window, begun, 1, "guess"))
     else:
         out = next(unroll(head, given, window, 1))
     right = head.logits(out, target.lm_head).argmax(-1) == window.take(given.following)
-    return float(right[window.learnt].float().mean())
+    return float(right[window.supervised].float().mean())
 
 
 def cost(head: Head, target: Recurrent) -> float:

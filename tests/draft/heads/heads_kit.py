@@ -52,7 +52,7 @@ def kind_of_prompt(name: str) -> str:
     return "image" if FAMILIES[name].is_visual else "text"
 
 
-def untaught(name: str, kind: str, seed: int = 0, **options: Any) -> Head:
+def random_head(name: str, kind: str, seed: int = 0, **options: Any) -> Head:
     """Random weights; the residuals, too, which begin at zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -64,9 +64,9 @@ def untaught(name: str, kind: str, seed: int = 0, **options: Any) -> Head:
 
 
 @cache
-def taught(name: str, kind: str, rows: int = 3) -> Head:
+def trained_head(name: str, kind: str, rows: int = 3) -> Head:
     """A head that has nearly learnt the answers to the family's first prompts by heart, by teacher forcing."""
-    head, case, prompt_kind = untaught(name, kind), FAMILIES[name], kind_of_prompt(name)
+    head, case, prompt_kind = random_head(name, kind), FAMILIES[name], kind_of_prompt(name)
     texts = []
     for row in range(rows):
         inputs, answer = case.row_inputs(prompt_kind, row), case.reference(prompt_kind, rows=row + 1)[row]
@@ -258,7 +258,7 @@ class Drafted:
         rows: slots of the trees.
         emitted: tokens of every request's answer before the step, empty for those that take no part; its root is the
             last of them.
-        levels: per forward the tokens, the allow matrix and the logits behind them; the root's first.
+        levels: per forward the tokens, the attention_mask matrix and the logits behind them; the root's first.
     """
 
     rows: list[int]
@@ -270,9 +270,9 @@ class Drafted:
         place = self.rows.index(row)
         found: list[tuple[tuple[int, ...], Tensor]] = [((), self.levels[0][2][place, 0])]
         ran: list[int] = []
-        for tokens, allow, logits in self.levels[1:]:
+        for tokens, attention_mask, logits in self.levels[1:]:
             ran += tokens[place].tolist()
-            for number, seen in enumerate(allow.expand(len(tokens), -1, -1)[place].tolist()):
+            for number, seen in enumerate(attention_mask.expand(len(tokens), -1, -1)[place].tolist()):
                 path = tuple(token for token, sees in zip(ran, seen, strict=True) if sees)
                 found.append((path, logits[place, number]))
         return found
@@ -315,11 +315,13 @@ class _RecordingGrowth:
         self._step.levels.append((*self._ran, logits.clone()))
         frontier: Frontier | None = self._growth.expand(logits)
         if frontier is not None:
-            allow, width = frontier.attention_mask, frontier.tokens.shape[1]
-            if allow is None:
-                allow = torch.ones(1, width, self._before + width, dtype=torch.bool).tril(self._before)
+            attention_mask, width = frontier.attention_mask, frontier.tokens.shape[1]
+            if attention_mask is None:
+                attention_mask = torch.ones(1, width, self._before + width, dtype=torch.bool).tril(
+                    self._before
+                )
             self._before += width
-            self._ran = frontier.tokens, allow
+            self._ran = frontier.tokens, attention_mask
         return frontier
 
     def tree(self) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads_kit import untaught
+from heads_kit import random_head
 from published_kit import randomised, write
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, str, str, bool]] = {
 @cache
 def original(case: str) -> Eagle2:
     name, kind, norms, bias = CASES[case]
-    head = untaught(name, kind, norms=norms, bias=bias)
+    head = random_head(name, kind, norms=norms, bias=bias)
     assert isinstance(head, Eagle2)
     return randomised(head)
 

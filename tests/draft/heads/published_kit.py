@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from heads_kit import untaught
+from heads_kit import random_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def randomised(head: AnyHead) -> AnyHead:
 
 @cache
 def original(name: str = "llava", known: int = KNOWN) -> Eagle3:
-    head = untaught(name, "eagle3", own_vocabulary=known)
+    head = random_head(name, "eagle3", own_vocabulary=known)
     assert isinstance(head, Eagle3)
     return randomised(head)
 

@@ -47,7 +47,7 @@ class Mixed(Head):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, Recording, Text, engine, kind_of_prompt, prompts, recorded, target, untaught
+from heads_kit import (
+    POLICIES,
+    Recording,
+    Text,
+    engine,
+    kind_of_prompt,
+    prompts,
+    random_head,
+    recorded,
+    target,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,9 +70,9 @@ def slow(head: Head, text: Text, name: str, length: int, path: tuple[int, ...]) 
 
 
 @cache
-def taught(name: str, kind: str) -> Head:
+def trained_head(name: str, kind: str) -> Head:
     """A head that has nearly learnt the answers to the family's first prompts by heart."""
-    head, case, prompt_kind = untaught(name, kind), FAMILIES[name], kind_of_prompt(name)
+    head, case, prompt_kind = random_head(name, kind), FAMILIES[name], kind_of_prompt(name)
     if kind == "medusa":
         with torch.no_grad():
             for weight in head.parameters():
@@ -107,7 +117,7 @@ def difference(name: str, head: Head, policy: str, rows: int = 3) -> float:
 @pytest.mark.parametrize("policy", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_node_is_guessed_from_what_its_path_says(kind: str, policy: str) -> None:
-    assert difference("llava", taught("llava", kind), policy) < CLOSE
+    assert difference("llava", trained_head("llava", kind), policy) < CLOSE
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -118,7 +128,7 @@ def test_answers_are_the_target_s(name: str, kind: str, rows: int) -> None:
     asked = [Request(p) for p in prompts(case, case.inputs(prompt_kind, rows=rows))]
     expected = case.reference(prompt_kind, rows=rows, n=LENGTH + 4)
     for policy in TREES:
-        outputs = engine(name, taught(name, kind), POLICIES[policy]).generate(
+        outputs = engine(name, trained_head(name, kind), POLICIES[policy]).generate(
             asked, max_new_tokens=LENGTH + 4
         )
         assert [o.tokens for o in outputs] == expected
@@ -128,7 +138,7 @@ def test_answers_are_the_target_s(name: str, kind: str, rows: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_turn_goes_on_from_the_prompt_s_last_state(kind: str) -> None:
     name, case, recording = "llava", FAMILIES["llava"], Recording(POLICIES["dynamic"])
-    head = taught(name, kind)
+    head = trained_head(name, kind)
     session = engine(name, head, recording).open(3)
     first = [case.row_inputs("image", row) for row in range(3)]
     answers, _ = recorded(name, head, recording, [prompts(case, i)[0] for i in first], 7, session)
@@ -165,7 +175,7 @@ def _path_without_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", [_state_of_the_root, _path_without_its_middle])
 def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
-    head = taught("llava", "hydra")
+    head = trained_head("llava", "hydra")
     mistake(monkeypatch)
     assert difference("llava", head, "dynamic") > FAR
 
@@ -175,7 +185,7 @@ def test_a_tree_deeper_than_the_stacks_is_refused(kind: str) -> None:
     with pytest.raises(
         ModelError, match=f"This {kind} head guesses 5 tokens ahead, but the tree has up to 6"
     ):
-        HeadDrafter(untaught("llava", kind), target("llava"), Chain(6))
+        HeadDrafter(random_head("llava", kind), target("llava"), Chain(6))
 
 
 def test_a_new_medusa_head_guesses_the_target_s_own_next_token_again() -> None:
@@ -189,7 +199,7 @@ def test_a_new_medusa_head_guesses_the_target_s_own_next_token_again() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Any) -> None:
-    head = untaught("llava", kind)
+    head = random_head("llava", kind)
     save_head(head, tmp_path)
     again = load_head(tmp_path, target("llava"))
     assert again.config == head.config

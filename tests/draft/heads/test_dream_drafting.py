@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dream_kit import drafting, dream, dropped_of, taught, worst_difference
+from dream_kit import drafting, dream, dropped_of, trained_head, worst_difference
 from heads_kit import LENGTH, POLICIES, Recording, engine, kind_of_prompt, prompts, recorded, target
 from torch import Tensor
 
@@ -55,7 +55,9 @@ def difference(
 def test_a_taught_head_is_partly_right_and_never_changes_the_answer(name: str, rows: int) -> None:
     case, kind = FAMILIES[name], kind_of_prompt(name)
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows=rows))]
-    outputs = engine(name, taught(name), POLICIES["dynamic"]).generate(requests, max_new_tokens=LENGTH + 6)
+    outputs = engine(name, trained_head(name), POLICIES["dynamic"]).generate(
+        requests, max_new_tokens=LENGTH + 6
+    )
     assert [o.tokens for o in outputs] == case.reference(kind, rows=rows, n=LENGTH + 6)
     for output in outputs:
         assert LENGTH // 3 < output.stats.accepted_tokens < output.stats.drafted_tokens
@@ -63,12 +65,12 @@ def test_a_taught_head_is_partly_right_and_never_changes_the_answer(name: str, r
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_of_ragged_rows(name: str) -> None:
-    assert difference(name, taught(name)) < CLOSE
+    assert difference(name, trained_head(name)) < CLOSE
 
 
 @pytest.mark.parametrize("policy", ["chain", "static", "sage"])
 def test_every_policy(policy: str) -> None:
-    assert difference("llava", taught("llava"), policy) < CLOSE
+    assert difference("llava", trained_head("llava"), policy) < CLOSE
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -92,7 +94,7 @@ def test_without_cross_attention_the_features_are_not_looked_at() -> None:
 
 def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads_session, "CHUNK", 4)
-    assert difference("smolvlm", taught("smolvlm"), n=5) < CLOSE
+    assert difference("smolvlm", trained_head("smolvlm"), n=5) < CLOSE
 
 
 # --------------------------------------------------------------------------- compression
@@ -157,7 +159,7 @@ def difference_in_second_turn(name: str, head: Dream, kind: str, follow_up: str,
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3"])
 def test_ragged_rows_go_on_with_another_image(name: str) -> None:
     kind = kind_of_prompt(name)
-    assert difference_in_second_turn(name, taught(name), kind, kind) < CLOSE
+    assert difference_in_second_turn(name, trained_head(name), kind, kind) < CLOSE
 
 
 def test_words_after_an_image_and_an_image_after_words() -> None:
@@ -168,7 +170,7 @@ def test_words_after_an_image_and_an_image_after_words() -> None:
 
 def test_other_prompts_in_the_same_session() -> None:
     """The same question again, another image under the same words, words alone, and back."""
-    name, head = "llava", taught("llava")
+    name, head = "llava", trained_head("llava")
     case, recording = FAMILIES[name], Recording(POLICIES["dynamic"])
     image = case.row_inputs("image", 0)
     other = {**image, "pixel_values": image["pixel_values"].flip(0).neg()}
@@ -191,10 +193,10 @@ def _siblings_features_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """As released: in the cross-attention, every node sees the features that all others of its step bring."""
     right = under_test.DreamDraftSession._lay
 
-    def leaking(self: Any, cache: Any, rows: Any, count: int, allow: Tensor | None) -> None:
-        if cache is self.memory and allow is not None:
-            allow = torch.ones_like(allow)
-        right(self, cache, rows, count, allow)
+    def leaking(self: Any, cache: Any, rows: Any, count: int, attention_mask: Tensor | None) -> None:
+        if cache is self.memory and attention_mask is not None:
+            attention_mask = torch.ones_like(attention_mask)
+        right(self, cache, rows, count, attention_mask)
 
     monkeypatch.setattr(under_test.DreamDraftSession, "_lay", leaking)
 
@@ -255,7 +257,7 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 def test_a_planted_mistake_is_noticed(
     monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    head = taught("llava")
+    head = trained_head("llava")
     target("llava")
     mistake(monkeypatch)
     assert difference("llava", head) > FAR

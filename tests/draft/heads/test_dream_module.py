@@ -162,12 +162,14 @@ def test_a_head_written_before_its_newest_options_is_what_it_was(tmp_path: Path)
 
 @torch.no_grad()
 def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
-    features, embeddings, positions, allow = given()
+    features, embeddings, positions, attention_mask = given()
     for rotary in (True, False):
         head = dream("llava", direct=False, rotary=rotary)
-        begun = head.begin(embeddings, positions, allow)
+        begun = head.begin(embeddings, positions, attention_mask)
         places = (positions, positions.flip(1))
-        outs = [head.finish(begun, features, positions, allow, allow, places=p) for p in places]
+        outs = [
+            head.finish(begun, features, positions, attention_mask, attention_mask, places=p) for p in places
+        ]
         assert torch.equal(*outs) != rotary
 
 

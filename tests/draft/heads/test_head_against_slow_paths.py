@@ -21,10 +21,10 @@ from heads_kit import (
     engine,
     kind_of_prompt,
     prompts,
+    random_head,
     recorded,
     target,
-    taught,
-    untaught,
+    trained_head,
     worst_difference,
 )
 from torch import Tensor
@@ -56,23 +56,23 @@ def difference(
 @pytest.mark.parametrize("kind", DRAFTING)
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_of_ragged_rows(name: str, kind: str) -> None:
-    assert difference(name, taught(name, kind)) < CLOSE
+    assert difference(name, trained_head(name, kind)) < CLOSE
 
 
 @pytest.mark.parametrize("policy", ["chain", "static", "sage"])
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_every_policy(kind: str, policy: str) -> None:
-    assert difference("llava", taught("llava", kind), policy) < CLOSE
-    assert difference("llava", untaught("llava", kind), policy, rows=1, n=5) < CLOSE
+    assert difference("llava", trained_head("llava", kind), policy) < CLOSE
+    assert difference("llava", random_head("llava", kind), policy, rows=1, n=5) < CLOSE
 
 
 @pytest.mark.parametrize("prompt_kind", ["images2", "video", "text"])
 @pytest.mark.parametrize("after", ["text", "visual"])
 def test_several_images_videos_and_words_alone(after: str, prompt_kind: str) -> None:
     name = "qwen2_5_vl"
-    hivis, eagle = untaught(name, "hivis", after_image=after), untaught(name, "eagle2")
-    blind = untaught(name, "eagle2", text_only=True, after_image=after)
-    deep = untaught(name, "eagle2", blocks=3)
+    hivis, eagle = random_head(name, "hivis", after_image=after), random_head(name, "eagle2")
+    blind = random_head(name, "eagle2", text_only=True, after_image=after)
+    deep = random_head(name, "eagle2", blocks=3)
     for head in (hivis, eagle, blind, deep):
         assert difference(name, head, rows=2, kind=prompt_kind, n=5) < CLOSE
 
@@ -80,7 +80,7 @@ def test_several_images_videos_and_words_alone(after: str, prompt_kind: str) -> 
 def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "CHUNK", 3)
     for kind in DRAFTING:
-        assert difference("smolvlm", taught("smolvlm", kind), n=5) < CLOSE
+        assert difference("smolvlm", trained_head("smolvlm", kind), n=5) < CLOSE
 
 
 # --------------------------------------------------------------------------- planted mistakes
@@ -89,8 +89,8 @@ def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def _siblings_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     right = under_test.HeadDraftSession._lay
 
-    def blurred(self: Any, cache: Any, rows: Any, count: int, allow: Tensor | None) -> None:
-        right(self, cache, rows, count, None if allow is None else torch.ones_like(allow))
+    def blurred(self: Any, cache: Any, rows: Any, count: int, attention_mask: Tensor | None) -> None:
+        right(self, cache, rows, count, None if attention_mask is None else torch.ones_like(attention_mask))
 
     monkeypatch.setattr(under_test.HeadDraftSession, "_lay", blurred)
 
@@ -126,9 +126,11 @@ def _positions_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     right = under_test.HeadDraftSession._forward
 
     def counted(
-        self: Any, rows: Any, features: Tensor, tokens: Tensor, allow: Any, offset: Any, step: int
+        self: Any, rows: Any, features: Tensor, tokens: Tensor, attention_mask: Any, offset: Any, step: int
     ) -> Tensor:
-        return right(self, rows, features, tokens, allow, torch.arange(tokens.shape[1]) + offset, step)
+        return right(
+            self, rows, features, tokens, attention_mask, torch.arange(tokens.shape[1]) + offset, step
+        )
 
     monkeypatch.setattr(under_test.HeadDraftSession, "_forward", counted)
 
@@ -155,7 +157,7 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 def test_a_planted_mistake_is_noticed(
     monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], kind: str
 ) -> None:
-    head = taught("llava", kind)
+    head = trained_head("llava", kind)
     target("llava")
     mistake(monkeypatch)
     assert difference("llava", head) > FAR
@@ -163,13 +165,13 @@ def test_a_planted_mistake_is_noticed(
 
 def test_a_planted_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The residual of HiViS that belongs to another step."""
-    head = untaught("llava", "hivis")
+    head = random_head("llava", "hivis")
     right = under_test.HeadDraftSession._forward
 
     def later(
-        self: Any, rows: Any, features: Tensor, tokens: Tensor, allow: Any, offset: Any, step: int
+        self: Any, rows: Any, features: Tensor, tokens: Tensor, attention_mask: Any, offset: Any, step: int
     ) -> Tensor:
-        return right(self, rows, features, tokens, allow, offset, step + 1)
+        return right(self, rows, features, tokens, attention_mask, offset, step + 1)
 
     monkeypatch.setattr(under_test.HeadDraftSession, "_forward", later)
     assert difference("llava", head) > FAR
@@ -177,14 +179,14 @@ def test_a_planted_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_planted_feature_of_a_visual_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """MSD's visual entries are fed none."""
-    head = untaught("llava", "msd")
+    head = random_head("llava", "msd")
     monkeypatch.setattr(type(head), "entries", Head.entries)
     assert difference("llava", head, rows=1, n=5) > FAR
 
 
 def test_a_planted_image_of_another_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ViSpec's rows are told of their images."""
-    head = taught("llava", "vispec")
+    head = trained_head("llava", "vispec")
     right = vispec.ViSpecDraftSession._embed
 
     def swapped(self: Any, rows: Any, tokens: Tensor) -> Tensor:
@@ -206,9 +208,9 @@ def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: pytest.Mon
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     words = len(prompt) - sum(m.n_tokens for m in prompt.media)
     for head, expected in (
-        (untaught(name, "hivis"), words),
-        (untaught(name, "eagle2", text_only=True), words),
-        (untaught(name, "eagle2"), len(prompt)),
+        (random_head(name, "hivis"), words),
+        (random_head(name, "eagle2", text_only=True), words),
+        (random_head(name, "eagle2"), len(prompt)),
     ):
         under = engine(name, head, Recording(POLICIES["chain"]))
         session = under.open(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from heads_kit import DRAFTING, LENGTH, POLICIES, engine, kind_of_prompt, prompts, taught, untaught
+from heads_kit import DRAFTING, LENGTH, POLICIES, engine, kind_of_prompt, prompts, random_head, trained_head
 
 from families import FAMILIES
 from saccade.engine import Request
@@ -21,7 +21,7 @@ def test_a_taught_head_is_partly_right_and_never_changes_the_answer(
 ) -> None:
     case, prompt_kind = FAMILIES[name], kind_of_prompt(name)
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(prompt_kind, rows=rows))]
-    under_test = engine(name, taught(name, kind), POLICIES[policy])
+    under_test = engine(name, trained_head(name, kind), POLICIES[policy])
     outputs = under_test.generate(requests, max_new_tokens=LENGTH + 6)
     assert [o.tokens for o in outputs] == case.reference(prompt_kind, rows=rows, n=LENGTH + 6)
     for output in outputs:
@@ -38,6 +38,10 @@ def test_an_untaught_head_never_changes_the_answer(
     if prompt_kind not in case.kinds:
         pytest.skip("the family has no such media")
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(prompt_kind, rows=3))]
-    for head in (untaught(name, "eagle2", **options), untaught(name, "eagle2"), untaught(name, "hivis")):
+    for head in (
+        random_head(name, "eagle2", **options),
+        random_head(name, "eagle2"),
+        random_head(name, "hivis"),
+    ):
         outputs = engine(name, head, POLICIES["dynamic"]).generate(requests, max_new_tokens=12)
         assert [o.tokens for o in outputs] == case.reference(prompt_kind, rows=3, n=12)

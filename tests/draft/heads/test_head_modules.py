@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import KINDS, target, untaught
+from heads_kit import KINDS, random_head, target
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -110,7 +110,7 @@ def inputs(count: int = 7, batch: int = 2, width: int = 64) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
-    head = untaught("llava", kind)
+    head = random_head("llava", kind)
     _, embeddings, positions, causal = inputs()
     features = torch.randn(2, 7, 64 * len(head.layers)).requires_grad_()
     embeddings.requires_grad_()
@@ -126,7 +126,7 @@ def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
-    head = untaught("llava", kind)
+    head = random_head("llava", kind)
     features, embeddings, positions, causal = inputs()
     steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
     with torch.no_grad():
@@ -156,13 +156,13 @@ def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind: str) -> None:
-    head, given = untaught("llava", kind), inputs()
+    head, given = random_head("llava", kind), inputs()
     with torch.no_grad():
         exact = head(*given)
         with torch.autocast("cpu", torch.bfloat16):
             cast_inside = head(*given)
         features, embeddings, positions, causal = given
-        cast = untaught("llava", kind).bfloat16()(
+        cast = random_head("llava", kind).bfloat16()(
             features.bfloat16(), embeddings.bfloat16(), positions, causal
         )
     for rough in (cast_inside, cast):
@@ -172,7 +172,7 @@ def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind:
 
 def test_positions_stay_exact_in_lower_precision() -> None:
     """A frequency rounded to bfloat16 turns by whole radians a few hundred positions on."""
-    block = untaught("llava", "hivis").bfloat16().block
+    block = random_head("llava", "hivis").bfloat16().block
     assert isinstance(block, Block)
     cos, _ = block._rotary(torch.tensor([[997]]))
     expected = torch.cos(997.0 * 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16))
@@ -180,7 +180,7 @@ def test_positions_stay_exact_in_lower_precision() -> None:
 
 
 def test_steps_beyond_the_trained_ones_reuse_the_last_residual() -> None:
-    head, given = untaught("llava", "hivis"), inputs()
+    head, given = random_head("llava", "hivis"), inputs()
     with torch.no_grad():
         of = [head(*given, step=step) for step in range(6)]
         assert all(not torch.allclose(of[a], of[b]) for a in range(4) for b in range(a))
@@ -201,19 +201,19 @@ def test_steps_beyond_the_trained_ones_reuse_the_last_residual() -> None:
 )
 def test_which_tokens_have_entries(kind: str, options: Any, tokens: list[int], sources: list[int]) -> None:
     visual = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.bool)
-    found = untaught("llava", kind, **options).entries(visual)
+    found = random_head("llava", kind, **options).entries(visual)
     assert [part.tolist() for part in found] == [tokens, sources]
 
 
 def test_a_prompt_that_begins_with_its_image() -> None:
     visual = torch.tensor([1, 1, 0, 0], dtype=torch.bool)
-    assert [part.tolist() for part in untaught("llava", "hivis").entries(visual)] == [[3], [2]]
+    assert [part.tolist() for part in random_head("llava", "hivis").entries(visual)] == [[3], [2]]
 
 
 def test_the_target_is_no_part_of_the_head() -> None:
     for kind in KINDS:
         shared = target("llava").model.get_output_embeddings().weight.shape
-        assert all(p.shape != shared for p in untaught("llava", kind).parameters())
+        assert all(p.shape != shared for p in random_head("llava", kind).parameters())
 
 
 def test_a_narrower_mlp_makes_a_lighter_head() -> None:
@@ -239,8 +239,11 @@ def _config(**changes: Any) -> HeadConfig:
         ),
         (lambda: HeadConfig.from_target(target("llava"), "medusa", mlp=8), "has no option mlp"),
         (lambda: HeadConfig.from_target(target("llava"), "eagle2", mlp=0), "a whole number from 1, not 0"),
-        (lambda: untaught("llava", "hivis", after_image="none"), "after_image must be one of text, visual"),
-        (lambda: untaught("llava", "eagle2", blocks=0), "blocks must be a whole number from 1, not 0"),
+        (
+            lambda: random_head("llava", "hivis", after_image="none"),
+            "after_image must be one of text, visual",
+        ),
+        (lambda: random_head("llava", "eagle2", blocks=0), "blocks must be a whole number from 1, not 0"),
         (lambda: _config(heads=3), "heads that are a multiple of its kv_heads"),
         (lambda: _config(steps=0), "steps must be at least 1, not 0"),
         (lambda: build_head(_config(options={})), r"takes the options \['after_image'\]"),
@@ -259,7 +262,7 @@ def test_the_abstract_head_cannot_be_built() -> None:
 
 def test_only_visual_entries_of_msd_do_without_a_feature() -> None:
     """What stands at a zero feature is the embedding alone; the others mix both."""
-    head, (features, embeddings, positions, causal) = untaught("llava", "msd"), inputs()
+    head, (features, embeddings, positions, causal) = random_head("llava", "msd"), inputs()
     features[:, :3] = 0
     with torch.no_grad():
         whole = head(features, embeddings, positions, causal)
@@ -279,7 +282,7 @@ def test_msd_is_not_fed_the_state_before_a_visual_token(name: str) -> None:
     sample = Features(
         torch.arange(5), visual, torch.zeros(5, dtype=torch.bool), {2: states}, torch.randn(5, 64)
     )
-    fed = entries_of(untaught(name, "msd"), [sample]).features[0]
+    fed = entries_of(random_head(name, "msd"), [sample]).features[0]
     torch.testing.assert_close(fed, torch.stack([0 * states[0], 0 * states[0], states[2], states[3]]))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import DRAFTING, POLICIES, target, untaught
+from heads_kit import DRAFTING, POLICIES, random_head, target
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import HeadConfig
@@ -22,7 +22,7 @@ from saccade.methods.drafters import named, read_heads
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_head(untaught("llava", "hivis"), tmp_path / "head")
+    save_head(random_head("llava", "hivis"), tmp_path / "head")
     return tmp_path / "head"
 
 
@@ -40,7 +40,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
     options = {"after_image": "visual"} if "after_image" in head_class(kind).defaults else {}
-    head = untaught("qwen3_vl", kind, **options)
+    head = random_head("qwen3_vl", kind, **options)
     save_head(head, tmp_path)
     again = load_head(tmp_path, target("qwen3_vl"))
     assert again.config == head.config == read_config(tmp_path)
@@ -87,7 +87,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (repository / "snapshots" / "0123").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0123")
-    save_head(untaught("llava", "hivis"), tmp_path / "hub" / "models--someone--a-head" / "snapshots" / "0123")
+    save_head(
+        random_head("llava", "hivis"), tmp_path / "hub" / "models--someone--a-head" / "snapshots" / "0123"
+    )
     (repository / "snapshots" / "0123" / "config.json").write_text('{"model_type": "llava"}')
     return tmp_path / "hub"
 
@@ -172,7 +174,7 @@ def test_a_missing_field_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTING if head_class(kind).defaults])
 def test_options_that_a_kind_had_not_yet_take_their_defaults(kind: str, tmp_path: Path) -> None:
-    save_head(untaught("llava", kind), tmp_path)
+    save_head(random_head("llava", kind), tmp_path)
     edit_config(tmp_path, options={})
     assert load_head(tmp_path, target("llava")).config.options == head_class(kind).defaults
 
@@ -184,4 +186,4 @@ def test_a_head_of_another_family_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match=message):
         load_head(folder, target("qwen3_vl"))
     with pytest.raises(ModelError, match=message):
-        HeadDrafter(untaught("llava", "hivis"), target("qwen3_vl"), POLICIES["chain"])
+        HeadDrafter(random_head("llava", "hivis"), target("qwen3_vl"), POLICIES["chain"])

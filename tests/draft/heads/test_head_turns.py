@@ -13,9 +13,9 @@ from heads_kit import (
     engine,
     kind_of_prompt,
     prompts,
+    random_head,
     recorded,
-    taught,
-    untaught,
+    trained_head,
     worst_difference,
 )
 
@@ -52,12 +52,12 @@ def difference_in_second_turn(name: str, head: Head, kind: str, follow_up: str, 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
 def test_ragged_rows_go_on_with_another_image(name: str, kind: str) -> None:
     prompt_kind = kind_of_prompt(name)
-    assert difference_in_second_turn(name, taught(name, kind), prompt_kind, prompt_kind) < CLOSE
+    assert difference_in_second_turn(name, trained_head(name, kind), prompt_kind, prompt_kind) < CLOSE
 
 
 @pytest.mark.parametrize("after", ["text", "visual"])
 def test_words_after_an_image_and_an_image_after_words(after: str) -> None:
-    head = untaught("llava", "hivis", after_image=after)
+    head = random_head("llava", "hivis", after_image=after)
     assert difference_in_second_turn("llava", head, "image", "text") < CLOSE
     assert difference_in_second_turn("llava", head, "text", "image") < CLOSE
 
@@ -65,7 +65,7 @@ def test_words_after_an_image_and_an_image_after_words(after: str) -> None:
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_other_prompts_in_the_same_session(kind: str) -> None:
     """A shared beginning, the same question again, another image under the same words, and back."""
-    name, head = "llava", taught("llava", kind)
+    name, head = "llava", trained_head("llava", kind)
     case, recording = FAMILIES[name], Recording(POLICIES["dynamic"])
     image = case.row_inputs("image", 0)
     other = {**image, "pixel_values": image["pixel_values"].flip(0).neg()}
@@ -79,7 +79,7 @@ def test_other_prompts_in_the_same_session(kind: str) -> None:
 
 
 def test_an_answer_that_was_broken_off() -> None:
-    name, head = "llava", taught("llava", "hivis")
+    name, head = "llava", trained_head("llava", "hivis")
     case, recording = FAMILIES[name], Recording(POLICIES["dynamic"])
     inputs = case.row_inputs("image", 0)
     (prompt,) = prompts(case, inputs)
@@ -107,13 +107,13 @@ def test_states_lost_between_turns_are_noticed(monkeypatch: pytest.MonkeyPatch) 
         right(self, row, prompt, read)
 
     monkeypatch.setattr(under_test.HeadDraftSession, "load", forgetful)
-    head = taught("llava", "hivis")
+    head = trained_head("llava", "hivis")
     assert difference_in_second_turn("llava", head, "image", "image") > 0.05
 
 
 def test_a_tree_policy_begins_anew_with_another_prompt_and_goes_on_with_the_next_turn() -> None:
     name, case = "llava", FAMILIES["llava"]
-    under = engine(name, taught(name, "hivis"), POLICIES["sage"])
+    under = engine(name, trained_head(name, "hivis"), POLICIES["sage"])
     session, begun = under.open(1), []
     shaping = drafting(session)._shaping
     restart = shaping.restart

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from heads_kit import POLICIES, engine, prompts, target, untaught
+from heads_kit import POLICIES, engine, prompts, random_head, target
 
 from families import FAMILIES
 from saccade.draft.heads import vispec
@@ -60,7 +60,7 @@ def together(under: Any, order: random.Random, mixed: bool) -> dict[int, tuple[R
 @pytest.mark.parametrize("drawn", [False, True], ids=["trees", "chains"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_have_the_tokens_that_they_have_alone(kind: str, drawn: bool) -> None:
-    under = engine(NAME, untaught(NAME, kind), TREES[drawn])
+    under = engine(NAME, random_head(NAME, kind), TREES[drawn])
     rows = together(under, random.Random(1), True)
     for number, (row, sampled) in rows.items():
         assert row.error is None
@@ -85,7 +85,7 @@ def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     def turned(self: Any, rows: Any, *given: Any) -> None:
         right(self, [*rows[1:], rows[0]], *given)
 
-    under = engine(NAME, untaught(NAME, "eagle2"), TREES[True])
+    under = engine(NAME, random_head(NAME, "eagle2"), TREES[True])
     monkeypatch.setattr(HeadDraftSession, "observe", turned)
     assert differs(under)
 
@@ -97,6 +97,6 @@ def test_the_image_of_a_neighbour_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     def by_place(self: Any, rows: Any, tokens: Any) -> Any:
         return right(self, range(len(rows)), tokens)
 
-    under = engine(NAME, untaught(NAME, "vispec"), TREES[True])
+    under = engine(NAME, random_head(NAME, "vispec"), TREES[True])
     monkeypatch.setattr(vispec.ViSpecDraftSession, "_embed", by_place)
     assert differs(under)

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, Recording, Text, engine, kind_of_prompt, prompts, recorded, target, untaught
+from heads_kit import (
+    POLICIES,
+    Recording,
+    Text,
+    engine,
+    kind_of_prompt,
+    prompts,
+    random_head,
+    recorded,
+    target,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -49,10 +59,10 @@ def slow(name: str, head: Head, inputs: Inputs, tokens: list[int], length: int) 
 
 
 @cache
-def taught(name: str) -> Head:
+def trained_head(name: str) -> Head:
     """A head that has nearly learnt the answers to the family's first prompts by heart."""
     head, case, prompt_kind = (
-        untaught(name, "kangaroo", exit=exit_of(name)),
+        random_head(name, "kangaroo", exit=exit_of(name)),
         FAMILIES[name],
         kind_of_prompt(name),
     )
@@ -98,12 +108,12 @@ def difference(name: str, head: Head, policy: Any, rows: int = 3, n: int = LENGT
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_node_is_guessed_from_what_the_first_layers_say_of_its_path(name: str) -> None:
-    assert difference(name, taught(name), CHAINS["dynamic"]) < CLOSE
+    assert difference(name, trained_head(name), CHAINS["dynamic"]) < CLOSE
 
 
 @pytest.mark.parametrize("policy", ["static", "confident"])
 def test_other_trees_too(policy: str) -> None:
-    assert difference("llava", taught("llava"), CHAINS[policy]) < CLOSE
+    assert difference("llava", trained_head("llava"), CHAINS[policy]) < CLOSE
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -114,7 +124,7 @@ def test_answers_are_the_target_s(name: str, rows: int) -> None:
     expected = case.reference(prompt_kind, rows=rows, n=LENGTH + 4)
     accepted = drafted = 0
     for policy in CHAINS.values():
-        outputs = engine(name, taught(name), policy).generate(asked, max_new_tokens=LENGTH + 4)
+        outputs = engine(name, trained_head(name), policy).generate(asked, max_new_tokens=LENGTH + 4)
         assert [o.tokens for o in outputs] == expected
         accepted += sum(o.stats.accepted_tokens for o in outputs)
         drafted += sum(o.stats.drafted_tokens for o in outputs)
@@ -128,7 +138,9 @@ def test_an_untaught_head_never_changes_the_answer(name: str, kind: str) -> None
     if kind not in case.kinds:
         pytest.skip("the family has no such media")
     asked = [Request(p) for p in prompts(case, case.inputs(kind, rows=3))]
-    outputs = engine(name, untaught(name, "kangaroo"), CHAINS["confident"]).generate(asked, max_new_tokens=8)
+    outputs = engine(name, random_head(name, "kangaroo"), CHAINS["confident"]).generate(
+        asked, max_new_tokens=8
+    )
     assert [o.tokens for o in outputs] == case.reference(kind, rows=3, n=8)
 
 
@@ -148,11 +160,11 @@ def second_turn(name: str, head: Head) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ragged_rows_go_on_with_another_image(name: str) -> None:
-    assert second_turn(name, taught(name)) < CLOSE
+    assert second_turn(name, trained_head(name)) < CLOSE
 
 
 def test_other_prompts_in_the_same_session() -> None:
-    name, head = "llava", taught("llava")
+    name, head = "llava", trained_head("llava")
     case, recording = FAMILIES[name], Recording(CHAINS["confident"])
     image = case.row_inputs("image", 0)
     other = {**image, "pixel_values": image["pixel_values"].flip(0).neg()}
@@ -185,7 +197,7 @@ def _all_guesses_at_the_root_s_position(monkeypatch: pytest.MonkeyPatch) -> None
     [_states_of_the_token_before, _guesses_that_do_not_see_the_root, _all_guesses_at_the_root_s_position],
 )
 def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
-    head = taught("gemma3")
+    head = trained_head("gemma3")
     mistake(monkeypatch)
     assert difference("gemma3", head, CHAINS["dynamic"], rows=1) > FAR
 
@@ -198,7 +210,7 @@ def test_states_lost_between_turns_are_noticed(monkeypatch: pytest.MonkeyPatch) 
         right(self, row, prompt, read)
 
     monkeypatch.setattr(under_test.KangarooDraftSession, "load", forgetful)
-    assert second_turn("llava", taught("llava")) > FAR
+    assert second_turn("llava", trained_head("llava")) > FAR
 
 
 def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +221,7 @@ def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: 
         return right(self, pieces)
 
     monkeypatch.setattr(Context, "run", noting)
-    difference("llava", taught("llava"), CHAINS["chain"], rows=1)
+    difference("llava", trained_head("llava"), CHAINS["chain"], rows=1)
     assert set(pending) == {0}
 
 
@@ -228,7 +240,7 @@ def test_an_exit_that_cannot_be_is_refused(given: Any) -> None:
 
 
 def test_a_head_comes_back_as_it_was(tmp_path: Any) -> None:
-    head = untaught("gemma3", "kangaroo", exit=2)
+    head = random_head("gemma3", "kangaroo", exit=2)
     assert head.layers == (2,)
     save_head(head, tmp_path)
     again = load_head(tmp_path, target("gemma3"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import target, untaught
+from heads_kit import random_head, target
 from published_kit import KNOWN, drop, edit, original, released, reweigh, same
 from safetensors.torch import load_file
 from torch import Tensor
@@ -114,7 +114,7 @@ def test_pytorch_s_own_files_are_read(tmp_path: Path) -> None:
 
 
 def test_a_head_of_the_whole_vocabulary(tmp_path: Path) -> None:
-    whole = untaught("llava", "eagle3", own_vocabulary=target("llava").vocab_size)
+    whole = random_head("llava", "eagle3", own_vocabulary=target("llava").vocab_size)
     assert isinstance(whole, Eagle3)
     released(whole, tmp_path, target("llava"))
     assert "d2t" not in load_file(tmp_path / "model.safetensors")
@@ -241,7 +241,7 @@ def test_what_is_not_known_is_refused(damage: str, folder: Path) -> None:
 @pytest.mark.parametrize("known", [-1, 193, True, "all"])
 def test_sizes_of_vocabularies(known: Any) -> None:
     with pytest.raises(ModelError, match="own_vocabulary must be a whole number from 0 to 192"):
-        untaught("llava", "eagle3", own_vocabulary=known)
+        random_head("llava", "eagle3", own_vocabulary=known)
 
 
 def test_a_llama_is_no_head(tmp_path: Path) -> None:

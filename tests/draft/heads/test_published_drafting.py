@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, engine, kind_of_prompt, prompts, recorded, target, untaught
+from heads_kit import POLICIES, engine, kind_of_prompt, prompts, random_head, recorded, target
 from published_kit import KNOWN, original, randomised, released
 from transformers.generation import logits_process as hf
 
@@ -54,7 +54,7 @@ def test_answers_and_drafts(name: str, policy: str, tmp_path: Path) -> None:
 
 
 def test_trees_wider_than_the_vocabulary() -> None:
-    head = randomised(untaught("llava", "eagle3", own_vocabulary=2))  # type: ignore[arg-type]
+    head = randomised(random_head("llava", "eagle3", own_vocabulary=2))  # type: ignore[arg-type]
     for policy in POLICIES.values():
         outputs = engine("llava", head, policy).generate(requests("llava"), max_new_tokens=12)
         assert [o.tokens for o in outputs] == FAMILIES["llava"].reference("image", rows=2, n=12)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import target, untaught
+from heads_kit import random_head, target
 from published_eagle_kit import CASES, by_hand, original, released
 from published_kit import drop, edit, randomised, reweigh, same
 from safetensors.torch import load_file
@@ -96,7 +96,7 @@ def test_it_comes_back_when_it_is_saved_as_ours(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["eagle2", "msd"])
 def test_heads_from_before_there_were_others_are_as_they_were(kind: str, tmp_path: Path) -> None:
-    ours = untaught("llava", kind)
+    ours = random_head("llava", kind)
     save_head(ours, tmp_path)
     options = {k: v for k, v in ours.config.options.items() if k not in ("norms", "bias")}
     edit(tmp_path, options=options)
@@ -194,4 +194,4 @@ def test_such_heads_are_not_trained(kind: str, option: dict[str, Any]) -> None:
 
 def test_norms_are_those_that_there_are() -> None:
     with pytest.raises(ModelError, match="norms must be one of all, block, none, not 'some'"):
-        untaught("llava", "msd", norms="some")
+        random_head("llava", "msd", norms="some")

@@ -84,9 +84,9 @@ def test_a_head_learns_with_the_embeddings_that_it_drafts_with(name: str, kind: 
     (output,) = engine.generate([Request(prompt)], max_new_tokens=1)
     handle.remove()
     features = read_features(target(name), [Sample("0", prompt, tuple(output.tokens))], drafting.head.layers)
-    learnt = entries_of(drafting.head, features).embeddings[0]
-    torch.testing.assert_close(drafted[0], learnt[: len(drafted[0])].detach())
-    assert len(drafted[0]) == len(learnt) - 1
+    supervised = entries_of(drafting.head, features).embeddings[0]
+    torch.testing.assert_close(drafted[0], supervised[: len(drafted[0])].detach())
+    assert len(drafted[0]) == len(supervised) - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads_kit import POLICIES, drafting, engine, prompts, target, untaught
+from heads_kit import POLICIES, drafting, engine, prompts, random_head, target
 
 from families import FAMILIES
 from saccade.draft.heads.vispec import ViSpec, runs_of
@@ -23,7 +23,7 @@ VISUAL = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
 
 
 def vispec(queries: int = 2) -> ViSpec:
-    head = untaught("llava", "vispec", queries=queries)
+    head = random_head("llava", "vispec", queries=queries)
     assert isinstance(head, ViSpec)
     return head
 
@@ -92,7 +92,7 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
     """The cache holds one entry per image, whether it came in the first prompt or in a later one."""
     base, both = touching()
     again = replace(both, media=(base.media[0], replace(both.media[1], digest="another")))
-    head = untaught("llava", "vispec")
+    head = random_head("llava", "vispec")
     under, lengths, guesses = engine("llava", head, POLICIES["chain"]), [], []
     for asked in ([both], [base, again]):
         session = under.open(1)
@@ -108,7 +108,7 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
 
 @pytest.mark.parametrize("kept", ["", "memory", "disk"])
 def test_images_that_touch_are_learnt_from_as_they_are_drafted_with(kept: str, tmp_path: Path) -> None:
-    own, head, (_, prompt) = target("llava"), untaught("llava", "vispec"), touching()
+    own, head, (_, prompt) = target("llava"), random_head("llava", "vispec"), touching()
     drafted: list[torch.Tensor] = []
     handle = head.register_forward_pre_hook(lambda module, args: drafted.append(args[1][0]))
     engine("llava", head, POLICIES["chain"]).generate([Request(prompt)], max_new_tokens=1)
@@ -121,6 +121,6 @@ def test_images_that_touch_are_learnt_from_as_they_are_drafted_with(kept: str, t
         found = cache.get(0)
         assert found is not None
         features = [found]
-    learnt = entries_of(head, features).embeddings[0].detach()
-    assert len(learnt) == len(drafted[0]) + 1  # the answer's token
-    torch.testing.assert_close(drafted[0], learnt[:-1], atol=1e-4, rtol=1e-4)
+    supervised = entries_of(head, features).embeddings[0].detach()
+    assert len(supervised) == len(drafted[0]) + 1  # the answer's token
+    torch.testing.assert_close(drafted[0], supervised[:-1], atol=1e-4, rtol=1e-4)

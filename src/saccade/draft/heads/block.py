@@ -75,14 +75,14 @@ def _stretched(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, float]:
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, allow: Tensor | None, cache: RowCache | Any, place: int
+    q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, cache: RowCache | Any, place: int
 ) -> Tensor:
     """Attention ``[B, H, N, D]`` of entries to those in a cache and among themselves.
 
     Args:
         q: ``[B, H, N, D]``.
         k, v: ``[B, H_kv, N, D]``.
-        allow: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout tells.
+        attention_mask: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout tells.
         cache: told beforehand where to write (`RowCache.lay`); in training, anything whose layers have an ``update``;
             None for none.
         place: index of the layer.
@@ -96,7 +96,9 @@ def cached_attention(
         k, v = cache.layers[place].update(k, v)
     if q.shape[1] != k.shape[1]:  # fused kernels on a GPU take no mask together with grouped heads
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, None if allow is None else allow[:, None])
+    return F.scaled_dot_product_attention(
+        q, k, v, None if attention_mask is None else attention_mask[:, None]
+    )
 
 
 class RMSNorm(nn.Module):
@@ -130,7 +132,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], allow: Tensor, cache: RowCache | None, place: int
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        cache: RowCache | None,
+        place: int,
     ) -> Tensor:
         batch, count, _ = x.shape
         heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
@@ -138,7 +145,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(batch, count, kv, dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, count, kv, dim).transpose(1, 2)
         q, k = turn(q, angles).to(v.dtype), turn(k, angles).to(v.dtype)
-        mixed = cached_attention(q, k, v, allow, cache, place)
+        mixed = cached_attention(q, k, v, attention_mask, cache, place)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, count, heads * dim))
         return out
 
@@ -174,17 +181,18 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, positions: Tensor, allow: Tensor, cache: RowCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, attention_mask: Tensor, cache: RowCache | None = None
+    ) -> Tensor:
         """The residual stream after the block.
 
         Args:
             x: ``[B, N, d]``.
             positions: ``[B, N]`` or ``[1, N]``.
-            allow: ``[B or 1, N, K]`` bool; which of the K entries each of these attends to. Every entry must see
-                itself. K is N without a cache.
-            cache: told beforehand where to write (`RowCache.lay`).
+            attention_mask: ``[B or 1, N, K]`` bool; every entry attends to itself. K is N without a cache.
+            cache: laid out for these entries (`RowCache.lay`).
         """
         angles = self._rotary(positions)
-        x = x + self.self_attn(self.input_layernorm(x), angles, allow, cache, self._place)
+        x = x + self.self_attn(self.input_layernorm(x), angles, attention_mask, cache, self._place)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

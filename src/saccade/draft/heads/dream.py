@@ -85,7 +85,7 @@ class Dream(Head):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
         *,
@@ -104,17 +104,17 @@ class Dream(Head):
             places: ``[B or 1, M]`` the tokens of the features, which stand side by side. None where each entry comes
                 with its own.
         """
-        reach = allow if reach is None else reach
-        begun = self.begin(embeddings, positions, allow, cache)
-        return self.finish(begun, features, positions, allow, reach, cache, memory, places)
+        reach = attention_mask if reach is None else reach
+        begun = self.begin(embeddings, positions, attention_mask, cache)
+        return self.finish(begun, features, positions, attention_mask, reach, cache, memory, places)
 
     def begin(
-        self, embeddings: Tensor, positions: Tensor, allow: Tensor, cache: RowCache | None = None
+        self, embeddings: Tensor, positions: Tensor, attention_mask: Tensor, cache: RowCache | None = None
     ) -> Tensor:
         """``[B, N, d]`` behind the first block, which no feature has reached."""
         if self.first is None:
             return embeddings
-        out: Tensor = self.first(embeddings, positions, allow, cache)
+        out: Tensor = self.first(embeddings, positions, attention_mask, cache)
         return out
 
     def finish(
@@ -122,7 +122,7 @@ class Dream(Head):
         begun: Tensor,
         features: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         reach: Tensor,
         cache: RowCache | None = None,
         memory: RowCache | None = None,
@@ -135,7 +135,7 @@ class Dream(Head):
         for block in self.cross:
             out = block(out, features, reach, memory, (positions, positions if places is None else places))
         if self.last is not None:
-            out = self.last(out, positions, allow, cache)
+            out = self.last(out, positions, attention_mask, cache)
         return out
 
     def new_memory(self, rows: int) -> RowCache:
@@ -265,13 +265,13 @@ class DreamDraftSession(HeadDraftSession):
         rows: Sequence[int],
         features: Tensor,
         tokens: Tensor,
-        allow: Tensor | None,
+        attention_mask: Tensor | None,
         offset: int | Tensor,
         step: int,
     ) -> Tensor:
         positions = self._placed(self.memory, rows, offset).expand(tokens.shape)
-        self._lay(self.cache, rows, tokens.shape[1], allow)
-        self._lay(self.memory, rows, tokens.shape[1], allow)
+        self._lay(self.cache, rows, tokens.shape[1], attention_mask)
+        self._lay(self.memory, rows, tokens.shape[1], attention_mask)
         out: Tensor = self._dream(
             features,
             self._embed(rows, tokens),

@@ -69,13 +69,13 @@ class Eagle2(Head):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         out = self.fused(features, self.embedding_norm(embeddings))
         for block in self.stack:
-            out = block(out, positions, allow, cache)
+            out = block(out, positions, attention_mask, cache)
         return out
 
     def fused(self, features: Tensor, words: Tensor) -> Tensor:
@@ -147,12 +147,12 @@ class Eagle3(Head):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)
-        x = features + self.self_attn(both, self._rotary(positions), allow, cache, 0)
+        x = features + self.self_attn(both, self._rotary(positions), attention_mask, cache, 0)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -148,7 +148,7 @@ class Head(nn.Module, ABC):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
@@ -159,8 +159,8 @@ class Head(nn.Module, ABC):
                 head's own output for that token while drafting.
             embeddings: ``[B, N, d]`` what the target's decoder gets for each entry's token.
             positions: ``[B or 1, N]``.
-            allow: ``[B or 1, N, K]`` bool; which entries each one attends to, those in the cache first, then these.
-                Every entry must see itself. Not read with a cache of `new_cache`, whose layout tells.
+            attention_mask: ``[B or 1, N, K]`` bool, cached entries first; every entry attends to itself. Not read
+                with a cache of `new_cache`, whose layout has the mask.
             cache: of `new_cache`, told where to write; None when all entries are given at once (K = N).
             step: how many tokens in a row have been guessed: 0 for every entry that is fed the target's own
                 feature, t for a guess t levels below the last emitted token; a tensor broadcasts to ``[B, N]``.

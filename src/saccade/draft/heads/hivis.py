@@ -47,12 +47,12 @@ class HiViS(Head):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
         last = self.config.steps - 1
         index = step.clamp(max=last) if isinstance(step, Tensor) else min(step, last)
         fused = self.w1(features) + self.w2(embeddings) + self.w(self.residuals[index])
-        out: Tensor = self.block(fused, positions, allow, cache)
+        out: Tensor = self.block(fused, positions, attention_mask, cache)
         return out

@@ -81,7 +81,7 @@ class Kangaroo(Head):
         features: Tensor,
         embeddings: Tensor | None,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
@@ -93,7 +93,7 @@ class Kangaroo(Head):
             step: not looked at.
         """
         angles = self._rotary(positions)
-        out: Tensor = features + self.self_attn(self.input_norm(features), angles, allow, cache, 0)
+        out: Tensor = features + self.self_attn(self.input_norm(features), angles, attention_mask, cache, 0)
         return out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -156,15 +156,21 @@ class KangarooDraftSession(HeadDraftSession):
         return super()._catch_up(rows, new, width)
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
-        allow = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
-        states = self._early(rows, frontier.tokens, allow, frontier.depth)
+        attention_mask = (
+            None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
+        )
+        states = self._early(rows, frontier.tokens, attention_mask, frontier.depth)
         return self._forward(rows, states, frontier.tokens, frontier.attention_mask, frontier.depth - 1, 0)
 
-    def _early(self, rows: Sequence[int], tokens: Tensor, allow: Tensor | None, depth: int) -> Tensor:
-        """``[A, W, d]`` states of pending tokens, ``allow`` ``[A or 1, W, T]`` as in `Context.forward`."""
+    def _early(
+        self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None, depth: int
+    ) -> Tensor:
+        """``[A, W, d]`` states of pending tokens, ``attention_mask`` ``[A or 1, W, T]`` as in `Context.forward`."""
         self._depths += [depth] * tokens.shape[1]
         depths = on_device([self._depths], self._device)
-        return self._context.early_exit(rows, tokens, allow, depths, self._layer).to(self._features[0])
+        return self._context.early_exit(rows, tokens, attention_mask, depths, self._layer).to(
+            self._features[0]
+        )
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._features[0].new_empty(*tokens.shape, 0)

@@ -89,7 +89,7 @@ class Medusa(StackedHead):
         features: Tensor,
         embeddings: Tensor | None = None,
         positions: Tensor | None = None,
-        allow: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
@@ -128,7 +128,7 @@ class Hydra(StackedHead):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor | None = None,
-        allow: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:

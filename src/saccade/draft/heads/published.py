@@ -58,7 +58,7 @@ def check_target(name: str, what: str, given: int, found: int) -> None:
         )
 
 
-def renamed(
+def rename_weights(
     name: str,
     weights: Mapping[str, Tensor],
     names: Mapping[str, str],
@@ -86,7 +86,7 @@ def renamed(
     return {names[key]: weight for key, weight in weights.items() if key in names}
 
 
-def config_of(
+def block_config(
     name: str,
     values: Mapping[str, Any],
     target: Target,
@@ -172,7 +172,7 @@ _BIASES = {f"midlayer.self_attn.{part}_proj.bias": f"self_attn.{part}_proj.bias"
 _NOT_NEEDED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
-def is_meant(values: Mapping[str, Any]) -> bool:
+def is_eagle3(values: Mapping[str, Any]) -> bool:
     """Whether a config.json is a published EAGLE-3 head's, known here or not."""
     names = _architectures(values)
     return any("eagle3" in name.lower() for name in names) or (
@@ -185,7 +185,7 @@ def kind(values: Mapping[str, Any]) -> type[Eagle3]:
     return Eagle3
 
 
-def translated(
+def translate(
     folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Configuration and weights of a published head under our names.
@@ -211,11 +211,11 @@ def translated(
             f"{name} has the architecture {', '.join(known)}, which is not known; expected {_ARCHITECTURES[0]}."
         )
     check_settings(name, values, norm_before_residual=False, partial_rotary_factor=1.0, logit_scale=1.0)
-    ours, vocabulary = _renamed(name, values, weights)
+    ours, vocabulary = _rename_eagle3(name, values, weights)
     made_for = values.get("target_hidden_size") or number(name, values, "hidden_size")
     check_target(name, "hidden size", made_for, target.text_config.hidden_size)
     check_target(name, "vocabulary", number(name, values, "vocab_size"), target.vocab_size)
-    config = config_of(
+    config = block_config(
         name,
         values,
         target,
@@ -234,7 +234,7 @@ def _architectures(values: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _renamed(
+def _rename_eagle3(
     name: str, values: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], int]:
     """The weights under our names, ``d2t`` as token_ids, and how many tokens an LM head of its own knows."""
@@ -246,7 +246,7 @@ def _renamed(
     # Heads without both are meant to be used with the target's LM head.
     shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
     needed = (*_NAMES, *([] if shares else ["lm_head.weight"]))
-    ours = renamed(name, theirs, names, needed, _NOT_NEEDED)
+    ours = rename_weights(name, theirs, names, needed, _NOT_NEEDED)
     if shares:
         ours.pop("token_ids", None)
         return ours, 0

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2, Msd
-from saccade.draft.heads.published import check_settings, check_target, config_of, number, renamed
+from saccade.draft.heads.published import block_config, check_settings, check_target, number, rename_weights
 from saccade.inputs.families import is_multimodal
 from saccade.target.adapter import Target
 
@@ -40,7 +40,7 @@ _NAMES = {**_NEEDED, **_BIASES, _BIAS: _BIAS, _NORM: "stack.0.input_layernorm.we
 _NOT_NEEDED = ("embed_tokens.weight", f"{_BLOCK}self_attn.rotary_emb.inv_freq")
 
 
-def is_meant(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> bool:
+def is_eagle(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> bool:
     """Whether a folder holds a published head of EAGLE's first form, known here or not.
 
     Args:
@@ -59,7 +59,7 @@ def kind(values: Mapping[str, Any]) -> type[Eagle2]:
     return Msd if is_multimodal(str(values.get("model_type"))) else Eagle2
 
 
-def translated(
+def translate(
     folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Configuration and weights of a published head under our names.
@@ -79,11 +79,11 @@ def translated(
     name, text = f"The EAGLE head {folder}", _text(values)
     check_settings(name, text)
     theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
-    ours = renamed(name, theirs, _NAMES, _NEEDED, _NOT_NEEDED)
+    ours = rename_weights(name, theirs, _NAMES, _NEEDED, _NOT_NEEDED)
     check_target(name, "hidden size", number(name, text, "hidden_size"), target.text_config.hidden_size)
     head = kind(values)
     norms = "block" if _NORM in theirs else "none"
-    config = config_of(
+    config = block_config(
         name,
         text,
         target,

@@ -205,11 +205,11 @@ class HeadDraftSession:
         self._head(features, embedded, positions, None, self.cache)
         self.cache.commit([row], [range(count)])
 
-    def _lay(self, cache: RowCache, rows: Sequence[int], count: int, allow: Tensor | None) -> None:
+    def _lay(self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None) -> None:
         """Say where the next forward's entries go in a cache, and what they see (`MaskPlan.build`)."""
         lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
         dtype = self._features[0].dtype
-        masks = MASKS.build(allow, lengths, count, pending, None, dtype, self._device)
+        masks = MASKS.build(attention_mask, lengths, count, pending, None, dtype, self._device)
         cache.plan_layout([(rows, count, masks)])
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
@@ -245,12 +245,12 @@ class HeadDraftSession:
         rows: Sequence[int],
         features: Tensor,
         tokens: Tensor,
-        allow: Tensor | None,
+        attention_mask: Tensor | None,
         offset: int | Tensor,
         step: int,
     ) -> Tensor:
         """Pending entries of some rows, ``offset`` positions behind their committed ones."""
-        self._lay(self.cache, rows, tokens.shape[1], allow)
+        self._lay(self.cache, rows, tokens.shape[1], attention_mask)
         positions = self._placed(self.cache, rows, offset).expand(tokens.shape)
         out: Tensor = self._head(features, self._embed(rows, tokens), positions, None, self.cache, step)
         return out

@@ -32,7 +32,7 @@ class _Form(Protocol):
 
     def kind(self, values: Mapping[str, Any]) -> type[Head]: ...
 
-    def translated(
+    def translate(
         self,
         folder: str | Path,
         values: Mapping[str, Any],
@@ -66,7 +66,7 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     values = _values(folder)
     form = _form(folder, values)
     if form is not None:
-        config, weights = form.translated(folder, values, _read_weights(folder, FILES), target)
+        config, weights = form.translate(folder, values, _read_weights(folder, FILES), target)
         check_fit(config, target)
     else:
         config = read_config(folder)
@@ -123,9 +123,9 @@ def kind_in(folder: Any) -> str | None:
 
 def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:
     """The layout of the published head in a folder; None for ours, and for what is no head."""
-    if published.is_meant(values):
+    if published.is_eagle3(values):
         return published
-    if MARK not in values and published_eagle.is_meant(values, partial(_shapes, folder)):
+    if MARK not in values and published_eagle.is_eagle(values, partial(_shapes, folder)):
         return published_eagle
     return None
 

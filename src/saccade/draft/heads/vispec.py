@@ -129,7 +129,7 @@ class ViSpec(Head):
         features: Tensor,
         embeddings: Tensor,
         positions: Tensor,
-        allow: Tensor,
+        attention_mask: Tensor,
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
@@ -138,7 +138,7 @@ class ViSpec(Head):
         words = self.embedding_norm(words)
         both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(told)
         fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
-        out: Tensor = self.block(fused, positions, allow, cache)
+        out: Tensor = self.block(fused, positions, attention_mask, cache)
         return out
 
 

@@ -54,7 +54,7 @@ class DreamEntries(Entries):
         return (self.tokens - 1).clamp(min=0)
 
     @property
-    def allow(self) -> Tensor:
+    def attention_mask(self) -> Tensor:
         """``[1, E, E]`` bool."""
         count = self.tokens.shape[1]
         return torch.ones(1, count, count, dtype=torch.bool, device=self.tokens.device).tril()
@@ -215,24 +215,24 @@ class DreamObjective:
                 teacher = head.logits(true, lm_head).float()
             return divergence(logits, teacher).sum(), (logits.argmax(-1) == tokens).sum()
 
-        window = Window.of(entries.learnt)
+        window = Window.of(entries.supervised)
         following, states = window.take(entries.following), window.take(entries.states)
-        begun = head.begin(entries.embeddings, entries.positions, entries.allow)
-        learnt = window.learnt
+        begun = head.begin(entries.embeddings, entries.positions, entries.attention_mask)
+        supervised = window.supervised
         for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
             if step:
-                learnt = self._drafted(window.learnt, step)
-            if not learnt.any():
+                supervised = self._drafted(window.supervised, step)
+            if not supervised.any():
                 break
             found = {}
             if step == 0:
-                found["states"] = smooth_l1(out[learnt], states[learnt]).sum()
+                found["states"] = smooth_l1(out[supervised], states[supervised]).sum()
                 if entries.middle.shape[-1] and head.first is not None:
                     inner = window.take(entries.middle)
-                    found["middle"] = smooth_l1(window.take(begun)[learnt], inner[learnt]).sum()
-            counts[0, step], found["distribution"] = learnt.sum(), torch.zeros((), device=device)
+                    found["middle"] = smooth_l1(window.take(begun)[supervised], inner[supervised]).sum()
+            counts[0, step], found["distribution"] = supervised.sum(), torch.zeros((), device=device)
             for values, right in in_chunks(
-                judge, head.config.vocab_size, out[learnt], states[learnt], following[learnt]
+                judge, head.config.vocab_size, out[supervised], states[supervised], following[supervised]
             ):
                 found["distribution"] = found["distribution"] + values
                 counts[1, step] += right
@@ -243,10 +243,10 @@ class DreamObjective:
         tried, agreed = counts.unbind()
         return Tally(loss, terms, tried, tried.clone(), agreed)
 
-    def _drafted(self, learnt: Tensor, step: int) -> Tensor:
+    def _drafted(self, supervised: Tensor, step: int) -> Tensor:
         """``[B, A]`` bool: the places of a later step that are fed a feature of the head's own."""
         first = step if self.feeding == "guess" else 2
-        return learnt & (torch.arange(learnt.shape[1], device=learnt.device) >= first)
+        return supervised & (torch.arange(supervised.shape[1], device=supervised.device) >= first)
 
 
 def drafts(
@@ -261,16 +261,18 @@ def drafts(
         Of step s the first s places of every row mean nothing with the feeding ``guess``; with ``answer`` the first
         place alone is fed what it was fed before.
     """
-    positions, allow, places = entries.positions, entries.allow, entries.places
+    positions, attention_mask, places = entries.positions, entries.attention_mask, entries.places
     if feeding == "answer":
         features = entries.features
         for _ in range(steps):
-            out = head.finish(begun, features, positions, allow, entries.reach, places=places)
+            out = head.finish(begun, features, positions, attention_mask, entries.reach, places=places)
             yield window.take(out)
             features = self_fed(entries, out)
         return
     entered, memory = cast("RowCache", Kept(head.blocks)), cast("RowCache", Kept(len(head.cross)))
-    out = head.finish(begun, entries.features, positions, allow, entries.reach, entered, memory, places)
+    out = head.finish(
+        begun, entries.features, positions, attention_mask, entries.reach, entered, memory, places
+    )
     guess = window.take(out)
     yield guess
     begun, own = window.take(begun), window.take(entries.tokens)

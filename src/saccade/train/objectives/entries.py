@@ -27,14 +27,14 @@ class Entries:
         embeddings: ``[B, E, d]`` of the entry's own token.
         states: ``[B, E, d]`` the target's last state at the own token, after the final norm: the teacher.
         following: ``[B, E]`` the token behind the own one.
-        learnt: ``[B, E]`` bool; entries whose following token is part of the answer. They stand side by side.
+        supervised: ``[B, E]`` bool; entries whose following token is part of the answer. They stand side by side.
     """
 
     features: Tensor
     embeddings: Tensor
     states: Tensor
     following: Tensor
-    learnt: Tensor
+    supervised: Tensor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,11 +54,11 @@ def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
 def needed_of(head: Head, sample: Features) -> Needed:
     """What `entries_of` and a loss read of a sample: features where entries have them, the teacher where they learn."""
     own, before = head.entries(sample.visual, sample.stops)
-    learnt = sample.answer[own]
+    supervised = sample.answer[own]
     # Entries that see nothing of each other matter only where they are learnt from.
-    before = before[learnt] if head.blocks == 0 else before
+    before = before[supervised] if head.blocks == 0 else before
     taught, fed = torch.zeros_like(sample.visual), torch.zeros_like(sample.visual)
-    taught[own[learnt]] = True
+    taught[own[supervised]] = True
     fed[before[before >= 0]] = True
     nothing, last = torch.zeros_like(fed), max(sample.states)
     states = {

@@ -140,20 +140,20 @@ class AheadObjective:
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         """The first ``draft_steps`` stacks; stack s at an entry guesses the token s + 1 behind the entry's own."""
         assert isinstance(head, StackedHead)
-        window = Window.of(entries.learnt)
+        window = Window.of(entries.supervised)
         features, embeddings = window.take(entries.features), window.take(entries.embeddings)
         following, count = window.take(entries.following), window.places.shape[1]
         loss = features.new_zeros(())
         total = torch.zeros((), device=loss.device)
         counts = torch.zeros(2, draft_steps, dtype=torch.long, device=loss.device)
         for step in range(min(draft_steps, count)):
-            learnt = window.learnt[:, step:]  # by place of the token that is guessed
-            here = features[:, : count - step][learnt]  # [M, d]
+            supervised = window.supervised[:, step:]  # by place of the token that is guessed
+            here = features[:, : count - step][supervised]  # [M, d]
             path = None
             if head.follows:  # [M, step + 1, d]
                 windows = embeddings.unfold(1, step + 1, 1).transpose(2, 3)  # [B, A - step, step + 1, d]
-                path = windows[learnt]
-            guess, tokens = head(here, path, step=step), following[:, step:][learnt]
+                path = windows[supervised]
+            guess, tokens = head(here, path, step=step), following[:, step:][supervised]
 
             def judge(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
                 logits = head.logits(guess, lm_head).float()

@@ -94,16 +94,16 @@ def draft_loss(
             step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
         decay: what every further step counts for in the loss, relative to the one before.
     """
-    window = Window.of(entries.learnt)
+    window = Window.of(entries.supervised)
     states, following = window.take(entries.states), window.take(entries.following)
     device = states.device
     sums = {name: torch.zeros((), device=device) for name in terms_of(weights)}
     counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
     loss = states.new_zeros(())
-    alive = window.learnt
+    alive = window.supervised
     for step, guess in enumerate(unroll(head, entries, window, draft_steps)):
         if step:
-            alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.learnt
+            alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.supervised
         if not alive.any():
             break
 
@@ -193,19 +193,19 @@ class Window:
 
     Attributes:
         places: ``[B, A]`` entry numbers; those past a row's end repeat its last entry.
-        learnt: ``[B, A]`` bool; which places are really learnt.
+        supervised: ``[B, A]`` bool; which places are really supervised.
     """
 
     places: Tensor
-    learnt: Tensor
+    supervised: Tensor
 
     @classmethod
-    def of(cls, learnt: Tensor) -> Window:
+    def of(cls, supervised: Tensor) -> Window:
         """From ``[B, E]`` bool, at most one stretch per row."""
-        count = learnt.sum(1, keepdim=True)
-        first = learnt.to(torch.uint8).argmax(1, keepdim=True)
-        steps = torch.arange(int(count.max()), device=learnt.device)
-        places = (first + steps).clamp(max=learnt.shape[1] - 1)
+        count = supervised.sum(1, keepdim=True)
+        first = supervised.to(torch.uint8).argmax(1, keepdim=True)
+        steps = torch.arange(int(count.max()), device=supervised.device)
+        places = (first + steps).clamp(max=supervised.shape[1] - 1)
         return cls(places, steps < count)
 
     def take(self, values: Tensor) -> Tensor:
@@ -246,10 +246,10 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
         the window.
     """
     kept: Any = Kept(head.blocks)
-    count, device = entries.learnt.shape[1], entries.learnt.device
+    count, device = entries.supervised.shape[1], entries.supervised.device
     causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     positions = torch.arange(count, device=device)
-    batch = len(entries.learnt)
+    batch = len(entries.supervised)
     features = head.fuse(entries.features)
     out = head(features, entries.embeddings, positions[None], causal.expand(batch, -1, -1), kept, 0)
     guess = window.take(out)
