@@ -131,7 +131,7 @@ class Finding:
 
     Attributes:
         layer: index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
-            `saccade.target.forward.Needs`.
+            `saccade.target.forward.Requirements`.
         dropped: ascending positions of visual tokens that have no entry.
     """
 

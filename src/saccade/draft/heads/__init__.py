@@ -1,1 +1,1 @@
-"""Trained drafter heads: small modules that guess from the target's own hidden states."""
+"""Trained drafter heads: small modules that draft from the target's hidden states."""

@@ -14,20 +14,22 @@ from saccade.errors import ModelError
 from saccade.target.cache import RowCache
 
 STRETCHED = ("linear", "llama3", "yarn")
-"""Scalings that do not depend on how long a sequence has become."""
+"""Scalings that do not depend on the length of a sequence."""
 
 
 class Rotary:
-    """Angles for any positions, in float32.
+    """Rotary angles for any positions, in float32.
 
-    Not a module: its frequencies must stay exact when the head is cast to a lower precision.
+    Not a module: frequencies must stay exact when the head is cast to a lower precision. Not transformers' either,
+    which computes ``1 / theta ** e`` where this has ``theta ** -e``: the last bits differ, and trained heads rely on
+    them.
 
     Args:
         head_dim: even.
-        rope: as in `HeadConfig`; sections of M-RoPE play no part, because a head counts its own entries.
+        rope: as in `HeadConfig`, without M-RoPE sections: a head's positions count its own entries.
 
     Raises:
-        ModelError: the type of scaling is not known.
+        ModelError: unknown type of scaling.
     """
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any]) -> None:
@@ -43,7 +45,7 @@ class Rotary:
         self._frequencies = {torch.device("cpu"): frequencies.float()}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``: see `turn`."""
+        """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``, for `turn`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
@@ -77,14 +79,13 @@ def _stretched(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, float]:
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, cache: RowCache | Any, place: int
 ) -> Tensor:
-    """Attention ``[B, H, N, D]`` of entries to those in a cache and among themselves.
+    """Attention ``[B, H, N, D]`` of entries over cached ones and each other.
 
     Args:
         q: ``[B, H, N, D]``.
         k, v: ``[B, H_kv, N, D]``.
-        attention_mask: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout tells.
-        cache: told beforehand where to write (`RowCache.lay`); in training, anything whose layers have an ``update``;
-            None for none.
+        attention_mask: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout has the mask.
+        cache: laid out for these entries (`RowCache.lay`); in training, any object whose layers have ``update``.
         place: index of the layer.
     """
     if isinstance(cache, RowCache):
@@ -101,23 +102,18 @@ def cached_attention(
     )
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019) in the dtype of what it norms, sums in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """Root mean square norm (Zhang and Sennrich 2019) in the dtype of its input, also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     Args:
-        given: width of what it reads; that of the head when None.
+        given: width of its input; the head's when None.
     """
 
     def __init__(self, config: HeadConfig, given: int | None = None) -> None:
@@ -165,11 +161,11 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, attention, norm, gated MLP, each with its residual.
+    """Pre-norm attention and pre-norm gated MLP, each with its residual.
 
     Args:
-        place: index of the block in the head, which is its layer in the cache.
-        normed: whether the first norm is there; released EAGLE heads have none.
+        place: index of the block in the head, and its layer in the cache.
+        normed: False leaves out the first norm, as in released EAGLE heads.
     """
 
     def __init__(self, config: HeadConfig, place: int = 0, normed: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What a drafter head is made of, as its config.json says it."""
+"""Configuration of a drafter head: shape, target and options, as stored in config.json."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from saccade.errors import ModelError
 from saccade.target.adapter import Target
 
 MARK = "saccade_head"
-"""Key under which a head's config.json names its kind; no other checkpoint has it."""
+"""Key of the kind in a head's config.json; no other checkpoint has it."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Shape of a head, and of the target that it was made for.
+    """Shape of a head and of its target.
 
     Attributes:
         kind: a name of `saccade.draft.heads.registry.HEAD_KINDS`.
-        hidden_size: of the target's text decoder; the head's own width, too.
+        hidden_size: of the target's text decoder and of the head.
         intermediate_size: of its MLP.
         heads: attention heads.
         kv_heads: key and value heads.
         head_dim: of each.
         vocab_size: rows of the target's LM head.
-        layers: indices of the target's states that it reads (as in `saccade.target.forward.Needs`).
+        layers: indices of the target's states that it reads, as in `saccade.target.forward.Requirements`.
         target_class: class name of the target model.
         target_layers: decoder layers of the target.
-        rope: rotary parameters, as transformers writes them (``rope_theta``, ``rope_type``, scaling factors).
+        rope: rotary parameters as in transformers (``rope_theta``, ``rope_type``, scaling factors).
         norm_eps: of its RMS norms.
-        qk_norm: whether queries and keys are normalised per head.
-        qkv_bias: whether the query, key and value projections have a bias.
-        steps: draft steps that it was trained for; later ones reuse what belongs to the last.
-        options: what the kind has besides.
+        qk_norm: normalise queries and keys per attention head.
+        qkv_bias: biases in the query, key and value projections.
+        steps: draft steps of training; later ones reuse the parameters of the last.
+        options: of the kind.
     """
 
     kind: str
@@ -77,15 +77,15 @@ class HeadConfig:
     def from_target(
         cls, target: Target, kind: str, *, steps: int | None = None, mlp: int | None = None, **options: Any
     ) -> HeadConfig:
-        """The configuration of a new head of this kind, one block of the target's text shape.
+        """Return the configuration of a new head, one block of the target's text shape.
 
         Args:
-            steps: draft steps that it is to be trained for; the kind's own number when None.
-            mlp: width of its MLP; the target's when None. A narrower one makes a lighter head.
-            options: of the kind; those not given keep their defaults.
+            steps: draft steps of training; the kind's default when None.
+            mlp: width of its MLP; the target's when None.
+            options: of the kind, in place of their defaults.
 
         Raises:
-            ModelError: unknown kind or option, or a value that the kind does not know.
+            ModelError: unknown kind or option, or a value out of range.
         """
         head, text = head_class(kind), target.text_config
         known = [*(["mlp"] if head.gated else []), *head.defaults]
@@ -124,13 +124,10 @@ class HeadConfig:
 
     @classmethod
     def from_json(cls, text: str) -> HeadConfig:
-        """Read what `to_json` wrote.
-
-        Options that the kind had not yet when it was written are what they amounted to then (`Head.former`), or take
-        their defaults.
+        """Parse the text of `to_json`; options newer than the text have their former value (`Head.former`) or default.
 
         Raises:
-            ModelError: it is no head's configuration, or has fields missing or too many.
+            ModelError: the text is not a head's configuration, or has missing or unknown fields.
         """
         try:
             values = dict(json.loads(text))
@@ -153,10 +150,10 @@ class HeadConfig:
 
 
 def rope_of(text: Any) -> dict[str, Any]:
-    """Rotary parameters of the decoder's full-attention layers, for plain positions (no M-RoPE sections).
+    """Return the rotary parameters of a decoder's full-attention layers, without M-RoPE sections.
 
     Args:
-        text: configuration of a text decoder as transformers has it.
+        text: transformers' configuration of a text decoder.
     """
     rope = dict(getattr(text, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention", rope))

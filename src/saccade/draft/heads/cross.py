@@ -1,4 +1,4 @@
-"""Cross-attention from a head's entries to the features that stand before them."""
+"""Cross-attention from a head's entries to earlier features."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from saccade.target.cache import RowCache
 GATES = ("tanh", "open", "replace")
 
 _OPEN = 1.0
-"""Weight of a gate that begins open; its tanh is .76."""
+"""Initial weight of an open gate; its tanh is .76."""
 
 
 class CrossAttention(nn.Module):
     """Grouped-query attention to another sequence (DREAM, Eq. 1), with QK-norm.
 
-    As released, nothing but the features themselves tells where they stand. With rotary positions, keys are turned by
-    the positions of the features' tokens, and queries by that of the latest feature that their entry may see.
+    As released, features have no positions. With rotary positions, keys rotate by the positions of the features'
+    tokens, and queries by that of the latest feature visible to their entry.
 
     Args:
-        rotary: whether queries and keys have rotary positions.
+        rotary: rotary positions for queries and keys.
     """
 
     def __init__(self, config: HeadConfig, rotary: bool = False) -> None:
@@ -62,14 +62,13 @@ class CrossAttention(nn.Module):
 class CrossBlock(nn.Module):
     """Norm and cross-attention, norm and gated MLP.
 
-    With the gate ``tanh`` both residuals are added through the tanh of a weight that begins at zero, so that an
-    untrained block changes nothing (as DREAM was released); ``open`` is the same with a weight that begins at one.
-    With ``replace`` what is attended to takes the place of the stream (as DREAM's Section 3.1 says), and the MLP adds
-    to that.
+    With the gate ``tanh`` both residuals are scaled by the tanh of a weight initialised to zero, so that an untrained
+    block is the identity (as DREAM was released); ``open`` initialises it to one. With ``replace`` the attention's
+    output replaces the stream (DREAM, Section 3.1), and the MLP adds to it.
 
     Args:
         rotary: as of `CrossAttention`.
-        place: index among the head's cross blocks, which is its layer in the memory.
+        place: index among the head's cross blocks, and its layer in the memory.
     """
 
     def __init__(self, config: HeadConfig, gate: str, place: int, rotary: bool = False) -> None:
@@ -95,11 +94,11 @@ class CrossBlock(nn.Module):
 
         Args:
             x: ``[B, N, d]``.
-            features: ``[B, M, d]``; those that are not in the memory yet.
-            reach: ``[B or 1, N, F]`` bool; which of the F features each entry attends to, those in the memory first.
-                Every entry must see one. F is M without a memory.
-            memory: keys and values of earlier features, told beforehand where to write.
-            where: positions ``[B or 1, N]`` of the latest feature that each entry may see, and ``[B or 1, M]`` of the
+            features: ``[B, M, d]`` not yet in the memory.
+            reach: ``[B or 1, N, F]`` bool mask over features, those in the memory first; every entry attends to at
+                least one. F is M without a memory.
+            memory: keys and values of earlier features, laid out for these.
+            where: positions ``[B or 1, N]`` of the latest feature visible to each entry, and ``[B or 1, M]`` of the
                 features; only read with rotary positions.
         """
         attended = self.cross_attn(

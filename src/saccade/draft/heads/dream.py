@@ -1,4 +1,4 @@
-"""DREAM's head: the stream of tokens attends to the target's features instead of being fed them one by one."""
+"""DREAM's head, whose entries cross-attend to the target's features, and its draft session."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from saccade.tree import DraftTree
 class Dream(Head):
     """Decoder block, cross-attention block, decoder block (DREAM, Section 3.1).
 
-    The decoder blocks see the embeddings of entries alone. In between every entry attends to the features of ALL
-    tokens before its own: the target's, and below the last emitted token the head's own outputs. Visual tokens of
-    little weight have no entry (Section 3.3), but their features are attended to. Entries keep the positions that
-    they have without this compression.
+    The decoder blocks get the embeddings of entries alone. In between every entry attends to the features of ALL
+    earlier
+    tokens: the target's, and below the last emitted token the head's own outputs. Visual tokens with little attention
+    have no entry (Section 3.3), but their features are attended to. Compression does not change positions.
 
     Options:
-        keep: share of every medium's tokens that have entries, those that the target's last layer attends to most.
+        keep: share of every medium's tokens with entries, those with the most attention in the target's last layer.
         gate: of the cross-attention's residual: ``tanh``, ``open`` or ``replace``, see `CrossBlock`.
-        rotary: whether the cross-attention has the rotary positions of the features' tokens.
-        direct: whether the feature of the token before its own is added to every entry's stream ahead of the
-            cross-attention, through a projection; nothing without cross-attention.
-        initial: whether there is a block before the cross-attention (Table 2).
+        rotary: rotary positions of the features' tokens in the cross-attention.
+        direct: add a projection of the previous token's feature to every entry's stream ahead of the cross-attention;
+            no effect without cross-attention.
+        initial: a block before the cross-attention (Table 2).
         cross: cross-attention blocks (Table 2).
-        final: whether there is a block behind it (Table 2).
+        final: a block after it (Table 2).
     """
 
     kind: ClassVar[str] = "dream"
@@ -76,7 +76,7 @@ class Dream(Head):
 
     @property
     def pruning(self) -> Pruning:
-        """Which visual tokens have entries."""
+        """Choice of the visual tokens with entries."""
         keep = self.config.options["keep"]
         return Pruning("attention", keep_images=keep, keep_videos=keep, layers=(-1,))
 
@@ -93,25 +93,23 @@ class Dream(Head):
         memory: RowCache | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """As in `Head.forward`, with features of their own number.
+        """As in `Head.forward`, with a separate number of features.
 
         Args:
-            features: ``[B, M, d]``; those that are not in the memory yet.
-            reach: ``[B or 1, N, F]`` bool; which of the F features each entry attends to, those in the memory first.
-                None where each entry comes with the feature of the token before it (M = N): then an entry sees the
-                features of those entries that it sees.
-            memory: of `new_memory`, told where to write; None when all features are given at once (F = M).
-            places: ``[B or 1, M]`` the tokens of the features, which stand side by side. None where each entry comes
-                with its own.
+            features: ``[B, M, d]`` not yet in the memory.
+            reach: ``[B or 1, N, F]`` bool mask over features, those in the memory first. None when each entry brings
+                the feature of the token before it (M = N), which is visible where the entry is.
+            memory: of `new_memory`, laid out for these features; None when all features are given at once (F = M).
+            places: ``[B or 1, M]`` tokens of the features, consecutive; None when each entry brings its own.
         """
         reach = attention_mask if reach is None else reach
-        begun = self.begin(embeddings, positions, attention_mask, cache)
-        return self.finish(begun, features, positions, attention_mask, reach, cache, memory, places)
+        stream = self.begin(embeddings, positions, attention_mask, cache)
+        return self.finish(stream, features, positions, attention_mask, reach, cache, memory, places)
 
     def begin(
         self, embeddings: Tensor, positions: Tensor, attention_mask: Tensor, cache: RowCache | None = None
     ) -> Tensor:
-        """``[B, N, d]`` behind the first block, which no feature has reached."""
+        """Return the stream ``[B, N, d]`` after the first block, before any feature."""
         if self.first is None:
             return embeddings
         out: Tensor = self.first(embeddings, positions, attention_mask, cache)
@@ -119,7 +117,7 @@ class Dream(Head):
 
     def finish(
         self,
-        begun: Tensor,
+        stream: Tensor,
         features: Tensor,
         positions: Tensor,
         attention_mask: Tensor,
@@ -128,8 +126,8 @@ class Dream(Head):
         memory: RowCache | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """``[B, N, d]`` of `forward`, from what `begin` made of the entries."""
-        out = begun
+        """Return the output ``[B, N, d]`` of `forward` from the stream of `begin`."""
+        out = stream
         if self.direct is not None and self.direct_norm is not None:
             out = out + self.direct(self.direct_norm(_latest(features, positions, places)))
         for block in self.cross:
@@ -139,12 +137,12 @@ class Dream(Head):
         return out
 
     def new_memory(self, rows: int) -> RowCache:
-        """An empty cache for the keys and values of features in up to ``rows`` rows."""
+        """Return an empty cache for keys and values of features in up to ``rows`` rows."""
         return RowCache([next(self.parameters()).device] * len(self.cross), rows)
 
 
 def _latest(features: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
-    """``[B, N, d]`` the feature of the token before each entry's own, of features ``[B, M, d]`` at ``places``."""
+    """Return the feature ``[B, N, d]`` of the token before each entry's, of features ``[B, M, d]`` at ``places``."""
     if places is None:
         return features
     index = (positions - places[:, :1]).expand(len(features), -1)
@@ -163,18 +161,18 @@ def _check(options: Mapping[str, Any]) -> None:
         if not isinstance(options[name], bool):
             raise ModelError(f"{name} must be true or false, not {options[name]!r}.")
     if not (options["initial"] or options["final"]):
-        raise ModelError("A dream head needs its initial or its final block; leave out one of them at most.")
+        raise ModelError("A dream head needs its initial or its final block; leave out at most one.")
 
 
 class DreamDraftSession(HeadDraftSession):
-    """A DREAM head at work on B rows.
+    """Draft session of a DREAM head.
 
-    Every entry brings the feature of the token before its own into the memory, and entries of the prompt those of the
-    dropped tokens in between, too. An entry then sees what its row has committed there, and of this step's entries
-    the features that its ancestors and itself have brought: never that of a sibling, whose children alone bring it.
+    Every entry brings the feature of the token before its own into the memory; entries of the prompt also bring those
+    of the dropped tokens in between. An entry attends to its row's committed features and to those that its ancestors
+    and itself brought in this step, never to a sibling's, which only the sibling's children bring.
 
     Attributes:
-        memory: keys and values of the features that entries attend to; slot j holds token j.
+        memory: keys and values of features; slot j holds token j.
     """
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
@@ -216,13 +214,13 @@ class DreamDraftSession(HeadDraftSession):
         return tokens, tokens - 1
 
     def _choose(self, row: int, prompt: Prompt, prefill: PrefillResult) -> list[int]:
-        """Visual tokens without entries; before where the target went on they stay what they were."""
+        """Return visual tokens without entries; those of a cached prefix do not change."""
         config = self._drafter.target.config
         before = [place for place in self._dropped[row] if place < prefill.start]
         if not self._pruning.needs_attention or prefill.columns is None:
             return before
         dropped = self._pruning.dropped(config, prompt, prefill.prompt, prefill.columns, config)
-        # The last token always has an entry: it brings the features of all dropped ones before it.
+        # The last token always has an entry, which brings the features of all dropped tokens before it.
         return before + [place for place in dropped if prefill.start <= place < len(prompt) - 1]
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
@@ -244,7 +242,7 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.commit([row], [range(last - first)])
 
     def _lay_memory(self, row: int, count: int, reach: Tensor) -> None:
-        """Say where ``count`` new features of a prompt go, and which of them its entries see.
+        """Lay out ``count`` new features of a prompt, with the mask of its entries.
 
         Args:
             reach: ``[1, N, count]`` bool.

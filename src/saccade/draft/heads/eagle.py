@@ -20,17 +20,16 @@ NORMS = ("all", "block", "none")
 class Eagle2(Head):
     """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
 
-    Every token has an entry, visual ones too: their embeddings are the visual features that the target's decoder gets
-    in their place. Positions are token indices. Both inputs are normalised first: embeddings and features differ in
-    scale by orders of magnitude, and without it training stalls. Released heads do without
-    (`saccade.draft.heads.published_eagle`).
+    Every token has an entry; embeddings of visual tokens are the visual features that the target's decoder gets.
+    Positions are token indices. Both inputs are normalised: embeddings and features differ in scale by orders of
+    magnitude, and training stalls otherwise. Released heads have no such norms (`saccade.draft.heads.published_eagle`).
 
     Options:
         text_only: hide the visual tokens (HiViS, Table 1, "text only").
         after_image: as in `Head.entries`; only read when visual tokens are hidden.
         blocks: decoder blocks, 1 in the paper; more are DREAM's ablation (Table 2).
-        norms: which stand before the attention: ``all``, of the block alone (``block``), or ``none``.
-        bias: whether the layer that mixes both inputs has one.
+        norms: norms ahead of the attention: ``all``, the block's alone (``block``), or ``none``.
+        bias: of the layer that mixes both inputs.
     """
 
     kind: ClassVar[str] = "eagle2"
@@ -93,12 +92,12 @@ class Eagle3(Head):
     of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
 
     Options:
-        own_vocabulary: 0 for the target's LM head; N for an LM head of its own over N of the target's tokens, as
-            released heads have it (`saccade.draft.heads.published`).
+        own_vocabulary: 0 for the target's LM head; N for its own over N of the target's tokens, as in released heads
+            (`saccade.draft.heads.published`).
 
     Attributes:
-        lm_head: its own, where it has one.
-        token_ids: ``[N]`` the target's ids of the tokens that this one knows.
+        lm_head: its own, if any.
+        token_ids: ``[N]`` the target's ids of its tokens.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -129,7 +128,7 @@ class Eagle3(Head):
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
-        """What enters layers 2, L/2 and L - 3, as released; at the quarters of targets too shallow for that."""
+        """Return the inputs of layers 2, L/2 and L - 3, as released; of the quarters for shallower targets."""
         if target_layers >= 7:
             return 2, target_layers // 2, target_layers - 3
         return tuple(sorted({round(target_layers * quarter / 4) for quarter in (1, 2, 3)}))
@@ -157,23 +156,22 @@ class Eagle3(Head):
         return out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here.
+        """Return logits ``[B, N, V]`` of this head's own outputs ``[B, N, d]``, not of the target's states.
 
-        With an LM head of its own ``lm_head`` plays no part, and tokens that it does not know have -inf.
+        With its own LM head, ``lm_head`` is ignored, and tokens outside the head's vocabulary get -inf.
         """
         if not self.has_lm_head:
             return lm_head(self.norm(hidden))
-        said: Tensor = self.lm_head(self.norm(hidden))
-        everywhere = said.new_full((*said.shape[:-1], self.config.vocab_size), -torch.inf)
-        return everywhere.index_copy(-1, self.token_ids, said)
+        known: Tensor = self.lm_head(self.norm(hidden))
+        logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+        return logits.index_copy(-1, self.token_ids, known)
 
 
 class Msd(Eagle2):
     """Decoupled text and visual tokens (Lin et al. 2025, MSD, Section 3.2), otherwise EAGLE-2's head.
 
-    Entries of text tokens are fed embedding and feature side by side. Entries of visual tokens are fed what the
-    target's decoder gets in their place alone: the target's state before a visual token is no guess of it. They are
-    those whose feature is zero.
+    Entries of text tokens get embedding and feature. Entries of visual tokens get the visual feature alone: the
+    target's state before a visual token does not predict it. They are the entries whose feature is zero.
 
     Options:
         norms, bias: as of `Eagle2`.

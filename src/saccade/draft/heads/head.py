@@ -21,7 +21,7 @@ from saccade.target.families import ordinary_ids
 
 
 def logits_scale(target: Target) -> float:
-    """The factor, measured on a few tokens; exactly 1 where the model has none, or does something else instead."""
+    """Return the factor between LM head outputs and logits, measured on a few tokens; 1 unless it is a constant."""
     outputs: list[Tensor] = []
 
     def keep(_: Any, __: Any, output: Tensor) -> None:
@@ -38,15 +38,15 @@ def logits_scale(target: Target) -> float:
     return _factor(outputs[-1].flatten(0, -2)[-1].to(logits.device), logits)
 
 
-def _factor(said: Tensor, logits: Tensor) -> float:
-    """The factor between ``[V]`` what the LM head said and the logits."""
+def _factor(raw: Tensor, logits: Tensor) -> float:
+    """Return the factor between ``[V]`` outputs of the LM head and the logits."""
     rounding = max(1e-4, 2 * torch.finfo(logits.dtype).eps)
-    said, logits = said.float(), logits.float()
-    if torch.equal(said, logits) or not said.any():
+    raw, logits = raw.float(), logits.float()
+    if torch.equal(raw, logits) or not raw.any():
         return 1.0
-    scale = float((said @ logits) / (said @ said))
+    scale = float((raw @ logits) / (raw @ raw))
     fits = torch.allclose(
-        logits, scale * said, rtol=rounding, atol=0.01 * rounding * float(logits.abs().max())
+        logits, scale * raw, rtol=rounding, atol=0.01 * rounding * float(logits.abs().max())
     )
     # Soft caps bend logits; where these are small they look like factors just below 1.
     return scale if fits and scale > 0 and abs(math.log(scale)) > 0.1 else 1.0
@@ -56,25 +56,24 @@ AFTER_IMAGE = ("text", "visual")
 
 
 class Head(nn.Module, ABC):
-    """A module that guesses the target's next hidden state from those before it.
+    """A module that predicts the target's next hidden state from earlier ones.
 
-    A head runs over *entries*. An entry stands for one token and is fed the token's embedding together with the
-    target's state (feature) at the token before it; its output is the head's guess of the state at the token itself,
-    from which the target's LM head reads the next token. The first token has no entry, because nothing stands before
-    it. Positions count entries: 0, 1, 2, ... without gaps, also where the target has M-RoPE, and also where visual
-    tokens are hidden from the head. The target's embedding is shared, never part of the head, and so is
-    its LM head, unless the head has one of its own (`has_lm_head`).
+    A head runs over *entries*. An entry represents one token; its inputs are the token's embedding and the target's
+    state (feature) at the token before. Its output predicts the state at the token itself, from which the target's LM
+    head computes the next token's logits. The first token has no entry. Positions count entries, 0, 1, 2, ..., also for
+    targets with M-RoPE and when visual tokens are hidden. The target's embedding is shared and not part of the head,
+    and so is its LM head, unless the head has its own (`has_lm_head`).
 
     The same forward serves training (no cache, all entries of a text at once) and drafting.
 
     Attributes:
-        config: its shape.
+        config: shape and options.
         kind: its name in the registry.
-        defaults: options of the kind, with their defaults.
-        former: options that came later -> what they are in heads written before, where that is not the default.
-        loaded_only: options that published heads may have otherwise than by default, and none that is trained here.
-        default_steps: draft steps that the kind is trained for.
-        gated: whether it has a gated MLP, of which `HeadConfig.intermediate_size` is the width.
+        defaults: options of the kind with their defaults.
+        former: newer options -> their value in heads written earlier, where it is not the default.
+        loaded_only: options that may differ from their defaults in published heads alone, not in training.
+        default_steps: draft steps of training.
+        gated: has a gated MLP of the width `HeadConfig.intermediate_size`.
     """
 
     kind: ClassVar[str]
@@ -104,38 +103,37 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
-        """Indices of the target's states that a head of these options reads: by default the last, after the final
-        norm."""
+        """Return the indices of the target's states that the head reads; by default the last, after the final norm."""
         return (target_layers,)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the target's states that it is fed, side by side (as in `saccade.target.forward.Needs`)."""
+        """Indices of the target's states that it reads, side by side (as in `saccade.target.forward.Requirements`)."""
         return self.config.layers
 
     @property
     def hides_visual(self) -> bool:
-        """Whether visual tokens have no entries."""
+        """Visual tokens have no entries."""
         return False
 
     @property
     def is_shown_visual(self) -> bool:
-        """Whether entries of visual tokens are given what the target's decoder gets in their place."""
+        """Entries of visual tokens get the visual features that the target's decoder gets."""
         return not self.hides_visual
 
     @property
     def reach(self) -> int | None:
-        """How many tokens behind the last emitted one it can guess; None for as many as are wanted."""
+        """Most tokens that it can draft after the last emitted one; None for no limit."""
         return None
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether it has an LM head of its own, which says logits on their own scale."""
+        """Has its own LM head, with logits on their own scale."""
         return False
 
     @property
     def blocks(self) -> int:
-        """Layers that its cache needs."""
+        """Layers of its KV cache."""
         return 1
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -152,39 +150,38 @@ class Head(nn.Module, ABC):
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """Guess the states at the entries' own tokens.
+        """Predict the states at the entries' own tokens.
 
         Args:
-            features: ``[B, N, d]`` what stands at the token before each entry's: the target's states (`fuse`), or the
-                head's own output for that token while drafting.
-            embeddings: ``[B, N, d]`` what the target's decoder gets for each entry's token.
+            features: ``[B, N, d]`` states at the token before each entry's: the target's (`fuse`), or the head's own
+                output for a draft token.
+            embeddings: ``[B, N, d]`` inputs of the target's decoder for the entries' tokens.
             positions: ``[B or 1, N]``.
             attention_mask: ``[B or 1, N, K]`` bool, cached entries first; every entry attends to itself. Not read
                 with a cache of `new_cache`, whose layout has the mask.
-            cache: of `new_cache`, told where to write; None when all entries are given at once (K = N).
-            step: how many tokens in a row have been guessed: 0 for every entry that is fed the target's own
-                feature, t for a guess t levels below the last emitted token; a tensor broadcasts to ``[B, N]``.
+            cache: of `new_cache`, laid out for these entries; None when all entries are given at once (K = N).
+            step: 0 for entries with the target's own feature, t for a draft token t levels below the last emitted
+                token; a tensor broadcasts to ``[B, N]``.
 
         Returns:
             ``[B, N, d]``.
         """
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[B, N, V]`` after states ``[B, N, d]`` of this head; states are guessed as they leave the final norm."""
+        """Return logits ``[B, N, V]`` of predicted states ``[B, N, d]``, which are states after the final norm."""
         return lm_head(hidden)
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Which token each entry stands for, and at which token its feature is read.
+        """Return the token of each entry, and the token whose feature it gets.
 
         Args:
-            visual: ``[S]`` bool; which tokens of a text are visual.
-            stops: tokens behind images, for kinds that tell apart two images that touch.
+            visual: ``[S]`` bool; visual tokens of a text.
+            stops: tokens after images, for kinds that distinguish adjacent images.
 
         Returns:
-            Two index tensors ``[E]``; E is one less than the number of tokens that the head sees. With
-            ``after_image="visual"`` the feature for a text token behind an image is that of the image's last token,
-            with ``"text"`` (HiViS, Algorithm 1) that of the text token before the image. An entry whose feature is read
-            at -1 is fed none: zeros in its place.
+            Two index tensors ``[E]``; E is one less than the number of visible tokens. With ``after_image="visual"``
+            the feature for a text token after an image is that of the image's last token, with ``"text"`` (HiViS,
+            Algorithm 1) that of the text token before the image. An index of -1 means a feature of zeros.
         """
         if not self.hides_visual:
             tokens = torch.arange(len(visual), device=visual.device)
@@ -195,35 +192,35 @@ class Head(nn.Module, ABC):
         return tokens[1:], tokens[1:] - 1
 
     def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
-        """What the entries of a text are given for their own tokens, ``[E, w]``; w is d for most kinds.
+        """Return the entries' inputs for their own tokens, ``[E, w]``; w is d for most kinds.
 
         Args:
-            embeddings: ``[S, d]`` what the target's decoder gets for every token.
+            embeddings: ``[S, d]`` inputs of the target's decoder.
             visual: ``[S]`` bool.
             stops: as of `entries`.
         """
         return embeddings[self.entries(visual)[0]]
 
     def begin_from(self, target: Target) -> None:
-        """Before training: take over of the target's weights what the kind begins with; by default nothing."""
+        """Initialise from the target's weights before training; by default nothing."""
 
     def new_cache(self, rows: int) -> RowCache:
-        """An empty KV cache for up to ``rows`` rows."""
+        """Return an empty KV cache for up to ``rows`` rows."""
         return RowCache([next(self.parameters()).device] * self.blocks, rows)
 
 
 def build_head(config: HeadConfig) -> Head:
-    """A head with fresh weights.
+    """Return a head with fresh weights.
 
     Raises:
-        ModelError: unknown kind, or options that it does not have.
+        ModelError: unknown kind or options.
     """
     head: Head = head_class(config.kind)(config)
     return head
 
 
 def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries, with no features for those of visual tokens.
+    """Return entries without features for visual tokens.
 
     Args:
         visual: ``[S]`` bool.
@@ -233,5 +230,5 @@ def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, 
 
 
 def read_at(states: Tensor, sources: Tensor) -> Tensor:
-    """``[E, d]`` features at ``sources`` of states ``[S, d]``; zeros where there is none (-1)."""
+    """Return features ``[E, d]`` at ``sources`` of states ``[S, d]``; zeros at -1."""
     return states[sources].masked_fill((sources < 0)[:, None], 0)

@@ -1,4 +1,4 @@
-"""HiViS's head: visual tokens are hidden, their content arrives in the target's features."""
+"""HiViS's head, without visual tokens: their content arrives in the target's features."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from saccade.target.cache import RowCache
 class HiViS(Head):
     """Semantic fusion and step residuals over text tokens alone (HiViS, Sections 3.2 and 3.3, Algorithm 1).
 
-    An entry's input is ``f w1 + e w2 + r^s w``: the feature f, the embedding e, and a learned vector for the draft
-    step s. ``r^0`` belongs to every entry that is fed a true feature, ``r^s`` to guesses s levels deep; deeper than
-    trained, the last one is reused. Positions are text positions without gaps for the hidden tokens.
+    An entry's input is ``f w1 + e w2 + r^s w``: the feature f, the embedding e, and a learned vector for the draft step
+    s. ``r^0`` is for entries with the target's feature, ``r^s`` for draft tokens s levels deep; deeper than trained,
+    the last one is reused. Positions are text positions without gaps for the hidden tokens.
 
     Options:
         after_image: as in `Head.entries`; the paper says ``text``.

@@ -1,4 +1,4 @@
-"""Kangaroo's head: what the target's own first layers say, translated for its LM head."""
+"""Kangaroo's head, an adapter from the target's first layers to its LM head, and its draft session."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 class Kangaroo(Head):
     """Early exit and an adapter (Liu et al. 2024, Kangaroo, Section 3.1).
 
-    The drafter is the target up to its layer ``exit``, and behind it one attention between two norms, without an MLP;
-    the target's LM head reads the tokens. An entry is fed the target's state at its own token, where it enters that
-    layer, and nothing else: drafted tokens run through the first layers themselves, so that no state is ever guessed.
-    Every token has an entry, the first and visual ones too. The last norm is the adapter's own, and begins as the
-    target's.
+    The drafter is the target up to its layer ``exit``, followed by one attention between two norms, without an MLP,
+    and the target's LM head. An entry's only input is the input of that layer at its own token: draft tokens run
+    through the first layers themselves, so that no state is predicted. Every token has an entry, also the first and
+    visual ones. The last norm is the adapter's own, initialised from the target's.
 
     Options:
-        exit: layers of the target that draft; 0 for a sixteenth of them, rounded up, which is 2 of 32 and 3 of 40 as
-            in the paper.
+        exit: layers of the target that draft; 0 for a sixteenth of them, rounded up (2 of 32 and 3 of 40, as in the
+            paper).
     """
 
     kind: ClassVar[str] = "kangaroo"
@@ -58,7 +57,7 @@ class Kangaroo(Head):
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
-        """What enters the layer at which the target is left.
+        """Return the exit layer, whose input the head reads.
 
         Raises:
             ModelError: the target has no such layer.
@@ -85,19 +84,18 @@ class Kangaroo(Head):
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """Translate the states of the entries' own tokens.
+        """Map early states to states for the LM head.
 
         Args:
-            features: ``[B, N, d]`` what enters the target's layer ``exit`` at each entry's own token.
-            embeddings: not looked at.
-            step: not looked at.
+            features: ``[B, N, d]`` inputs of the target's layer ``exit`` at the entries' own tokens.
+            embeddings, step: ignored.
         """
         angles = self._rotary(positions)
         out: Tensor = features + self.self_attn(self.input_norm(features), angles, attention_mask, cache, 0)
         return out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[B, N, V]`` after outputs ``[B, N, d]`` of this head; the target's states are not to be given here."""
+        """Return logits ``[B, N, V]`` of this head's own outputs ``[B, N, d]``, not of the target's states."""
         return lm_head(self.norm(hidden))
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
@@ -105,12 +103,12 @@ class Kangaroo(Head):
         return tokens, tokens
 
     def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
-        """``[S, 0]``: nothing."""
+        """Return no inputs, ``[S, 0]``."""
         return embeddings[:, :0]
 
     @torch.no_grad()
     def begin_from(self, target: Target) -> None:
-        # What the norm makes of 1, -1, 1, ... shows what it multiplies with, however it stores that.
+        # The norm of 1, -1, 1, ... reveals its gain, however it is stored.
         norm = final_norm(target.decoder)
         weight = next(norm.parameters())
         signs = weight.new_ones(1, self.config.hidden_size)
@@ -120,10 +118,11 @@ class Kangaroo(Head):
 
 
 class KangarooDraftSession(HeadDraftSession):
-    """A Kangaroo head at work on B rows.
+    """Draft session of a Kangaroo head.
 
-    The first layers see the prompt in the target's cache, where its prefill has left it. Root and guesses are pending
-    entries there while a tree grows, dropped before the target verifies it: its pass runs their first layers again.
+    The first layers read the prompt from the target's cache. Root and draft tokens are pending entries there while a
+    tree
+    grows, and are dropped before the target verifies it: its forward runs their first layers again.
     """
 
     lag: ClassVar[int] = 0
@@ -176,4 +175,4 @@ class KangarooDraftSession(HeadDraftSession):
         return self._features[0].new_empty(*tokens.shape, 0)
 
     def _feed_answer(self, row: int, prompt: Prompt) -> None:
-        """Entries are fed the state at their own token."""
+        """Nothing to store: entries get the state at their own token."""

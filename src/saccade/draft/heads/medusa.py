@@ -25,13 +25,13 @@ from saccade.verify.rule import Verdict
 
 
 class StackedHead(Head):
-    """Stack i guesses the token i + 1 behind the last emitted one, from the target's state at the token before that.
+    """Stacks of layers; stack i predicts the token i + 1 after the last emitted one from the state before that one.
 
-    `HeadConfig.steps` is the number of stacks, and `Head.forward`'s ``step`` says which one runs. Entries see nothing
-    of each other, so that there is no cache.
+    `HeadConfig.steps` is the number of stacks, and `Head.forward`'s ``step`` selects one. Entries do not attend to each
+    other, so that there is no cache.
 
     Attributes:
-        follows: whether a stack also reads the tokens guessed so far.
+        follows: a stack also gets the draft tokens so far.
     """
 
     default_steps: ClassVar[int] = 5
@@ -48,7 +48,7 @@ class StackedHead(Head):
 
 
 class ResidualLayer(nn.Module):
-    """``x + SiLU(linear(x))``, which changes nothing while it is new."""
+    """``x + SiLU(linear(x))``, initialised to the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,12 +61,11 @@ class ResidualLayer(nn.Module):
 
 
 class Medusa(StackedHead):
-    """Residual layers on the target's last state, one stack per guess (Cai et al. 2024, Medusa, Section 2.1.1).
+    """Residual layers on the target's last state, one stack per draft token (Cai et al. 2024, Medusa, Section 2.1.1).
 
-    The state at the token before the last emitted one has already given that one; stack i guesses the token i + 1
-    behind it, whatever was guessed in between. `HeadConfig.steps` is the number of stacks. Each guesses a state for
-    the target's LM head, which all share: the paper gives each a copy of its own. A new stack changes nothing, so that
-    every guess begins as the target's own next token.
+    From the state before the last emitted token, stack i predicts the token i + 1 after it, regardless of the tokens in
+    between. Stacks predict states for the target's LM head, which all share; the paper gives each a copy of its own.
+    A new stack is the identity.
 
     Options:
         layers: residual layers of each stack.
@@ -93,11 +92,11 @@ class Medusa(StackedHead):
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """Guess the states ``step`` tokens behind the entries' own; nothing but the features is looked at.
+        """Predict the states ``step`` tokens after the entries' own from the features alone.
 
         Args:
             features: ``[B, N, d]`` the target's states at the token before each entry's.
-            step: which stack, below `reach`.
+            step: index of the stack, below `reach`.
         """
         out: Tensor = self.stacks[int(step)](features)
         return out
@@ -106,10 +105,10 @@ class Medusa(StackedHead):
 class Hydra(StackedHead):
     """Sequentially dependent heads (Ankner et al. 2024, Hydra, Section 3).
 
-    Stack i guesses the token i + 1 behind the last emitted one, from the target's state at the token before that one
-    and from the embeddings of it and of the i tokens guessed since. A stack is an MLP with one hidden layer over both,
-    normalised, and adds to the state; tokens are read by the target's LM head. `HeadConfig.steps` is the number of
-    stacks. Hydra++'s prefix attention is left out.
+    Stack i predicts the token i + 1 after the last emitted one from the target's state before that one and from the
+    embeddings of it and of the i draft tokens since. A stack is an MLP with one hidden layer over both, normalised, and
+    adds to the state, for the target's LM head. `HeadConfig.steps` is the number of stacks. Hydra++'s prefix attention
+    is left out.
     """
 
     kind: ClassVar[str] = "hydra"
@@ -132,12 +131,12 @@ class Hydra(StackedHead):
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """Guess the states ``step`` tokens behind the entries' own; entries see nothing of each other.
+        """Predict the states ``step`` tokens after the entries' own.
 
         Args:
             features: ``[B, N, d]`` the target's states at the token before each entry's.
-            embeddings: ``[B, N, step + 1, d]`` of the entry's token and of the ``step`` ones behind it.
-            step: which stack, below `reach`.
+            embeddings: ``[B, N, step + 1, d]`` of the entry's token and of the ``step`` ones after it.
+            step: index of the stack, below `reach`.
         """
         index = int(step)
         state = self.feature_norm(features)[..., None, :]
@@ -147,10 +146,10 @@ class Hydra(StackedHead):
 
 
 class AheadDraftSession:
-    """A Medusa or Hydra head at work on B rows.
+    """Draft session of a Medusa or Hydra head.
 
-    Every node of a level is guessed from by the same stack. Medusa's guesses are the same below all nodes of a level,
-    so that a tree is the product of what its stacks hold likely; Hydra's depend on the path.
+    One stack serves all nodes of a level. Medusa's predictions are the same below all nodes of a level, so that a tree
+    is the product of its stacks' likeliest tokens; Hydra's depend on the path.
     """
 
     captioning_seconds = 0.0
@@ -163,11 +162,11 @@ class AheadDraftSession:
         self._prompts = [0] * rows
         weight = next(self._head.parameters())
         self._state = weight.new_zeros(rows, self._head.config.hidden_size)  # at the token before the root
-        self._going = self._state[:0]  # [A, d] of the rows that are guessed for
+        self._going = self._state[:0]  # [A, d] of the rows in this step
         target.requirements.add_layers(*self._head.layers)
 
     def reserve(self, row: int, capacity: int) -> None:
-        """One state per row is all there is."""
+        """Nothing to reserve: there is one state per row."""
 
     def forget(self, row: int) -> None:
         self._prompts[row] = 0
@@ -178,7 +177,7 @@ class AheadDraftSession:
         assert prefill is not None
         (layer,) = self._head.layers
         self._state[row] = prefill.hidden[layer][-1].to(self._state)
-        if prefill.start < self._prompts[row]:  # no next turn of the same conversation
+        if prefill.start < self._prompts[row]:  # not a later turn of the same conversation
             self._shaping.restart(row)
         self._prompts[row] = len(prompt)
 
@@ -189,9 +188,8 @@ class AheadDraftSession:
         roots = on_device([tokens[-1] for tokens in new], self._device)
         self._going = self._state[on_device(list(rows), self._device)]
         growth = self._shaping.begin(rows, roots, proposer)
-        capped = (
-            self._drafter.policy.can_sample
-        )  # a form that is chosen by what was guessed must not depend on it
+        # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
+        capped = self._drafter.policy.can_sample
         ran = roots[:, None]  # [A, 1 + F], root first
         frontier = growth.expand(self._logits(ran[:, :, None]))
         while frontier is not None and not (capped and frontier.depth >= limit):
@@ -211,7 +209,7 @@ class AheadDraftSession:
         self._shaping.observe(rows, verdict)
 
     def _logits(self, paths: Tensor) -> Tensor:
-        """``[B, W, V]`` behind the last of the tokens ``[B, W, t + 1]``, root first."""
+        """Return logits ``[B, W, V]`` after the last of the tokens ``[B, W, t + 1]``, root first."""
         _, width, count = paths.shape
         embedded = None
         if self._head.follows:
@@ -223,10 +221,10 @@ class AheadDraftSession:
 
 
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:
-    """``[B, W, depth + 1]`` tokens from the root down to every node of a frontier; anything for padding nodes.
+    """Return the tokens ``[B, W, depth + 1]`` from the root to every node of a frontier; arbitrary for padding.
 
     Args:
-        ran: ``[B, 1 + F + W]`` the root, the nodes that were run before, and the frontier.
+        ran: ``[B, 1 + F + W]`` root, earlier nodes, and frontier.
     """
     if frontier.attention_mask is None:  # a chain
         return ran[:, None]

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the layout in which they are released (Li et al. 2025, EAGLE-3, Section 3.1), as ours.
+"""EAGLE-3 heads in their released layout (Li et al. 2025, EAGLE-3, Section 3.1), translated to ours.
 
 Facts of the layout, as EAGLE's own code, SGLang, vLLM and SpecForge read it:
 
@@ -31,10 +31,10 @@ from saccade.errors import ModelError
 from saccade.target.adapter import Target
 
 FILES = ("model.safetensors", "pytorch_model.bin")
-"""Where the weights may be; the first one that is there counts."""
+"""Names of the weight file, in order of preference."""
 
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
-"""Settings that other values of would need another module, of all forms."""
+"""Settings of all layouts whose other values would need another module."""
 
 
 def check_settings(name: str, values: Mapping[str, Any], **only: Any) -> None:
@@ -42,7 +42,7 @@ def check_settings(name: str, values: Mapping[str, Any], **only: Any) -> None:
 
     Args:
         name: of the head, in messages here and below.
-        only: what the form asks for besides what all do.
+        only: further settings of the layout.
     """
     for key, value in {**_ONLY, **only}.items():
         if values.get(key) not in (None, value):
@@ -65,15 +65,15 @@ def rename_weights(
     needed: Collection[str],
     not_needed: Collection[str],
 ) -> dict[str, Tensor]:
-    """The weights under our names.
+    """Return the weights under our names.
 
     Args:
         names: theirs -> ours.
-        needed: of theirs, in the order in which their lack is told.
-        not_needed: of theirs, to be left out.
+        needed: of theirs; the first missing one is reported.
+        not_needed: of theirs, left out.
 
     Raises:
-        ModelError: one is not known, or one is missing.
+        ModelError: a weight is unknown or missing.
     """
     odd = [key for key in weights if key not in names and key not in not_needed]
     if odd:
@@ -96,7 +96,7 @@ def block_config(
     qkv_bias: bool,
     options: Mapping[str, Any],
 ) -> HeadConfig:
-    """The configuration of a head of one block, whose shape a Llama's config.json says.
+    """Return the configuration of a head of one block from a Llama's config.json.
 
     Raises:
         ModelError: a size is missing or no number, or the rotary embedding is not known or incomplete.
@@ -130,7 +130,7 @@ def number(name: str, values: Mapping[str, Any], key: str, usual: int | None = N
     """A size in config.json.
 
     Raises:
-        ModelError: it is none, or missing where there is no usual one.
+        ModelError: it is not a positive whole number, or missing without a usual value.
     """
     found = usual if values.get(key) is None else values[key]
     if type(found) is not int or found < 1:
@@ -173,7 +173,7 @@ _NOT_NEEDED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_
 
 
 def is_eagle3(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a published EAGLE-3 head's, known here or not."""
+    """Whether a config.json belongs to a published EAGLE-3 head, supported or not."""
     names = _architectures(values)
     return any("eagle3" in name.lower() for name in names) or (
         "LlamaForCausalLM" in names and "draft_vocab_size" in values
@@ -181,20 +181,20 @@ def is_eagle3(values: Mapping[str, Any]) -> bool:
 
 
 def kind(values: Mapping[str, Any]) -> type[Eagle3]:
-    """What the head of a config.json is."""
+    """Return the class of the head."""
     return Eagle3
 
 
 def translate(
     folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Configuration and weights of a published head under our names.
+    """Return configuration and weights of a published head under our names.
 
     Args:
-        folder: to name in messages.
+        folder: for messages.
         values: its config.json.
-        weights: by the names that they were released with.
-        target: what it is loaded for; its class and depth, which config.json does not say, are taken from it.
+        weights: under their released names.
+        target: of the head; its class and depth are not in config.json.
 
     Returns:
         The weights are those of an `Eagle3` head of the configuration, whose ``lm_head.weight`` is ``[N, d]`` and

@@ -1,10 +1,10 @@
-"""EAGLE, EAGLE-2 and MSD heads in the layout in which they are released, as ours.
+"""EAGLE, EAGLE-2 and MSD heads in their released layout, translated to ours.
 
 (Li et al. 2024, EAGLE, Section 4.1; Lin et al. 2025, MSD, Section 3.2.) Facts of the layout, as EAGLE's own code and
 MSD's fork of it read it:
 
-- config.json is that of a language model or a VLM, of one layer, and does not tell a head from a small draft model.
-  The weight ``fc`` does: it mixes the embedding and the target's last state, embedding first, without norms.
+- config.json is that of a language model or a VLM of one layer, as for a small draft model. The weight ``fc``
+  distinguishes a head: it mixes the embedding and the target's last state, embedding first, without norms.
 - The block is a Llama's without its first norm, which MSD's heads for Qwen2-VL have, as they have biases of queries,
   keys and values. ``fc`` has a bias where config.json does not say ``bias: false``.
 - What leaves the block takes the feature's place while drafting, and the target's LM head reads tokens from it, both
@@ -41,11 +41,11 @@ _NOT_NEEDED = ("embed_tokens.weight", f"{_BLOCK}self_attn.rotary_emb.inv_freq")
 
 
 def is_eagle(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> bool:
-    """Whether a folder holds a published head of EAGLE's first form, known here or not.
+    """Whether a folder holds a published head of EAGLE's first layout, supported or not.
 
     Args:
         values: its config.json.
-        shapes: asked for the shapes of its weights, unless config.json already says no.
+        shapes: returns the shapes of its weights; called only if config.json fits.
     """
     if _text(values).get("num_hidden_layers") != 1:
         return False
@@ -55,26 +55,26 @@ def is_eagle(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[
 
 
 def kind(values: Mapping[str, Any]) -> type[Eagle2]:
-    """What the head of a config.json is: MSD's where it is that of a VLM, which EAGLE's own code does not know."""
+    """Return the class of the head: MSD for a VLM's config.json, which EAGLE's own code does not support."""
     return Msd if is_multimodal(str(values.get("model_type"))) else Eagle2
 
 
 def translate(
     folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Configuration and weights of a published head under our names.
+    """Return configuration and weights of a published head under our names.
 
     Args:
-        folder: to name in messages.
+        folder: for messages.
         values: its config.json.
-        weights: by the names that they were released with.
-        target: what it is loaded for; its class, depth and vocabulary, which are not the head's, are taken from it.
+        weights: under their released names.
+        target: of the head; its class, depth and vocabulary are not in config.json.
 
     Returns:
         The weights are those of an `Eagle2` or `Msd` head of the configuration.
 
     Raises:
-        ModelError: a setting or a weight that is not known, one that is missing, or another target's hidden size.
+        ModelError: an unknown or missing setting or weight, or another target's hidden size.
     """
     name, text = f"The EAGLE head {folder}", _text(values)
     check_settings(name, text)
@@ -96,6 +96,6 @@ def translate(
 
 
 def _text(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the decoder; a VLM's may say it in a part of its own."""
+    """Return the decoder's part of a config.json; a VLM's may be nested."""
     nested = values.get("text_config")
     return {**values, **nested} if isinstance(nested, Mapping) else values

@@ -26,28 +26,28 @@ from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
 CHUNK = 1024
-"""Prompt entries that run at once; bounds the attention mask."""
+"""Prompt entries per forward; bounds the attention mask."""
 MASKS = MaskPlan(None, ())
-"""Heads have no windows, whatever their target has."""
+"""Heads have no sliding windows."""
 
 
 class HeadDrafter(TreeDrafter):
-    """A head behind the target that it was trained for.
+    """Drafter of a head and the target that it was trained for.
 
     Args:
         head: on the target's device, in its dtype (`saccade.draft.heads.store.load_head` puts it there).
-        target: whose embedding it shares, and whose LM head if it has none of its own.
-        policy: which guesses are worth verifying.
+        target: whose embedding it shares, and whose LM head unless it has its own.
+        policy: shape of the draft tree.
 
     Raises:
-        ModelError: the head was made for another target, or the tree is deeper than it can guess.
+        ModelError: the head was made for another target, or the tree is deeper than its reach.
     """
 
     def __init__(self, head: Head, target: Target, policy: TreePolicy) -> None:
         check_fit(head.config, target)
         if head.reach is not None and policy.max_depth > head.reach:
             raise ModelError(
-                f"This {head.kind} head guesses {head.reach} tokens ahead, but the tree has up to {policy.max_depth} "
+                f"This {head.kind} head drafts {head.reach} tokens ahead, but the tree has up to {policy.max_depth} "
                 f"levels; choose a tree of at most {head.reach}."
             )
         super().__init__(policy)
@@ -60,30 +60,30 @@ class HeadDrafter(TreeDrafter):
         return session
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[B, N, V]`` after states ``[B, N, d]`` of the head, on the scale of the target's own."""
+        """Return logits ``[B, N, V]`` of the head's states ``[B, N, d]``, on the scale of the target's."""
         lm_head = self.target.model.get_output_embeddings()
         given = hidden if self.head.has_lm_head else hidden.to(lm_head.weight)
-        said = self.head.logits(given, lm_head).to(self.target.device)
-        return said if self._scale == 1 else said * self._scale
+        logits = self.head.logits(given, lm_head).to(self.target.device)
+        return logits if self._scale == 1 else logits * self._scale
 
 
 class HeadDraftSession:
-    """A head's KV cache, and the target's states that it has been fed and will be.
+    """KV cache of a head, and the target's states for its entries.
 
-    A step starts with one forward over the tokens that were emitted last, fed the target's own states: entries of
-    guesses, which saw the head's states, were dropped and accepted tokens run anew. Below the root every node is fed
-    its parent's output.
+    A step starts with one forward over the tokens emitted last, with the target's own states: entries of draft tokens,
+    computed from the head's states, are dropped, and accepted tokens run again. Below the root every node gets its
+    parent's output.
 
-    The target's states are kept for every token of a row: a later turn goes on from wherever the target does, and the
-    first entry behind that point needs the state before it, which the target does not compute again.
+    The target's states are retained for every token of a row: a later turn resumes where the target does, and its
+    first entry needs the state before it, which the target does not compute again.
 
     Attributes:
-        cache: of the head; one entry per token that it sees, but the first.
+        cache: of the head; one entry per visible token but the first.
     """
 
     captioning_seconds = 0.0
     lag: ClassVar[int] = 1
-    """How many tokens before its own an entry is fed the target's state."""
+    """Distance in tokens from an entry back to the target's state that it gets."""
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         self._drafter, self._context = drafter, target
@@ -93,10 +93,10 @@ class HeadDraftSession:
         self._shaping = policy.open(rows, self._device)
         self.cache: RowCache = self._head.new_cache(rows)
         self._room = [0] * rows
-        # Tokens of every row whose entries have run, or would if they were not hidden; and tokens whose states
-        # are there, which the last block may have brought.
+        # Per row: tokens whose entries have run (hidden ones included), and tokens whose states are stored,
+        # among them those of the last verification.
         self._known, self._fed = [0] * rows, [0] * rows
-        self._prompts = [0] * rows  # length of the prompt that each row has read last
+        self._prompts = [0] * rows  # length of each row's last prompt
         weight = next(self._head.parameters())
         width = self._head.config.hidden_size
         # Per row [S, d], of the target's states at every token.
@@ -124,7 +124,7 @@ class HeadDraftSession:
         states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
         if states.shape[0] != count - start or start > self._fed[row]:
             raise ModelError(
-                "The head has not been fed all that the target has read; give both the same prompt, in one session."
+                "The head lacks states of tokens that the target has read; give both the same prompt, in one session."
             )
         self._features[row][start:count] = self._head.fuse(states)
         tokens, sources = self._entries(row, prompt, prefill)
@@ -135,13 +135,13 @@ class HeadDraftSession:
         for at in range(held, len(tokens), CHUNK):
             part = slice(at, at + CHUNK)
             self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
-        if start < self._prompts[row]:  # no next turn of the same conversation
+        if start < self._prompts[row]:  # not a later turn of the same conversation
             self._shaping.restart(row)
         self._known[row] = self._fed[row] = self._prompts[row] = count
         self._feed_answer(row, prompt)
 
     def _feed_answer(self, row: int, prompt: Prompt) -> None:
-        """Put what the first answer token is fed at the prompt's last: the state where `Head.entries` would read it."""
+        """Store the first answer token's feature, as `Head.entries` chooses it, at the prompt's last token."""
         visual = self._visual(prompt)
         (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [len(prompt) - 1]
         self._features[row][len(prompt) - 1] = self._features[row][source]
@@ -159,14 +159,13 @@ class HeadDraftSession:
             ran = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
         roots = on_device([tokens[-1] for tokens in new], self._device)
         growth = self._shaping.begin(rows, roots, proposer)
-        capped = (
-            self._drafter.policy.can_sample
-        )  # a form that is chosen by what was guessed must not depend on it
+        # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
+        capped = self._drafter.policy.can_sample
         frontier = growth.expand(self._drafter.logits(ran))
         while frontier is not None and not (capped and frontier.depth >= limit):
-            guessed = self._run(rows, frontier, ran)
-            ran = torch.cat([ran, guessed], 1)
-            frontier = growth.expand(self._drafter.logits(guessed))
+            hidden = self._run(rows, frontier, ran)
+            ran = torch.cat([ran, hidden], 1)
+            frontier = growth.expand(self._drafter.logits(hidden))
         self.cache.drop(rows)
         return growth.tree()
 
@@ -177,7 +176,7 @@ class HeadDraftSession:
         states = self._states(output)  # [A, N, F]
         along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [A, D + 1, F]
         along = self._head.fuse(along)  # [A, D + 1, d]
-        # Beyond what was accepted they are overwritten before they are read.
+        # States beyond the accepted tokens are overwritten before they are read.
         for place, row in enumerate(rows):
             first = self._known[row] - 1
             self._features[row][first : first + along.shape[1]] = along[place]
@@ -185,7 +184,7 @@ class HeadDraftSession:
         self._shaping.observe(rows, verdict)
 
     def _states(self, output: ForwardOutput) -> Tensor:
-        """What the head reads of a forward of the target, ``[A, N, F]``."""
+        """Return the states ``[A, N, F]`` that the head reads of a target forward."""
         parts = [output.hidden[layer] for layer in self._head.layers]
         return torch.cat(parts, -1).to(self._features[0])
 
@@ -193,7 +192,7 @@ class HeadDraftSession:
         return visual_mask(self._drafter.target.config, prompt.ids)
 
     def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
-        """As `Head.entries`, of a prompt that the target has read."""
+        """As `Head.entries`, for a prompt that the target has read."""
         return self._head.entries(self._visual(prompt))
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
@@ -206,14 +205,14 @@ class HeadDraftSession:
         self.cache.commit([row], [range(count)])
 
     def _lay(self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None) -> None:
-        """Say where the next forward's entries go in a cache, and what they see (`MaskPlan.build`)."""
+        """Lay out the next forward's entries in a cache, with their masks (`MaskPlan.build`)."""
         lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
         dtype = self._features[0].dtype
         masks = MASKS.build(attention_mask, lengths, count, pending, None, dtype, self._device)
         cache.plan_layout([(rows, count, masks)])
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Run what every row emitted last with the target's states; ``[A, width, d]``."""
+        """Run the tokens that every row emitted last, with the target's states; ``[A, width, d]``."""
         tokens = on_device([[*t, *[0] * (width - len(t))] for t in new], self._device)
         firsts = [max(self._known[row] - self.lag, 0) for row in rows]
         parts = [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
@@ -225,13 +224,13 @@ class HeadDraftSession:
         return hidden
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
-        """States ``[A, W, d]`` of a frontier, each node fed the state of its parent among those that ``ran``."""
+        """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
         width = frontier.tokens.shape[1]
-        before = ran.shape[1] - 1  # the root is no entry of the frontier's own
+        before = ran.shape[1] - 1  # the root is not an entry of the tree's levels
         if frontier.attention_mask is None:
             features = ran[:, -1:]
         else:
-            # Entries stand in the order of their levels: the last one that a node sees before its level is its parent.
+            # Entries are in order of their levels: the last one visible to a node before its own level is its parent.
             number = torch.arange(1, before + 1, device=self._device)
             seen = frontier.attention_mask[..., :before] * number
             parent = pad(seen, (1, 0)).amax(-1).expand(ran.shape[0], width)  # [A, W] into ran
@@ -249,14 +248,14 @@ class HeadDraftSession:
         offset: int | Tensor,
         step: int,
     ) -> Tensor:
-        """Pending entries of some rows, ``offset`` positions behind their committed ones."""
+        """Run pending entries of some rows, ``offset`` positions after their committed ones."""
         self._lay(self.cache, rows, tokens.shape[1], attention_mask)
         positions = self._placed(self.cache, rows, offset).expand(tokens.shape)
         out: Tensor = self._head(features, self._embed(rows, tokens), positions, None, self.cache, step)
         return out
 
     def _placed(self, cache: RowCache, rows: Sequence[int], offset: int | Tensor) -> Tensor:
-        """``[A or 1, N or 1]`` positions ``offset`` behind the rows' committed entries."""
+        """Return positions ``[A or 1, N or 1]``, ``offset`` after the rows' committed entries."""
         lengths = [cache.lengths[row] for row in rows]
         if len(rows) == 1 and isinstance(offset, int):
             return on_device([[lengths[0] + offset]], self._device)
@@ -272,7 +271,7 @@ class HeadDraftSession:
         return self._drafter.target.embed(tokens).to(self._features[0].dtype)
 
     def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
-        """``[1, E, d]`` what the target's decoder was given for these tokens, visual features included."""
+        """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""
         ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
         embedded = self._words(ids)
         if not self._head.is_shown_visual or not prompt.media:
@@ -285,7 +284,7 @@ class HeadDraftSession:
         return embedded
 
     def _given(self, prefill: PrefillResult) -> Tensor:
-        """``[S - start, d]`` what the target's decoder was given."""
+        """Return the target decoder's inputs ``[S - start, d]``."""
         if prefill.embeddings is None:
             raise ModelError(
                 f"{type(self._drafter.target.decoder).__name__} is not given embeddings in a known way, which a head "

@@ -1,4 +1,4 @@
-"""Heads on disk, ours or published ones: config.json and weights in one folder, loaded whole or refused."""
+"""Heads on disk, ours and published ones: config.json and weights in one folder, loaded completely or refused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from saccade.target.adapter import Target
 
 WEIGHTS = "model.safetensors"
 _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
-"""What reading a damaged weight file raises."""
+"""Exceptions from reading a damaged weight file."""
 
 
 class _Form(Protocol):
-    """A layout in which heads are published: a module that knows it."""
+    """Module that reads one layout of published heads."""
 
     def kind(self, values: Mapping[str, Any]) -> type[Head]: ...
 
@@ -42,7 +42,7 @@ class _Form(Protocol):
 
 
 def save_head(head: Head, folder: str | Path) -> None:
-    """Write a head; what it shares with the target is not part of it."""
+    """Write a head, without the weights that it shares with the target."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in head.state_dict().items()}
@@ -51,17 +51,16 @@ def save_head(head: Head, folder: str | Path) -> None:
 
 
 def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Head:
-    """Read a head for a target, onto its device.
+    """Load a head for a target, onto its device.
 
     Args:
-        folder: written by `save_head`, or of a published head (`saccade.draft.heads.published`, `published_eagle`);
-            here, or a repository on the hub.
+        folder: of `save_head` or of a published head (`saccade.draft.heads.published`, `published_eagle`); a local
+            folder or a hub id.
         dtype: of the head; when None the target's, but float32 for a small head on a CPU.
 
     Raises:
-        ModelError: there is no head or the hub could not give it, it was made for another target, or its weights are
-            damaged, too few, too many or of the wrong shape; or it is a published one that differs from its form as
-            it is known here.
+        ModelError: there is no head, the hub cannot be reached, the head was made for another target, its weights are
+            damaged, missing, unknown or of the wrong shape, or a published head differs from its known layout.
     """
     values = _values(folder)
     form = _form(folder, values)
@@ -82,7 +81,7 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
 
 
 def read_config(folder: str | Path) -> HeadConfig:
-    """The configuration of the head in a folder.
+    """Return the configuration of the head in a folder.
 
     Raises:
         ModelError: there is none.
@@ -96,7 +95,7 @@ def read_config(folder: str | Path) -> HeadConfig:
 
 
 def kind_at(folder: str | Path) -> str:
-    """The kind of the head in a folder.
+    """Return the kind of the head in a folder.
 
     Raises:
         ModelError: there is none, or its configuration was changed.
@@ -107,10 +106,10 @@ def kind_at(folder: str | Path) -> str:
 
 
 def kind_in(folder: Any) -> str | None:
-    """The kind of head in a folder or on the hub; None for anything else.
+    """Return the kind of the head in a folder or on the hub; None for anything else.
 
     Raises:
-        ModelError: it is a head of a kind that does not exist, or neither a folder nor to be had from the hub.
+        ModelError: a head of unknown kind, or neither a folder nor available from the hub.
     """
     if not isinstance(folder, (str, Path)):
         return None
@@ -122,7 +121,7 @@ def kind_in(folder: Any) -> str | None:
 
 
 def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:
-    """The layout of the published head in a folder; None for ours, and for what is no head."""
+    """Return the layout of the published head in a folder; None for ours and for other folders."""
     if published.is_eagle3(values):
         return published
     if MARK not in values and published_eagle.is_eagle(values, partial(_shapes, folder)):
@@ -131,7 +130,7 @@ def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:
 
 
 def _values(folder: str | Path) -> dict[str, Any]:
-    """What the config.json in a folder says; nothing where there is none that can be read."""
+    """Return the contents of a folder's config.json; empty if it cannot be read."""
     file = file_of(folder, "config.json")
     try:
         values = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
@@ -141,7 +140,7 @@ def _values(folder: str | Path) -> dict[str, Any]:
 
 
 def _shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a folder, none of which is read; none where that cannot be told."""
+    """Return the shapes of the weights in a folder without reading them; empty if unreadable."""
     file = next((file for file in (file_of(folder, name) for name in FILES) if file is not None), None)
     try:
         if file is not None and file.suffix == ".safetensors":
@@ -155,7 +154,7 @@ def _shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The weights in the first of these files that is there."""
+    """Return the weights of the first file that exists."""
     for file in (file_of(folder, name) for name in names):
         if file is None:
             continue

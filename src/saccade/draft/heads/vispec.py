@@ -1,4 +1,4 @@
-"""ViSpec's head: an image reaches the drafter as a handful of vectors, and as one that all later words are told."""
+"""ViSpec's head, with images compressed to a few entries and one global vector, and its draft session."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from saccade.target.context import Context, PrefillResult
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image in a text, compressed.
+    """A compressed image.
 
     Attributes:
         first: its first token.
-        stop: the token behind its last one.
-        vectors: ``[queries, d]``; the last one is what later words are told.
+        stop: the token after its last one.
+        vectors: ``[queries, d]``; the last one is the global vector for later text.
     """
 
     first: int
@@ -45,7 +45,7 @@ class Adaptor(nn.Module):
         self.cross = CrossBlock(config, "replace", 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[queries, d]`` of an image's tokens ``[N, d]`` as the target's decoder is given them."""
+        """Return the vectors ``[queries, d]`` of an image's decoder inputs ``[N, d]``."""
         queries = self.queries[None].to(tokens.dtype)
         reach = torch.ones(1, queries.shape[1], len(tokens), dtype=torch.bool, device=tokens.device)
         out: Tensor = self.cross(queries, tokens[None], reach)[0]
@@ -55,11 +55,10 @@ class Adaptor(nn.Module):
 class ViSpec(Head):
     """EAGLE-2's head with images compressed (Kang et al. 2025, ViSpec, Sections 3.2 and 3.3).
 
-    All but the last of an image's vectors take the place of its last tokens; its other tokens have no entry. They are
-    fed alone, without a feature, and are those entries whose feature is zero. The last vector is mixed into the input
-    of every text token behind the image, guesses included, until there is another image. An image is a run of visual
-    tokens, a video too. Positions count entries; the paper keeps token positions, which differ by the tokens left out
-    before an entry.
+    All but the last of an image's vectors replace its last tokens; its other tokens have no entry. These entries have
+    no feature (zero). The last vector, the global one, is mixed into the input of every later text token, draft tokens
+    included, up to the next image. An image is a run of visual tokens; so is a video. Positions count entries, whereas
+    the paper keeps token positions, which differ by the tokens left out before an entry.
 
     Options:
         queries: vectors per image, the last one included; 2 as released.
@@ -77,19 +76,19 @@ class ViSpec(Head):
         self.embedding_norm = RMSNorm(width, config.norm_eps)
         self.feature_norm = RMSNorm(width, config.norm_eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.told = nn.Linear(width, width, bias=False)
+        self.told = nn.Linear(width, width, bias=False)  # projects the global vector; saved as told
         self.block = Block(config)
 
     @property
     def shown(self) -> int:
-        """Entries of an image, if it has as many tokens."""
+        """Entries per image of at least as many tokens."""
         return int(self.config.options["queries"]) - 1
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         return self.entries_of(visual, runs_of(visual, stops))
 
     def entries_of(self, visual: Tensor, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """As `entries`, of a text whose images are known."""
+        """As `entries`, with the images as runs of `runs_of`."""
         seen = ~visual
         for first, stop in runs:
             seen[max(first, stop - self.shown) : stop] = True
@@ -98,31 +97,28 @@ class ViSpec(Head):
         return decoupled(visual, tokens, tokens - 1)
 
     def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
-        """``[E, 2 * d]``: see `lay`."""
+        """Return inputs ``[E, 2 * d]`` of `with_images`."""
         given, runs = embeddings.to(self.adaptor.queries.dtype), runs_of(visual, stops)
         images = [Image(first, stop, self.adaptor(given[first:stop])) for first, stop in runs]
         tokens = self.entries_of(visual, runs)[0]
-        return self.lay(given[tokens], tokens, images)
+        return self.with_images(given[tokens], tokens, images)
 
-    def lay(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
-        """What entries are given: their embeddings, and beside them what they are told of the image before them.
+    def with_images(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
+        """Return the entries' inputs ``[E, 2 * d]``: own vector and global vector of the latest image before them.
 
         Args:
-            words: ``[E, d]`` embeddings of the entries' tokens; anything for visual ones.
+            words: ``[E, d]`` embeddings of the entries' tokens; arbitrary for visual ones.
             tokens: ``[E]``.
-            images: in order, all that have entries among these or stand before them.
-
-        Returns:
-            ``[E, 2 * d]``.
+            images: in order, all up to the last entry.
         """
-        told = torch.zeros_like(words)
+        global_vectors = torch.zeros_like(words)
         for image in images:
             shown = min(self.shown, image.stop - image.first)
             number = tokens - (image.stop - shown)
             inside = (number >= 0) & (number < shown)
             words = torch.where(inside[:, None], image.vectors[number.clamp(0, shown - 1)], words)
-            told = torch.where((tokens >= image.stop)[:, None], image.vectors[-1], told)
-        return torch.cat([words, told], -1)
+            global_vectors = torch.where((tokens >= image.stop)[:, None], image.vectors[-1], global_vectors)
+        return torch.cat([words, global_vectors], -1)
 
     def forward(
         self,
@@ -133,21 +129,21 @@ class ViSpec(Head):
         cache: RowCache | None = None,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `lay`."""
-        words, told = embeddings.chunk(2, -1)
+        """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `with_images`."""
+        words, global_vectors = embeddings.chunk(2, -1)
         words = self.embedding_norm(words)
-        both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(told)
+        both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(global_vectors)
         fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
         out: Tensor = self.block(fused, positions, attention_mask, cache)
         return out
 
 
 def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """First token and the one behind the last of every run of visual tokens.
+    """Return the first token and the one after the last of every run of visual tokens.
 
     Args:
         visual: ``[S]`` bool.
-        cuts: tokens before which a run ends in any case.
+        cuts: tokens before which a run always ends.
     """
     flags, found, first, ends = visual.tolist(), list[tuple[int, int]](), -1, set(cuts)
     for token, seen in enumerate([*flags, False]):
@@ -160,7 +156,7 @@ def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
 
 
 class ViSpecDraftSession(HeadDraftSession):
-    """A ViSpec head at work on B rows."""
+    """Draft session of a ViSpec head."""
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)
@@ -174,7 +170,7 @@ class ViSpecDraftSession(HeadDraftSession):
         self._images[row] = []
 
     def _runs(self, prompt: Prompt) -> Sequence[tuple[int, int]]:
-        # A later turn may end between two images that touch: each must be compressed for itself.
+        # A later turn may start between two adjacent images: each is compressed separately.
         spans = media_spans(self._drafter.target.config, prompt)
         return runs_of(self._visual(prompt), [stop for _, stop in spans])
 
@@ -192,7 +188,7 @@ class ViSpecDraftSession(HeadDraftSession):
         self._global[row] = images[-1].vectors[-1] if images else 0
         places = tokens.to(self._device)
         words = self._words(torch.tensor(prompt.ids, device=self._device)[places])
-        return self._vispec.lay(words, places, images)[None]
+        return self._vispec.with_images(words, places, images)[None]
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         vectors = self._global[on_device(list(rows), self._device)]
