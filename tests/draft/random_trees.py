@@ -86,7 +86,7 @@ def draft_tree(rows: Sequence[NaiveTree], q: Tensor | None = None) -> DraftTree:
 
 
 def judged(judge: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor | None = None) -> Verdict:
-    """What a rule at work says of trees of as many rows as there are scores."""
+    """A judge's verdict on trees of as many rows as there are scores."""
     verdict: Verdict = judge.judge(range(len(scores)), tree, scores, uniforms, ForwardOutput(scores))
     return verdict
 
@@ -112,7 +112,7 @@ class PathModel:
         return torch.tensor(self.logits(row, path), dtype=torch.double).log_softmax(-1).tolist()
 
     def grow(self, growth: Growth, rows: Sequence[int]) -> DraftTree:
-        """Run a policy to its end as a drafter does: all it knows of a node's path is what ``allow`` lets it see."""
+        """Run a policy to its end as a drafter does: a node's path is read off its attention mask alone."""
         ran = [list[tuple[int, int]]() for _ in rows]  # per row (depth, token) of every entry run so far
         frontier = growth.expand(torch.tensor([[self.logits(row, ())] for row in rows]))
         while frontier is not None:

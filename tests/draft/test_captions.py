@@ -32,7 +32,7 @@ from saccade.draft.ensemble.captions import (
     CheckpointCaptions,
     OwnCaptions,
     PictureCaptions,
-    Seen,
+    PromptMedium,
     picture,
 )
 from saccade.draft.ensemble.views import TextOnly
@@ -77,9 +77,9 @@ def test_an_image_is_told_once_in_one_line_and_its_time_is_counted() -> None:
     case = FAMILIES["llava"]
     config = case.model().config
     (prompt,) = split(config, case.row_inputs("images2", 0))
-    asked: list[Seen] = []
+    asked: list[PromptMedium] = []
 
-    def tell(seen: Seen) -> str:
+    def tell(seen: PromptMedium) -> str:
         asked.append(seen)
         return " a cat\n on a mat "
 
@@ -97,7 +97,7 @@ def test_what_the_device_still_has_to_do_is_no_part_of_a_caption_s_time(
     """A captioner is the first to wait for the target's prefill."""
     case, done = FAMILIES["llava"], list[str]()
 
-    def tell(seen: Seen) -> str:
+    def tell(seen: PromptMedium) -> str:
         done.append("told")
         return "a cat"
 
@@ -128,7 +128,7 @@ def test_a_drafter_is_asked_about_the_image_as_if_it_were_given_it(name: str) ->
     processor = kit(name).ours
     image = gradient(3, (80, 56))
     prompt = processor.prompt("What is it?", images=[image])
-    told: list[Seen] = []
+    told: list[PromptMedium] = []
     Caption(processor.config, processor.tokenizer, lambda seen: told.append(seen) or "").read(prompt)  # type: ignore[func-returns-value]
     asking = OwnCaptions.__new__(OwnCaptions)
     asking._processor, asking._question = processor, "Describe the {kind}."
@@ -145,9 +145,9 @@ def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> Non
         for shades in ([0, 1, 2, 3], [4])
     ]
     prompt = processor.prompt("What is it?", images=[gradient(5, (56, 56))], videos=films[:1])
-    told: list[Seen] = []
+    told: list[PromptMedium] = []
 
-    def tell(seen: Seen) -> str:
+    def tell(seen: PromptMedium) -> str:
         told.append(seen)
         return f"a {len(told)}"
 
@@ -166,7 +166,7 @@ def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> Non
 def test_a_drafter_is_asked_about_the_video_as_if_it_were_given_it(name: str) -> None:
     processor = kit(name).ours
     film = np.stack([np.asarray(gradient(shade, (56, 56))) for shade in range(6)])
-    told: list[Seen] = []
+    told: list[PromptMedium] = []
     prompt = processor.prompt("What is it?", videos=[film])
     Caption(processor.config, processor.tokenizer, lambda seen: told.append(seen) or "").read(prompt)  # type: ignore[func-returns-value]
     asking = OwnCaptions.__new__(OwnCaptions)
@@ -180,7 +180,7 @@ def test_a_drafter_is_asked_about_the_video_as_if_it_were_given_it(name: str) ->
 def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str) -> None:
     model, processor = loaded(name)
     prompt = processor.prompt("Anything.", images=[gradient(1)])
-    told: list[Seen] = []
+    told: list[PromptMedium] = []
     view = Caption(
         processor.config,
         processor.tokenizer,
@@ -202,7 +202,7 @@ def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str) -> None:
 def test_a_drafter_s_own_caption_ends_where_the_drafter_ends_it() -> None:
     model, processor = loaded("llava")
     prompt = processor.prompt("Anything.", images=[gradient(1)])
-    seen = Seen(prompt.media, tuple(i for i in prompt.ids if i == processor.config.image_token_id))
+    seen = PromptMedium(prompt.media, tuple(i for i in prompt.ids if i == processor.config.image_token_id))
     own = OwnCaptions(model, processor, max_new_tokens=9)
     ids = processor.tokenizer.encode(own(seen), add_special_tokens=False)
     stopped = InputProcessor.load(str(ready("llava")))

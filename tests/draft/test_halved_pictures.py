@@ -53,7 +53,7 @@ def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium)
     )
-    monkeypatch.setattr(pooled, "KEPT", 2)
+    monkeypatch.setattr(pooled, "MAX_HALVED", 2)
     view, given = HalvedPictures(config("qwen2_vl")), prompts("qwen2_vl")
     assert view.read(given[0]) == view.read(given[0]) == read("qwen2_vl", given[0])
     assert len(made) == 2  # one of them is that of `read`, which has a view of its own

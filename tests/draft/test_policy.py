@@ -1,4 +1,4 @@
-"""Policies grow the trees that a naive expansion grows, seeing no more of a node than `allow` shows."""
+"""Policies grow the trees of a naive expansion whose logits depend on what the attention mask shows."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from saccade.target.context import Context
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PromptMedium:
     """An image or a video in a prompt.
 
     Attributes:
@@ -49,7 +49,7 @@ class Seen:
         return " ".join(medium.digest for medium in self.media)
 
 
-Captioner = Callable[[Seen], str]
+Captioner = Callable[[PromptMedium], str]
 """Short caption of an image or a video."""
 
 
@@ -90,19 +90,19 @@ class Caption(PlainView):
         for media in prompt.given:
             places = [next(spans) for _ in media]
             start, stop = places[0][0], places[-1][1]
-            seen = Seen(media, prompt.ids[start:stop])
-            words = f"{seen.kind}: {self._caption(seen)}"
+            shown = PromptMedium(media, prompt.ids[start:stop])
+            words = f"{shown.kind}: {self._caption(shown)}"
             ids += [*prompt.ids[end:start], *self._tokenizer.encode(words, add_special_tokens=False)]
             end = stop
         return Prompt((*ids, *prompt.ids[end:]))
 
-    def _caption(self, seen: Seen) -> str:
-        digest = seen.digest
+    def _caption(self, shown: PromptMedium) -> str:
+        digest = shown.digest
         if digest not in self.captions:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             started = time.perf_counter()
-            self.captions[digest] = " ".join(self._captioner(seen).split())
+            self.captions[digest] = " ".join(self._captioner(shown).split())
             self.seconds += time.perf_counter() - started
         return self.captions[digest]
 
@@ -129,20 +129,20 @@ class OwnCaptions:
         self._max_new_tokens = max_new_tokens
         self._question = question
 
-    def prompt(self, seen: Seen) -> Prompt:
+    def prompt(self, shown: PromptMedium) -> Prompt:
         """The caption's prompt: that of an empty picture, with the media in its place."""
-        question = self._question.format(kind=seen.kind)
-        if seen.kind == "image":
+        question = self._question.format(kind=shown.kind)
+        if shown.kind == "image":
             empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
         else:
-            count = len(seen.media) if seen.medium.frame else 4
+            count = len(shown.media) if shown.medium.frame else 4
             empty = self._processor.prompt(question, videos=[np.zeros((count, 32, 32, 3), np.uint8)])
         spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
         start, stop = spans[0][0], spans[-1][1]
-        return Prompt((*empty.ids[:start], *seen.ids, *empty.ids[stop:]), seen.media)
+        return Prompt((*empty.ids[:start], *shown.ids, *empty.ids[stop:]), shown.media)
 
-    def __call__(self, seen: Seen) -> str:
-        return self._answer(self.prompt(seen))
+    def __call__(self, shown: PromptMedium) -> str:
+        return self._answer(self.prompt(shown))
 
     def of_picture(self, image: Image.Image) -> str:
         """The caption of a picture, which this VLM's own processor prepares."""
@@ -169,15 +169,15 @@ class PictureCaptions:
 
     Args:
         processor: the draft model's inputs, whose tensors are turned back into pictures.
-        tell: the function; of a video it gets the middle frame.
+        caption: the function; of a video it gets the middle frame.
     """
 
-    def __init__(self, processor: InputProcessor, tell: Callable[[Image.Image], str]) -> None:
+    def __init__(self, processor: InputProcessor, caption: Callable[[Image.Image], str]) -> None:
         self._processor = processor
-        self._tell = tell
+        self._caption = caption
 
-    def __call__(self, seen: Seen) -> str:
-        return self._tell(picture(self._processor, seen.medium))
+    def __call__(self, shown: PromptMedium) -> str:
+        return self._caption(picture(self._processor, shown.medium))
 
 
 class GivenCaptions:
@@ -190,13 +190,13 @@ class GivenCaptions:
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
 
-    def __call__(self, seen: Seen) -> str:
-        if seen.digest not in self._texts:
+    def __call__(self, shown: PromptMedium) -> str:
+        if shown.digest not in self._texts:
             raise InputError(
-                f"No caption was given for the {seen.kind} with the digest {seen.digest}; add it to captioner, or let "
-                "a checkpoint or the draft model caption."
+                f"No caption was given for the {shown.kind} with the digest {shown.digest}; add it to captioner, or "
+                "let a checkpoint or the draft model caption."
             )
-        return self._texts[seen.digest]
+        return self._texts[shown.digest]
 
 
 @lru_cache(maxsize=1)

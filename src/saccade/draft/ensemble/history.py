@@ -68,7 +68,7 @@ class History:
 
     def __init__(self, batch: int, size: int, window: int | None, device: torch.device) -> None:
         self._window = window
-        self._seen = [0] * batch
+        self._added = [0] * batch
         places = 1 if window is None else window + 1  # the last one collects positions beyond the window
         self._sums = torch.zeros(batch, places, size, device=device)
 
@@ -83,21 +83,21 @@ class History:
             known = places < on_device(new, values.device)[:, None]
             self._sums.index_add_(0, index, torch.where(known[..., None], values, 0.0).sum(1, keepdim=True))
         for row, more in zip(rows, new, strict=True):
-            self._seen[row] += more
+            self._added[row] += more
 
     def _places(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> Tensor:
         """``[A, T, S]`` places of the positions in the ring; those beyond the window go behind it."""
         assert self._window is not None
         window, places = self._window, []
         for row, more in zip(rows, new, strict=True):
-            seen, stays = self._seen[row], range(max(more - window, 0), more)
-            places.append([(seen + t) % window if t in stays else window for t in range(values.shape[1])])
+            added, stays = self._added[row], range(max(more - window, 0), more)
+            places.append([(added + t) % window if t in stays else window for t in range(values.shape[1])])
         return on_device(places, values.device)[..., None].expand_as(values)
 
     def forget(self, row: int) -> None:
         """Empty one row."""
         self._sums[row] = 0
-        self._seen[row] = 0
+        self._added[row] = 0
 
     def total(self, rows: Sequence[int]) -> Tensor:
         """``[A, S]`` sums of some rows."""
@@ -106,8 +106,8 @@ class History:
 
     def counts(self, rows: Sequence[int]) -> list[int]:
         """Positions in the sums of some rows."""
-        seen = [self._seen[row] for row in rows]
-        return seen if self._window is None else [min(count, self._window) for count in seen]
+        added = [self._added[row] for row in rows]
+        return added if self._window is None else [min(count, self._window) for count in added]
 
 
 @dataclass(frozen=True, slots=True)

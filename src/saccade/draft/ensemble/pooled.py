@@ -24,7 +24,7 @@ from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
 
-KEPT = 16
+MAX_HALVED = 16
 """Number of halved pictures cached for later turns."""
 
 
@@ -64,7 +64,7 @@ class HalvedPictures(PlainView):
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self._halved: dict[str, Medium] = {}  # the last `KEPT`, by the digest of the whole picture
+        self._halved: dict[str, Medium] = {}  # the last `MAX_HALVED`, by the digest of the whole picture
 
     def read(self, prompt: Prompt) -> Prompt:
         dropped: set[int] = set()
@@ -79,7 +79,7 @@ class HalvedPictures(PlainView):
         """The medium at half its resolution, cached because every turn of a conversation repeats its pictures."""
         small = self._halved.pop(medium.digest, None) or family_of(self._config).halved(medium)
         self._halved[medium.digest] = small
-        if len(self._halved) > KEPT:
+        if len(self._halved) > MAX_HALVED:
             del self._halved[next(iter(self._halved))]
         return small
 
