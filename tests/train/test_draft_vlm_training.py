@@ -382,7 +382,7 @@ def test_a_language_model_without_the_placeholders_gets_them(tmp_path: Path) -> 
     ("lm", "error", "message"),
     [
         ("llama-swapped", ModelError, "has another tokenizer than the target"),
-        ("llava-draft", ModelError, "has eyes already; give a language model"),
+        ("llava-draft", ModelError, "with its own vision tower; give a language model"),
         ("2x33", TrainingError, "cannot be 33 wide"),
     ],
 )

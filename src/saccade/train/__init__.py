@@ -1,4 +1,4 @@
-"""Training of drafter heads on the target's own answers."""
+"""Training of drafter heads and draft VLMs on the target's own answers."""
 
 from saccade.train.recipe import Recipe, Stage, read_recipe
 from saccade.train.samples import Listed, Sample, Source

@@ -1,4 +1,4 @@
-"""Whether a target is still the same one."""
+"""Checkpoints of a run, and the identity of its target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VALUES = 64
 
 
 def identity(target: Target) -> dict[str, Any]:
-    """Class, size, precision and a digest over some values of every weight."""
+    """Return class, size, dtype and a digest over some values of every weight."""
     digest = hashlib.sha256()
     for name, weight in target.model.named_parameters():
         digest.update(name.encode())
@@ -48,9 +48,9 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they stand, one folder each.
-        about: names the run: what must be the same for it to go on (JSON values, nested dictionaries).
-        keep: how many of the newest stay.
+        folder: of the checkpoints, one folder each.
+        about: what must be the same on resume (JSON values, nested dictionaries).
+        keep: number of checkpoints.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], keep: int = 2) -> None:
@@ -58,7 +58,7 @@ class Checkpoints:
         self._about = json.loads(json.dumps(about))
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the state after ``step`` steps, random states included; the oldest checkpoints go.
+        """Write the state after ``step`` steps, random states included; the oldest checkpoints are deleted.
 
         Raises:
             TrainingError: the disk is full or cannot be written; older checkpoints stay.
@@ -77,7 +77,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:
-        """Replace entries of the state after ``step`` steps, if that was kept, by JSON values found since.
+        """Replace entries of the state after ``step`` steps, if they exist, by later JSON values.
 
         Raises:
             TrainingError: the disk is full or cannot be written.
@@ -87,7 +87,7 @@ class Checkpoints:
             write_file(place / _LATER, json.dumps(values) + "\n", error=TrainingError)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest whole checkpoint, with the random states put back.
+        """Load the newest complete checkpoint and restore the random states.
 
         Returns:
             Steps done and the state; None if there is no checkpoint.
@@ -108,7 +108,7 @@ class Checkpoints:
             return about["step"], {**state, **_later(place)}
         if found:
             raise TrainingError(
-                f"All checkpoints in {self._folder} are damaged; take them away, or start anew in another folder."
+                f"All checkpoints in {self._folder} are damaged; delete them, or start again in another folder."
             )
         return None
 
@@ -144,7 +144,7 @@ def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Put the random states that a checkpoint holds back after the block."""
+    """Restore the random states of a checkpoint after the block."""
     states = _random_states()
     yield
     _set_random_states(states)

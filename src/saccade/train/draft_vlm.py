@@ -141,13 +141,13 @@ class DraftVlmLearner:
         """Put back what `state` gave; the tower stays as it is.
 
         Raises:
-            TrainingError: a weight that is learnt is missing, or there is one that is not.
+            TrainingError: a trained weight is missing, or an unknown one is there.
         """
         wanted = set(self._parts.trained)
         for name in sorted(wanted ^ state.keys()):
             raise TrainingError(
                 f"The checkpoint {'lacks' if name in wanted else 'has'} the weight {name}; expected all weights of the "
-                "drafter but its vision tower's, so give a checkpoint of this run, or start anew in another folder."
+                "drafter but its vision tower's, so give a checkpoint of this run, or start again in another folder."
             )
         self.module.load_state_dict(state, strict=False)  # the tower, which learns nothing, is not in it
 

@@ -1,4 +1,4 @@
-"""A draft VLM that has learnt nothing yet: a target's eyes in front of a small language model."""
+"""An untrained draft VLM: the target's vision tower in front of a small language model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _HEAD_DIM = 64
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """A draft VLM, and which weights are which.
+    """A draft VLM with its groups of weights.
 
     Attributes:
-        model: of the target's class, float32, on its device; the tower asks for no gradients.
-        projector: what stands between tower and language model.
+        model: of the target's class, float32, on its device; the tower without gradients.
+        projector: between tower and language model.
         language: embeddings, layers and LM head.
     """
 
@@ -36,7 +36,7 @@ class DraftParts:
 
     @property
     def trained(self) -> list[str]:
-        """Names of the weights that are not the tower's."""
+        """Names of the weights outside the tower."""
         return [name for name in self.model.state_dict() if "vision_tower." not in name]
 
 
@@ -48,12 +48,12 @@ def new_draft_vlm(target: Target, processor: InputProcessor, lm: str, seed: int)
     Args:
         processor: of the target.
         lm: folder or hub id of a language model of the target's tokenizer; or LAYERSxWIDTH, such as ``2x128``, for an
-            untaught Llama.
+            untrained Llama.
         seed: of weights that are new.
 
     Raises:
-        TrainingError: the target is of another class, or the shape cannot be.
-        ModelError: the language model cannot be loaded, sees pictures itself, or has another tokenizer.
+        TrainingError: the target is of another class, or the shape is impossible.
+        ModelError: the language model cannot be loaded, is a VLM, or has another tokenizer.
     """
     kind = type(target.model).__name__
     if kind not in CLASSES:
@@ -138,7 +138,7 @@ def _loaded(target: Target, processor: InputProcessor, lm: str) -> Any:
     config = check_checkpoint(path)
     if config.model_type != config.get_text_config(decoder=True).model_type:
         raise ModelError(
-            f"{path} is a {config.model_type} model, which has eyes already; give a language model."
+            f"{path} is a {config.model_type} model with its own vision tower; give a language model."
         )
     shared_vocabulary(processor.tokenizer, InputProcessor.load(path).tokenizer, (name_of(target.model), path))
     small = load_model(path, dtype="float32")

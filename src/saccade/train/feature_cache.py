@@ -1,4 +1,4 @@
-"""Features kept for later epochs, in memory or in checksummed files, up to a limit."""
+"""Features cached for later epochs, in memory or in checksummed files, up to a limit."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _SHARD = 64
 """Samples per file."""
 
 _FORMAT = 3
-"""Of what the files hold; those of another one are thrown away."""
+"""Version of the files; others are discarded."""
 
 
 class FeatureCache:
     """Features by sample number.
 
-    Only what the target had to compute and the head reads is kept: text embeddings are looked up again, and states
-    that are never read are zeros afterwards. Files are named after the hash of their content; a damaged one is named,
-    taken away, and its samples are computed anew.
+    Only target outputs that the head reads are cached: text embeddings are looked up again, and states that are never
+    read become zeros. Files are named by the hash of their content; a damaged one is reported and removed, and its
+    samples are computed again.
 
     Args:
         target: whose features they are.
-        needed: what the head reads of a sample; all that there is when None.
-        limit: bytes; what comes after is not kept.
-        folder: of the files; None keeps everything in memory.
-        fingerprint: of target, layers, data and what these are made of; files of another one are thrown away.
-        say: told about damaged files.
+        needed: returns what the head reads of a sample; everything when None.
+        limit: bytes; further samples are not cached.
+        folder: of the files; None for memory.
+        fingerprint: of target, layers and data; files of another one are discarded.
+        say: takes reports of damaged files.
 
     Attributes:
-        bytes: held now.
-        samples: held now.
+        bytes: cached now.
+        samples: cached now.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class FeatureCache:
             self._open(folder, f"{_FORMAT} {fingerprint}")
 
     def get(self, index: int) -> Features | None:
-        """The features of a sample on the target's device, or None where they are not held."""
+        """The features of a sample on the target's device, or None."""
         packed = self._memory.get(index)
         if packed is None and index in self._shards:
             packed = self._read(index)
         return None if packed is None else self._unpack(packed)
 
     def put(self, index: int, features: Features) -> None:
-        """Keep the features of a sample if there is room.
+        """Cache the features of a sample if there is room.
 
         Raises:
             TrainingError: the disk is full.
@@ -90,11 +90,11 @@ class FeatureCache:
             self.flush()
 
     def bytes_of(self, features: Features) -> int:
-        """What a sample takes in here."""
+        """Return the bytes that a sample takes."""
         return _size(self._pack(features))
 
     def flush(self) -> None:
-        """Bring to disk what waits for a file to fill; nothing where all is kept in memory."""
+        """Write samples that wait for a full file; no effect in memory."""
         if self._folder is None or not self._memory:
             return
         content = save({f"{i}.{name}": t for i, packed in self._memory.items() for name, t in packed.items()})
@@ -151,7 +151,7 @@ class FeatureCache:
         if place.exists():
             self.bytes = max(self.bytes - place.stat().st_size, 0)
             place.unlink()
-        self._say(f"The feature file {place} is damaged; its samples are computed anew.")
+        self._say(f"The feature file {place} is damaged; its samples are computed again.")
 
     def _pack(self, features: Features) -> dict[str, Tensor]:
         needed = self._needed(features)
@@ -191,7 +191,7 @@ def _size(packed: dict[str, Tensor]) -> int:
 
 
 def _spread(states: Tensor, where: Tensor) -> Tensor:
-    """``[S, d]`` with zeros where there is none, of the states ``[n, d]`` of the tokens ``where`` ``[S]``."""
+    """Return ``[S, d]``: states ``[n, d]`` at the tokens ``where`` ``[S]``, zeros elsewhere."""
     out = states.new_zeros(len(where), states.shape[1])
     out[where] = states
     return out

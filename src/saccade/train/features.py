@@ -1,4 +1,4 @@
-"""Target states that a head learns from, and DREAM's calibration, computed once per prompt."""
+"""Target states that a head is trained on, and DREAM's calibration, computed once per prompt."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from saccade.train.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the target made of one sample of S tokens.
+    """Target outputs for one sample of S tokens.
 
-    The teacher's logits are not kept: the LM head makes them of the last states.
+    Without the teacher's logits, which the LM head computes from the last states.
 
     Attributes:
         ids: ``[S]``.
         visual: ``[S]`` bool; placeholders of images and videos.
-        answer: ``[S]`` bool; tokens whose NEXT token is part of the answer. The prompt's last token is one of them,
-            the answer's last token is not.
-        states: layer index -> ``[S, d]``; the index behind the last layer is there, after the final norm.
-        embeddings: ``[S, d]`` what the decoder was given: the visual features in place of placeholders.
-        dropped: ``[S]`` bool; visual tokens that the head is not shown; None for none.
-        stops: tokens behind images and videos.
+        answer: ``[S]`` bool; tokens whose NEXT token is part of the answer: the prompt's last token is one, the
+            answer's last token is not.
+        states: layer index -> ``[S, d]``; the index after the last layer is included, after the final norm.
+        embeddings: ``[S, d]`` decoder inputs, with visual features in place of placeholders.
+        dropped: ``[S]`` bool; visual tokens without entries; None for none.
+        stops: tokens after images and videos.
     """
 
     ids: Tensor
@@ -55,7 +55,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a head reads of one sample, by token.
+    """Part of a sample that a head reads, by token.
 
     Attributes:
         states: layer index -> ``[S]`` bool; tokens whose state is read.
@@ -67,10 +67,10 @@ class Needed:
 
 
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
-    """Run the target over prompts and answers: together where its family is known and their media fit together.
+    """Run the target over prompts and answers, in batches where family and media allow.
 
     Args:
-        layers: which states are wanted besides the last, as in `saccade.target.hidden_states.FeatureTap`.
+        layers: of the states besides the last, as in `saccade.target.hidden_states.FeatureTap`.
     """
     wanted = sorted({0, *layers, len(target.layers)})
     read: list[Features] = []
@@ -86,8 +86,8 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
 
 @contextmanager
 def _given(target: Target) -> Iterator[list[Tensor]]:
-    """What the decoder is given while this is open, ``[B, S, d]``: as heads are given it when they draft, before
-    anything that the decoder itself makes of it (Granite multiplies it by a number)."""
+    """Collect the decoder's inputs ``[B, S, d]``, the same as heads get in drafting: before the decoder's own changes
+    (Granite scales them)."""
     found: list[Tensor] = []
 
     def keep(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _row(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of one prompt.
+    """Calibration of one prompt.
 
     Attributes:
         layer: index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
@@ -140,12 +140,12 @@ class Finding:
 
 
 class Calibration:
-    """Findings by prompt; those on disk are not made again.
+    """Findings by prompt, also those on disk.
 
     Args:
         target: whose attention is read.
         pruning: which visual tokens have entries.
-        folder: of the findings, one file per process; None keeps them in memory.
+        folder: of the findings, one file per process; None for memory.
         rank: number of this process.
     """
 
@@ -160,7 +160,7 @@ class Calibration:
                 self._remember(line)
 
     def of(self, prompt: Prompt) -> Finding:
-        """The finding of a prompt, by a pass of the target if there is none yet.
+        """Return the finding of a prompt, by a target forward if there is none yet.
 
         Raises:
             ModelError: the target's attention cannot be read.
@@ -172,7 +172,7 @@ class Calibration:
         return self._known[key]
 
     def save(self) -> None:
-        """Bring new findings to disk, where there is a folder.
+        """Write new findings to the folder, if any.
 
         Raises:
             TrainingError: the disk is full.
@@ -182,7 +182,7 @@ class Calibration:
         with writing(self._file, TrainingError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(f"\n{line}" for line in self._unsaved))  # a line cut short stays alone
+                file.write("".join(f"\n{line}" for line in self._unsaved))  # a torn line affects no other
         self._unsaved.clear()
 
     def _key(self, prompt: Prompt) -> str:
@@ -193,7 +193,7 @@ class Calibration:
         try:
             given = json.loads(line)
             self._known[given["key"]] = Finding(given["layer"], tuple(given["dropped"]))
-        except (ValueError, KeyError, TypeError):  # cut short: it is found anew
+        except (ValueError, KeyError, TypeError):  # torn: computed again
             return
 
 
@@ -207,11 +207,11 @@ def calibrate(target: Target, prompt: Prompt, pruning: Pruning) -> Finding:
     with AttentionProbe(target) as probe:
         context = Context(target, 1)
         context.cache.reserve(0, len(prompt))
-        context.read(0, prompt).run(len(prompt))  # in one pass: the probe keeps the last one's
+        context.read(0, prompt).run(len(prompt))  # in one forward: the probe has the last one's
     entropies = [float(probe.entropies[layer].mean()) for layer in range(len(target.layers))]
     columns = probe.columns[len(target.layers) - 1][0]
     dropped: list[int] = []
     if pruning.needs_attention:
         dropped = pruning.dropped(target.config, prompt, prompt, columns, target.config)
-    last = len(prompt) - 1  # has an entry in drafting, whatever it is
+    last = len(prompt) - 1  # always has an entry in drafting
     return Finding(entropies.index(min(entropies)) + 1, tuple(place for place in dropped if place != last))

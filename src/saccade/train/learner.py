@@ -30,14 +30,14 @@ from saccade.train.warm_start import new_head, weights_digest
 
 
 class Learner(Protocol):
-    """A drafter that is being trained, with how it is fed, judged, measured and written.
+    """A drafter in training: its batches, loss, measure and files.
 
     Attributes:
-        module: the drafter's weights, as a measure takes them; those that ever learn have gradients.
-        word: what plans call it.
-        folder: name of the folder that it is left in.
+        module: the drafter, as a measure takes it; trained weights have gradients.
+        word: its name in plans.
+        folder: name of its folder.
         terms: names of the loss's terms, for the log.
-        about: what must be the same for a run to go on (JSON values).
+        about: what must be the same on resume (JSON values).
     """
 
     word: str
@@ -51,22 +51,22 @@ class Learner(Protocol):
     def terms(self) -> Sequence[str]: ...
 
     def weights(self, number: int) -> list[nn.Parameter]:
-        """Those that learn in a stage, counted from 1."""
+        """Return the weights that are trained in a stage, counted from 1."""
         ...
 
     def describe(self, number: int, stage: Stage) -> str:
-        """What a stage does, in a few words."""
+        """Describe a stage in a few words."""
         ...
 
     def prepare(self, indices: Sequence[int], step: int) -> Any | None:
-        """What `batch` takes of samples, whatever the drafter's weights; None where none of them can be used.
+        """Prepare samples for `batch`, independently of the drafter's weights; None if none is usable.
 
-        It may run in another thread while an earlier step learns.
+        It may run in another thread during an earlier step.
         """
         ...
 
     def batch(self, prepared: Any) -> Any:
-        """What `judge` takes."""
+        """Return the argument of `judge`."""
         ...
 
     def judge(self, batch: Any, stage: Stage) -> Tally:
@@ -74,48 +74,48 @@ class Learner(Protocol):
         ...
 
     def tensors(self, batch: Any) -> dict[str, Tensor]:
-        """All of a batch by name, for a look at one that went wrong."""
+        """Return the tensors of a batch by name, to inspect a failure."""
         ...
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
-        """About what a forward and backward pass over samples takes."""
+        """Estimate the bytes of a forward and backward pass over samples."""
         ...
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
-        """Bytes that a sample takes in a cache of features, mean over these; 0 where there is none to have."""
+        """Return mean bytes per sample in a feature cache; 0 without one."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The weights that a checkpoint holds."""
+        """Return the weights for a checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave."""
+        """Restore the weights of `state`."""
         ...
 
     def keep(self) -> None:
-        """Bring to disk what a run that goes on from here need not find again."""
+        """Write what a resumed run need not compute again."""
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the drafter as it is loaded later."""
+        """Write the drafter as a loadable folder."""
         ...
 
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
-        """What tells how long its drafts are accepted, over answers to these prompts; None if none has room for one."""
+        """Return the measure over answers to these prompts; None if none has room for an answer."""
         ...
 
 
 class HeadLearner:
-    """A fresh head of the recipe's kind, fed the target's states; see `saccade.train.learner.Learner`.
+    """Learner of a head of the recipe's kind, on the target's states.
 
     Args:
-        out: of the run; features and a calibration are kept there.
-        begin: folder or hub id of the head to begin with; fresh weights when None.
+        out: of the run; features and a calibration are written there.
+        begin: folder or hub id of the initial head; fresh weights when None.
         rank: number of this process.
         say: takes lines of progress.
 
@@ -168,7 +168,7 @@ class HeadLearner:
         )
 
     def weights(self, number: int) -> list[nn.Parameter]:
-        """All that the head has, in every stage."""
+        """Return all weights of the head, in every stage."""
         return list(self.module.parameters())
 
     def describe(self, number: int, stage: Stage) -> str:
@@ -187,13 +187,13 @@ class HeadLearner:
         return {name: getattr(batch, name) for name in batch.names}
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
-        """Bytes that a sample takes in a cache of features, mean over these."""
+        """Return mean bytes per sample in a feature cache."""
         cache = FeatureCache(self._target, math.inf, needed=self.feeder.needed)
         found = [cache.bytes_of(features) for features in self.feeder.features(indices)]
         return sum(found) / max(len(found), 1)
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Entries, and the logits of target and head with their gradients, which weigh most."""
+        """Estimate entries, and logits of target and head with their gradients."""
         entries = self.feeder.entries(indices)
         if entries is None:
             return 0

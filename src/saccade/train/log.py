@@ -1,4 +1,4 @@
-"""What a run says: JSON lines, TensorBoard where it is installed, and a line of progress."""
+"""Log of a run: JSON lines, TensorBoard where it is installed, and a line of progress."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Log:
 
     Args:
         folder: of ``log.jsonl`` and of TensorBoard's events.
-        step: steps done; what an earlier process wrote about later ones is taken out, because they run again.
+        step: steps done; lines of later steps, which will run again, are removed.
         steps: of the whole run.
         say: takes the line of progress.
-        again: a value that is found again after ``step`` steps; lines there that hold it are taken out, too.
+        again: a value that will be measured again after ``step`` steps; its lines there are removed, too.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Log:
         self._say(f"step {step} of {self._steps}, {words}, {duration(left)} left")
 
     def close(self) -> None:
-        """Bring everything to disk."""
+        """Flush to disk."""
         if self._board is not None:
             self._board.close()
 

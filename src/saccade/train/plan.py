@@ -1,4 +1,4 @@
-"""What a run would be: sizes, memory, and time from steps that were really made."""
+"""Plan of a run: sizes, memory, and time from measured steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _STEPS, _EACH = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known of a run before it starts.
+    """Forecast of a run.
 
     Attributes:
-        samples: to learn from.
-        apart: to measure on.
-        epochs: how often each sample is learnt from.
-        trained: weights that learn.
-        word: what they are the weights of.
+        samples: for training.
+        apart: for validation.
+        epochs: passes over the samples.
+        trained: number of trained weights.
+        word: name of the drafter.
         target: weights of the teacher.
-        bytes: of the target's weights; of those that learn with gradients and optimiser; and of one micro batch.
+        bytes: of the target's weights; of trained ones with gradients and optimiser; and of one micro batch.
         seconds: per step of each stage.
-        cache: bytes that the features of all samples take, if they are kept.
-        kept: where they are kept, and up to how many bytes per process.
-        does: what each stage does.
+        cache: bytes of the features of all samples.
+        kept: the recipe's feature cache, and its limit in bytes per process.
+        does: description of each stage.
     """
 
     samples: int
@@ -69,7 +69,7 @@ class Plan:
         return "\n".join([*lines, f"time       about {duration(total)} on {each}, measurements not counted"])
 
     def _features(self) -> str:
-        """What keeping them takes, for all processes together."""
+        """Return size and place of cached features, for all processes together."""
         where, limit = self.kept
         words = f"{self.cache / 1e9:.2f} GB, about {self.cache / self.samples:,.0f} bytes a sample; "
         if where == "none":
@@ -82,7 +82,7 @@ class Plan:
 
 
 def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
-    """Make one step of every stage, without changing any weight, and count the rest.
+    """Run one step of every stage, without changing any weight, and estimate the rest.
 
     The first step warms up the machine and is not counted.
 

@@ -1,4 +1,4 @@
-"""What a training run depends on besides its data: a TOML file with strict keys."""
+"""Recipes: all numbers of a training run, read from TOML with strict keys and types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from saccade.typed import check_keys, make
 T = TypeVar("T")
 
 DRAFT_VLM = "draft-vlm"
-"""The one kind of drafter to train that is no head."""
+"""Kind of a draft VLM, the one trained drafter that is not a head."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
 """Settings that may change when a run goes on: they do not decide what is supervised."""
@@ -42,7 +42,7 @@ class Stage:
     Attributes:
         steps: optimiser steps; 0 leaves the stage out.
         rate: peak of the learning rate, reached after ``warmup`` steps and falling on a cosine to ``final`` of it.
-        draft_steps: how many tokens deep drafts are trained; 1 is teacher forcing.
+        draft_steps: depth of the trained drafts in tokens; 1 is teacher forcing.
     """
 
     steps: int
@@ -140,12 +140,12 @@ class Recipe:
 
     @property
     def objective(self) -> Objective:
-        """How the head learns."""
+        """Loss of the head."""
         made: Objective = objective_of(self.kind)(**self.loss)
         return made
 
     def at(self, step: int) -> tuple[int, Stage, int]:
-        """Number of the stage, from 1, the stage, and the step within it, of a step counted from 0."""
+        """Return number (from 1) and settings of the stage of a step, and the step within it, both from 0."""
         for number, stage in enumerate(self.stages, 1):
             if step < stage.steps:
                 return number, stage, step
@@ -153,12 +153,12 @@ class Recipe:
         raise IndexError("The step lies behind the end of the recipe.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it."""
+        """Return all settings as JSON values."""
         given = asdict(self)
         return {**given, "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Another recipe with single values changed.
+        """Return a recipe with single values changed.
 
         Args:
             settings: ``batch_size``, ``head.text_only``, ``loss.k``, ``stage2.steps`` and the like.
@@ -184,10 +184,10 @@ class Recipe:
 
 
 def from_dict(content: Mapping[str, Any]) -> Recipe:
-    """A recipe from the content of its file.
+    """Return a recipe from the content of its file.
 
     Raises:
-        TrainingError: a key is unknown or missing, or a value cannot be.
+        TrainingError: a key is unknown or missing, or a value is invalid.
     """
     given = content.get("stages", ())
     if not (isinstance(given, (list, tuple)) and all(isinstance(stage, Mapping) for stage in given)):

@@ -1,4 +1,4 @@
-"""What a head learns from: prompts with the target's own answers."""
+"""Training samples: prompts with the target's own answers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Sample:
     """One prompt with the target's answer.
 
     Attributes:
-        name: how messages call it.
-        prompt: what the target was asked.
-        answer: token ids of what it said, its end-of-sequence token included where it came to one.
+        name: for messages.
+        prompt: of the target.
+        answer: token ids of its answer, with the end-of-sequence token if it was reached.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Source(Protocol):
     """A numbered set of samples.
 
     Attributes:
-        lengths: of every sample, in tokens as far as can be told without preparing it; batches are made by it.
-        fingerprint: names the content, so that a checkpoint knows whether it is still the same.
-        inputs: what else samples are made of, as digests by name.
+        lengths: approximate tokens of every sample, for batches of similar length.
+        fingerprint: digest of the content, compared on resume.
+        inputs: digests of other inputs of the samples, by name.
     """
 
     lengths: Sequence[int]
@@ -45,12 +45,12 @@ class Source(Protocol):
     inputs: Mapping[str, str]
 
     def sample(self, index: int) -> Sample | None:
-        """One sample, or None where it cannot be used and is to be skipped."""
+        """Return one sample; None to skip an unusable one."""
         ...
 
 
 class Listed:
-    """Samples that Python already holds.
+    """Samples in memory.
 
     Args:
         pairs: prompts with answer ids.

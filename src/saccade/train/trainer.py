@@ -1,4 +1,4 @@
-"""The loop: batch, loss, step; checkpoints, measurements and the log beside it."""
+"""Training loop with checkpoints, measurements and log."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from saccade.train.validate import Measure
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run left.
+    """Result of a run.
 
     Attributes:
         head: folder of the drafter after the last step.
-        best: folder of the drafter whose drafts were accepted longest; None where that was never measured.
+        best: folder of the drafter with the highest block efficiency; None if it was never measured.
         efficiency: its block efficiency.
     """
 
@@ -50,21 +50,21 @@ class Trainer:
     """One run, from its first step or from its last checkpoint.
 
     Args:
-        target: the teacher. Its weights are frozen, which is left so.
+        target: the teacher. Its weights are frozen, also after the run.
         recipe: all numbers.
         source: samples.
         out: folder of checkpoints, log, ``best`` and ``head``.
         processor: of the target; for a draft VLM.
-        begin: folder or hub id of a head whose weights are the first ones.
-        measure: what tells which drafter is best; block efficiency on samples kept apart when None.
-        resume: whether to go on from a checkpoint in ``out``.
+        begin: folder or hub id of the initial head.
+        measure: score of a drafter; block efficiency on validation samples when None.
+        resume: resume from a checkpoint in ``out``.
         say: takes lines of progress.
 
     Attributes:
-        learner: what is trained.
-        order: which samples make up which step.
-        apart: numbers of the samples that are measured on, and not learnt from.
-        precision: that the drafter computes in, ``fp32`` or ``bf16``.
+        learner: of the drafter.
+        order: samples of every step.
+        apart: numbers of the validation samples.
+        precision: of the drafter's computation, ``fp32`` or ``bf16``.
 
     Raises:
         TrainingError: the data are too few, no draft VLM can be made of what was given, or the head to begin with does
@@ -142,7 +142,7 @@ class Trainer:
         return Outcome(last, best, self._best if best else None)
 
     def _train(self, log: Log | None) -> None:
-        """All steps that are left, with what is due between them."""
+        """Run the remaining steps, with checkpoints and measurements."""
         begun = time.monotonic()
         for step in range(self._step, self.recipe.steps):
             values = self.train_step(step)
@@ -208,7 +208,7 @@ class Trainer:
         }
 
     def try_step(self, step: int, number: int) -> None:
-        """The work of a step as if in this stage, counted from 1, without its update."""
+        """Run a step as in this stage, counted from 1, without its update."""
         stage = self.recipe.stages[number - 1]
         self._optimiser.learn(self.learner.weights(number))
         for start in range(0, self.recipe.batch_size, self.recipe.micro_batch * self.processes.count):
@@ -218,7 +218,7 @@ class Trainer:
         self._optimiser.clear()
 
     def _work(self) -> Iterator[Work]:
-        """The micro batches of all steps that are left."""
+        """Micro batches of the remaining steps."""
         for step in range(self._step, self.recipe.steps):
             yield from self._share(step)
 

@@ -1,4 +1,4 @@
-"""How long a drafter's drafts are accepted, measured by the engine that will use it."""
+"""Block efficiency of a drafter, measured by the engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class EngineMeasure:
 
     Args:
         target: the model that the head drafts for.
-        prompts: asked together, ``rows`` at a time; those that leave no room for an answer are left out.
+        prompts: decoded ``rows`` at a time; those without room for an answer are left out.
         max_new_tokens: longest answer.
-        policy: shape of the drafts; by default a chain of five, or shorter where the head reaches less far.
-        say: told how many prompts are left out.
+        policy: shape of the draft tree; by default a chain of five, or of the head's reach.
+        say: takes reports of prompts left out.
 
     Attributes:
-        prompts: those that are asked.
+        prompts: those that are measured on.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EngineMeasure:
         self._length, self._rows, self._policy = max_new_tokens, rows, policy
 
     def __call__(self, head: Head) -> float:
-        """Tokens per verification pass, over all prompts; the head is left as it was."""
+        """Return tokens per target forward over all prompts; the head does not change."""
         mirror = deepcopy(head).to(self._target.device, self._target.dtype)
         mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
         policy = self._policy or Chain(min(5, mirror.reach or 5))
@@ -58,7 +58,7 @@ class EngineMeasure:
 def fitting(
     prompts: Sequence[Prompt], room: int, models: Sequence[Target], say: Callable[[str], None]
 ) -> list[Prompt]:
-    """Prompts that leave ``room`` tokens in the contexts of all models; says how many do not."""
+    """Return prompts that leave ``room`` tokens in the contexts of all models, and report the others."""
     contexts = [m.family.context for m in models if m.family.context is not None]
     if not contexts:
         return list(prompts)
@@ -73,7 +73,7 @@ def fitting(
 
 
 def block_efficiency(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, rows: int) -> float:
-    """Tokens per verification pass over greedy answers to all prompts, asked ``rows`` at a time."""
+    """Return tokens per target forward over greedy answers to all prompts, ``rows`` at a time."""
     emitted, passes = 0, 0
     for start in range(0, len(prompts), rows):
         requests = [Request(p) for p in prompts[start : start + rows]]

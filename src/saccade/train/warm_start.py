@@ -1,4 +1,4 @@
-"""The head that a run begins with: fresh, or one that was trained before."""
+"""Initial head of a run: fresh, or trained before."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from saccade.train.recipe import Recipe
 
 
 def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) -> Head:
-    """A head with fresh weights that depend on the recipe's seed alone, or with another's; float32, on the target's
-    device.
+    """Return a head with fresh weights of the recipe's seed, or with another head's; float32, on the target's device.
 
     Args:
-        begin: folder or hub id of a head. Options that the recipe leaves open are that head's.
+        begin: folder or hub id of a head, which also provides options that the recipe does not set.
 
     Raises:
         TrainingError: an option of the head is of another type than its default, or is not for training; or the head
@@ -54,13 +53,13 @@ def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) ->
         _take(head, known)
     if not recipe.residuals:
         for name, weight in head.named_parameters():
-            if name in ("residuals", "w.weight"):  # r^s start at zero, and stay
+            if name in ("residuals", "w.weight"):  # HiViS's r^s stay at zero
                 weight.requires_grad_(False)
     return head.float().to(target.device).train()
 
 
 def weights_digest(head: Head) -> str:
-    """A name for all weights of a head."""
+    """Return a digest of a head's weights."""
     found = hashlib.sha256()
     for name, weight in head.state_dict().items():
         found.update(name.encode())
@@ -79,7 +78,7 @@ def _known(begin: str | Path, target: Target, recipe: Recipe) -> Head:
 
 
 def _agreed(begin: Any, fresh: HeadConfig, head: Head, recipe: Recipe) -> HeadConfig:
-    """The configuration of the head to begin with, refused where the recipe asks for another one."""
+    """Return the configuration of the initial head; raise `TrainingError` if the recipe contradicts it."""
     known = head.config
     has = {"mlp": known.intermediate_size, **known.options}
     for name, value in recipe.head.items():
@@ -97,7 +96,7 @@ def _agreed(begin: Any, fresh: HeadConfig, head: Head, recipe: Recipe) -> HeadCo
 
 
 def _take(head: Head, known: Head) -> None:
-    """Copy weights; a step residual that is new begins as the last one known, which stood for it before."""
+    """Copy weights; a new step residual starts as the last trained one, which was reused for it."""
     weights = dict(known.state_dict())
     if "residuals" in weights:
         rows = weights["residuals"]

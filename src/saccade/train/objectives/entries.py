@@ -1,4 +1,4 @@
-"""Head inputs and labels of several samples, from the target or the feature cache."""
+"""Head inputs and labels of samples, from the target or the feature cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Entries:
         embeddings: ``[B, E, d]`` of the entry's own token.
         states: ``[B, E, d]`` the target's last state at the own token, after the final norm: the teacher.
         following: ``[B, E]`` the token behind the own one.
-        supervised: ``[B, E]`` bool; entries whose following token is part of the answer. They stand side by side.
+        supervised: ``[B, E]`` bool; entries whose following token is part of the answer, consecutive.
     """
 
     features: Tensor
@@ -43,19 +43,19 @@ class Entries:
 
 
 def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
-    """Shift the features of samples as the head wants them, hiding visual tokens where it hides them.
+    """Return the entries of samples for a head, without visual tokens if it hides them.
 
-    All floating-point tensors come in float32, whatever the target computes in.
+    Floating-point tensors are float32, whatever the target's dtype.
     """
     rows = [_row(head, sample) for sample in samples]
     return Entries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
 
 
 def needed_of(head: Head, sample: Features) -> Needed:
-    """What `entries_of` and a loss read of a sample: features where entries have them, the teacher where they learn."""
+    """Return what `entries_of` and a loss read of a sample: features of entries, teacher states of supervised ones."""
     own, before = head.entries(sample.visual, sample.stops)
     supervised = sample.answer[own]
-    # Entries that see nothing of each other matter only where they are learnt from.
+    # Without attention between entries, only supervised ones matter.
     before = before[supervised] if head.blocks == 0 else before
     taught, fed = torch.zeros_like(sample.visual), torch.zeros_like(sample.visual)
     taught[own[supervised]] = True
@@ -73,7 +73,7 @@ def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     own, before = head.entries(sample.visual, sample.stops)
     states = torch.cat([sample.states[layer] for layer in head.layers], -1)
     last = sample.states[max(sample.states)]
-    following = sample.ids.roll(-1)  # the last token's is wrong, and not learnt
+    following = sample.ids.roll(-1)  # wrong for the last token, which is not supervised
     return (
         read_at(states, before).float(),
         head.embed(sample.embeddings, sample.visual, sample.stops).float(),
@@ -89,8 +89,8 @@ LMHead = Callable[[Tensor], Tensor]
 class Feeder:
     """Makes entries of samples.
 
-    With a cache, every sample is read alone: its features then do not depend on its neighbours, so that a run that
-    was cut short repeats them bit for bit whatever the cache has lost.
+    With a cache, every sample is read alone: its features do not depend on its neighbours, so that a resumed run
+    repeats them bitwise, whatever the cache has lost.
 
     Args:
         objective: of the kind; read by feeders whose features depend on it.
@@ -123,14 +123,14 @@ class Feeder:
         return self.entries_of(features) if features else None
 
     def features(self, indices: Sequence[int]) -> list[Features]:
-        """Those of samples that can be used: nothing in them depends on the head's weights."""
+        """Return the features of usable samples, which do not depend on the head's weights."""
         if self.cache is None:
             usable = [s for s in (self._source.sample(i) for i in indices) if s is not None]
             return self._read(usable) if usable else []
         return [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
 
     def save(self) -> None:
-        """Bring to disk what a run that goes on from here need not find again; by default nothing."""
+        """Write what a resumed run need not compute again; by default nothing."""
 
     def _cached(self, cache: FeatureCache, index: int) -> Features | None:
         found = cache.get(index)
@@ -143,11 +143,11 @@ class Feeder:
         return read_features(self._target, samples, self._head.layers)
 
     def entries_of(self, features: Sequence[Features]) -> Entries:
-        """The entries of what the target made of samples."""
+        """Return the entries of samples from their features."""
         return entries_of(self._head, features)
 
     def needed(self, sample: Features) -> Needed:
-        """What of a sample's features entries and loss read."""
+        """Return the part of a sample's features that entries and loss read."""
         return needed_of(self._head, sample)
 
 
@@ -160,14 +160,14 @@ def new_cache(
     say: Callable[[str], None],
     needed: Callable[[Features], Needed] | None = None,
 ) -> FeatureCache | None:
-    """The cache that a recipe asks for: ``none``, ``memory`` or ``disk``."""
+    """Return the cache of a recipe: ``none``, ``memory`` or ``disk``."""
     if kind == "none":
         return None
     return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say, needed)
 
 
 def lm_head_of(target: Target) -> LMHead:
-    """The target's LM head on states of any precision; gradients pass through it and leave none on it."""
+    """The target's LM head for states of any dtype, frozen but differentiable in them."""
     module = target.model.get_output_embeddings()
 
     def logits(states: Tensor) -> Tensor:

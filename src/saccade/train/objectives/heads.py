@@ -43,7 +43,7 @@ class Eagle3Objective:
 
     Attributes:
         distribution: weight of the cross entropy under the target's distribution.
-        decay: what every further step counts for, relative to the one before; the paper does not say, 0.8 as released.
+        decay: weight of every further step, relative to the one before; not in the paper, 0.8 as released.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
@@ -61,15 +61,15 @@ class Eagle3Objective:
 class HiViSObjective:
     """Three terms, and drafts that stop where the head has lost the answer (HiViS, Section 3.3).
 
-    Stage 1 is one draft step, from all learnt places. Stage 2 drafts on; there a step of a draft is learnt from only
-    if the answer's token was in the head's top K in it and in all before it.
+    Stage 1 is one draft step at all supervised places. Stage 2 has more; there a step of a draft counts only if the
+    answer's token was in the head's top K in it and in all earlier ones.
 
     Attributes:
         states: weight of SmoothL1 (L_fus).
         distribution: weight of the cross entropy (beta).
         top: weight of the top-K term (gamma).
         k: K of the top-K term and of the early stop.
-        early_stop: whether stage 2 filters at all.
+        early_stop: filter in stage 2.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution", "top")
@@ -100,7 +100,7 @@ class HiViSObjective:
 class KangarooObjective:
     """Cross entropy of the adapter's distribution under the target's (Kangaroo, Section 3.1).
 
-    There is one draft step only: while drafting, too, every token's state comes from the target's own layers.
+    There is only one draft step: in drafting, too, every token's state comes from the target's own layers.
 
     Attributes:
         distribution: weight of the cross entropy.
@@ -129,7 +129,7 @@ class AheadObjective:
 
     Attributes:
         tokens: weight of the cross entropy.
-        decay: what every further stack counts for, relative to the one before.
+        decay: weight of every further stack, relative to the one before.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("tokens",)
@@ -138,7 +138,7 @@ class AheadObjective:
     decay: float = 0.8
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        """The first ``draft_steps`` stacks; stack s at an entry guesses the token s + 1 behind the entry's own."""
+        """The first ``draft_steps`` stacks; stack s at an entry predicts the token s + 1 after the entry's."""
         assert isinstance(head, StackedHead)
         window = Window.of(entries.supervised)
         features, embeddings = window.take(entries.features), window.take(entries.embeddings)
@@ -177,8 +177,8 @@ class DraftVlmObjective:
     Attributes:
         tokens: weight of the cross entropy.
         kl: weight of KL(target || drafter); above 0 the target runs on every batch, too.
-        blind_every: of so many batches the last has a line break in the place of every medium, so that the drafter can
-            also draft from text alone; 0 for none, 1 for all. The target still sees them.
+        blind_every: every n-th batch has a line break in place of every medium, so that the drafter also learns to
+            draft from text alone; 0 for none, 1 for all. The target still gets the media.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("tokens", "kl")
@@ -195,7 +195,7 @@ class DraftVlmObjective:
             )
 
     def is_blind(self, step: int) -> bool:
-        """Whether the batch of a step, counted from 0, is without its media."""
+        """Whether the batch of a step, counted from 0, has no media."""
         return self.blind_every > 0 and (step + 1) % self.blind_every == 0
 
     def __call__(self, logits: Tensor, answer: Tensor, teacher: Tensor | None) -> Tally:

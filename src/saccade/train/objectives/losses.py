@@ -15,21 +15,21 @@ from saccade.draft.heads.head import Head
 from saccade.train.objectives.entries import Entries, LMHead
 
 LOGITS = 1 << 24
-"""Logits that are judged at once; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
+"""Logits per chunk; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
 
 
 @dataclass(slots=True)
 class Tally:
     """Sums over examples, so that those of several batches and processes add up to the same mean.
 
-    An example is one learnt place in one draft step.
+    An example is one supervised place in one draft step.
 
     Attributes:
         loss: sum of the weighted terms, with gradients.
         terms: each term's sum without its weight, without gradients.
-        kept: ``[steps]`` examples that were learnt from.
+        kept: ``[steps]`` examples in the loss.
         tried: ``[steps]`` examples before the filter of the top K.
-        right: ``[steps]`` of those tried: the head's first choice is the answer's token.
+        right: ``[steps]`` of those tried, with the answer's token as the head's likeliest.
     """
 
     loss: Tensor
@@ -49,7 +49,7 @@ class Objective(Protocol):
     TERMS: ClassVar[tuple[str, ...]]
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        """Draft ``draft_steps`` steps and judge them."""
+        """Return the loss over ``draft_steps`` draft steps."""
         ...
 
 
@@ -60,7 +60,7 @@ def terms_of(objective: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each term counts for.
+    """Weights of the loss terms.
 
     Attributes:
         states: SmoothL1 between the target's state and the head's.
@@ -90,9 +90,9 @@ def draft_loss(
 
     Args:
         top_k: K of the top term and of the early stop.
-        early_stop: an example is learnt from only if the answer's token was among the head's top K in every earlier
+        early_stop: an example counts only if the answer's token was among the head's top K in every earlier
             step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
-        decay: what every further step counts for in the loss, relative to the one before.
+        decay: weight of every further step, relative to the one before.
     """
     window = Window.of(entries.supervised)
     states, following = window.take(entries.states), window.take(entries.following)
@@ -134,11 +134,11 @@ def draft_loss(
 def in_chunks(
     judge: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What ``judge`` makes of rows, by chunks of at most `LOGITS` logits; more than one are made again for gradients.
+    """Apply ``judge`` to rows in chunks of at most `LOGITS` logits; several chunks are recomputed for gradients.
 
     Args:
-        judge: takes slices of the rows; what it makes of them must not depend on how they are cut.
-        vocabulary: logits that it makes of one row.
+        judge: takes slices of the rows; its sums must not depend on the chunks.
+        vocabulary: logits per row.
         rows: ``[M, ...]`` each.
     """
     count, size = len(rows[0]), max(LOGITS // vocabulary, 1)
@@ -189,11 +189,11 @@ def _terms(
 
 @dataclass(slots=True)
 class Window:
-    """The learnt entries of every row side by side: place c of row b is entry ``first[b] + c``.
+    """The supervised entries of every row side by side: place c of row b is entry ``first[b] + c``.
 
     Attributes:
         places: ``[B, A]`` entry numbers; those past a row's end repeat its last entry.
-        supervised: ``[B, A]`` bool; which places are really supervised.
+        supervised: ``[B, A]`` bool; False for repeated places.
     """
 
     places: Tensor
@@ -227,23 +227,23 @@ class _Layer:
 
 
 class Kept:
-    """Keys and values of the steps so far, for gradients to flow back through; a `RowCache` is written in place."""
+    """Keys and values of the steps so far, differentiable; a `RowCache` is written in place."""
 
     def __init__(self, blocks: int) -> None:
         self.layers = [_Layer() for _ in range(blocks)]
 
 
 def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator[Tensor]:
-    """Guess the states at the window's places, drafting 0, 1, ... tokens further from the last true feature.
+    """Predict the states at the window's places, 0, 1, ... draft tokens after the last true feature.
 
-    In step s the entry at place c is the s-th guess below the one that stands s places before it, where drafting
-    began. As in drafting, it is fed the output of the step before at the place before, and sees the entries that were
-    fed true features up to the beginning, one entry of every step between, and itself (HASS, Section 3.2; HiViS,
-    Eq. 2). The embeddings are always those of the answer. Gradients flow through all steps.
+    In step s the entry at place c is the s-th draft token of a draft that starts s places before. As in drafting, its
+    feature is the output of the previous step at the previous place, and it attends to the entries with true features
+    up to the draft's start, one entry of every step since, and itself (HASS, Section 3.2; HiViS, Eq. 2). Embeddings are
+    always those of the answer. Gradients flow through all steps.
 
     Yields:
-        ``[B, A, d]`` per step. Of step s the first s places of every row mean nothing: they would have begun before
-        the window.
+        ``[B, A, d]`` per step. Of step s the first s places of every row are undefined: their drafts would start
+        before the window.
     """
     kept: Any = Kept(head.blocks)
     count, device = entries.supervised.shape[1], entries.supervised.device
