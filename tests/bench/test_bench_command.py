@@ -113,9 +113,9 @@ def test_an_interrupted_command_says_how_to_go_on(
             raise KeyboardInterrupt
         return original(*arguments, **options)
 
-    original = runner.ask
+    original = runner.answer_turns
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "ask", ask)
+        patched.setattr(runner, "answer_turns", ask)
         result = invoke("--suite", "quick", "--methods", "chain", "--repeats", "4")
     assert result.exit_code == 130
     assert "the same command resumes the run" in result.stderr

@@ -26,7 +26,7 @@ from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import FILE, read
-from saccade.bench.runner import Progress, Runner, balanced, begun
+from saccade.bench.runner import Progress, Runner, balanced, earlier_run
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
 
@@ -156,7 +156,7 @@ def test_a_method_that_could_not_do_as_asked_is_remarked_on(
         "The target's attention does not apply to the drafter's visual tokens: nothing fits."
     )
     assert words in shown
-    assert f"specvlm warned at 2 of 2 answers: {words}" in table.remarks(run)
+    assert f"specvlm warned in 2 of 2 answers: {words}" in table.remarks(run)
 
 
 def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Path) -> None:
@@ -281,7 +281,7 @@ def test_other_weights_of_the_same_size_are_refused_in_the_same_folder(
     Runner(prepared(), folder).run()
     other = saccade.load(*pair, dtype="float32", draft_dtype="float32")
     names = ("tiny", "tinier")
-    assert begun(folder, prepare(suite(), other, names)) is not None
+    assert earlier_run(folder, prepare(suite(), other, names)) is not None
     model = other.target if changed == "target" else other.draft_model
     assert model is not None
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_a_full_disk_stops_clearly_and_leaves_the_records_intact(prepared: Prepa
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         with pytest.raises(
-            SaccadeError, match="the records so far are intact, free some space and run the same"
+            SaccadeError, match="the records so far are intact, so free some space and run the same"
         ):
             Runner(prepared(per_task=4), folder).run()
     finally:

@@ -14,10 +14,10 @@ from bench_kit import suite
 from PIL import Image
 
 import saccade
+from saccade.bench.digests import digest
 from saccade.bench.preparing import prepare
 from saccade.bench.questions import Question, Turn, gather, reference_score
 from saccade.bench.runner import Runner
-from saccade.bench.sameness import digest
 from saccade.errors import SaccadeError
 from saccade.inputs.video import load_video
 

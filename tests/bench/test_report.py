@@ -99,7 +99,7 @@ def test_what_a_method_warned_of_stands_in_the_report() -> None:
         if record.method == "chain" and record.prompt_id == "scene-0":
             run.records[number] = replace(record, warnings=["Nothing fits."])
     contents = report.contents([run])
-    remark = "chain warned at 1 of 2 answers: Nothing fits."
+    remark = "chain warned in 1 of 2 answers: Nothing fits."
     assert remark in report.html(contents)
     assert remark in report.markdown_tables(contents)
 

@@ -163,7 +163,7 @@ def test_an_unknown_task_or_grammar_is_an_error(vlm: saccade.VLM) -> None:
 
 
 def test_a_suite_of_which_nothing_is_left_says_so(vlm: saccade.VLM) -> None:
-    with pytest.raises(SaccadeError, match="has nothing to ask: There is no pocket task 'opera'"):
+    with pytest.raises(SaccadeError, match="has no usable task: There is no pocket task 'opera'"):
         prepare(suite(tasks=[{"task": "opera", "optional": True}]), vlm)
 
 
@@ -180,7 +180,7 @@ def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(
     monkeypatch.setattr(type(vlm.processor), "prompt", still)
     prepared = prepare(suite(tasks=["scene", {"task": "video", "optional": True}]), vlm)
     assert "takes images but no videos" in prepared.missing[0]
-    with pytest.raises(SaccadeError, match=r"Task video cannot be asked of this model: .*no videos"):
+    with pytest.raises(SaccadeError, match=r"This model cannot run task video: .*no videos"):
         prepare(suite(tasks=["video"]), vlm)
 
 

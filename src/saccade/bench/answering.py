@@ -1,8 +1,7 @@
-"""One timed answer and its record, with the question's pictures saved beside it."""
+"""Timed answers and their records; the questions' pictures saved beside them."""
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import warnings
@@ -10,15 +9,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from saccade.bench.questions import Question, Turn
-from saccade.bench.records import Record
-from saccade.errors import SaccadeError, SaccadeWarning
+from saccade.bench.records import RESUME, Record
+from saccade.errors import SaccadeWarning
+from saccade.files import write_file
 from saccade.inputs.media import load_image
 from saccade.output import Output, TreeTrace
 from saccade.text import Detokenizer
@@ -28,10 +28,10 @@ FOLDER = "media"
 
 
 def save(question: Question, run: Path) -> list[list[str]]:
-    """Save the pictures of every turn, unless they are there already.
+    """Save the pictures of every turn that are not saved yet.
 
     Returns:
-        Per turn the file names below ``media/``.
+        File names below ``media/``, by turn.
 
     Raises:
         SaccadeError: the disk is full or the folder cannot be written.
@@ -44,30 +44,20 @@ def _save(prompt_id: str, sources: Iterable[Any], folder: Path) -> list[str]:
     for index, source in enumerate(sources):
         name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', prompt_id)}-{index}.png"
         names.append(name)
-        if (folder / name).exists():
-            continue
-        part = folder / f"{name}.part"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            load_image(source).save(part, format="PNG")
-            os.replace(part, folder / name)
-        except OSError as problem:
-            raise SaccadeError(
-                f"Cannot save the picture {folder / name}: {problem.strerror or problem}; the records so far are "
-                "intact, free some space and run the same command again to go on."
-            ) from problem
+        if not (folder / name).exists():
+            write_file(folder / name, partial(load_image(source).save, format="PNG"), advice=RESUME)
     return names
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A record and the conversation that led to it, up to and with the question.
+    """Answer to the last message of a conversation.
 
     Attributes:
         record: not yet compared with plain decoding.
-        messages: the conversation so far, media inside.
-        seconds: spent by the model, tokenizing included.
-        traced_seconds: spent on the extra answer whose trees are kept.
+        messages: the conversation up to and including the question, with its media.
+        seconds: wall time, tokenizing included.
+        traced_seconds: wall time of the extra answer whose trees are recorded.
     """
 
     record: Record
@@ -76,7 +66,7 @@ class Answer:
     traced_seconds: float
 
 
-def ask(
+def answer_turns(
     vlm: VLM,
     label: str,
     question: Question,
@@ -87,23 +77,23 @@ def ask(
     media: Sequence[Sequence[str]] = (),
     trace: bool = False,
 ) -> list[Answer]:
-    """Ask every turn of a question.
+    """Answer every turn of a question.
 
     Args:
         label: of the method, for the record.
-        options: of generation.
-        seed: of the suite; the draws of an answer depend on it, the turn and the repeat, not on the method.
-        media: per turn the names of its saved pictures.
-        trace: answer once more, untimed, and keep the draft trees.
+        options: generation options.
+        seed: of the suite; random draws depend on it, the turn and the repeat, not on the method.
+        media: names of the saved pictures, by turn.
+        trace: repeat the answer untimed to record its draft trees.
     """
-    talk = _Talk(vlm, len(question.turns) > 1, options)
-    again = _Talk(vlm, len(question.turns) > 1, {**options, "trace": True})
+    conversation = _Conversation(vlm, len(question.turns) > 1, options)
+    traced_conversation = _Conversation(vlm, len(question.turns) > 1, {**options, "trace": True})
     answers = []
     for index, turn in enumerate(question.turns):
         seed_of_turn = zlib.crc32(f"{seed}/{question.turn_id(index)}/{repeat}".encode())
-        with _heeding() as told:
-            said = talk.say(turn, seed_of_turn)
-        traced = again.say(turn, seed_of_turn) if trace else None
+        with _recorded_warnings() as warned:
+            reply = conversation.answer(turn, seed_of_turn)
+        traced = traced_conversation.answer(turn, seed_of_turn) if trace else None
         record = Record(
             prompt_id=question.turn_id(index),
             task=question.turn_task(index),
@@ -111,34 +101,34 @@ def ask(
             repeat=repeat,
             question=turn.text,
             media=list(media[index]) if media else [],
-            text=said.output.text,
-            tokens=list(said.output.tokens),
-            marks=list(said.output.marks),
-            pieces=_pieces(vlm, said.output.tokens),
-            finish_reason=said.output.finish_reason,
+            text=reply.output.text,
+            tokens=list(reply.output.tokens),
+            marks=list(reply.output.marks),
+            pieces=_pieces(vlm, reply.output.tokens),
+            finish_reason=reply.output.finish_reason,
             lossless=vlm.lossless,
-            stats=_stats(said.output, said.inputs),
-            scores=turn.score(said.output.text) if turn.score else {},
-            peak_bytes=said.peak,
+            stats=_stats(reply.output, reply.inputs),
+            scores=turn.score(reply.output.text) if turn.score else {},
+            peak_bytes=reply.peak,
             trees=[_tree(vlm, tree) for tree in traced.trees] if traced else [],
-            warnings=list(dict.fromkeys(told)),
+            warnings=list(dict.fromkeys(warned)),
         )
-        answers.append(Answer(record, said.asked, said.seconds, traced.seconds if traced else 0.0))
+        answers.append(Answer(record, reply.messages, reply.seconds, traced.seconds if traced else 0.0))
     return answers
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Reply:
     output: Output
-    asked: list[Mapping[str, Any]]
+    messages: list[Mapping[str, Any]]
     inputs: float
     seconds: float
     peak: int | None
     trees: list[TreeTrace]
 
 
-class _Talk:
-    """A conversation with one method; later turns reuse the KV cache of earlier ones."""
+class _Conversation:
+    """Conversation with one method; later turns reuse the KV cache of earlier ones."""
 
     def __init__(self, vlm: VLM, has_turns: bool, options: Mapping[str, Any]) -> None:
         self._vlm = vlm
@@ -147,38 +137,37 @@ class _Talk:
         self._messages: list[Mapping[str, Any]] = []
         self._memory = PeakMemory(vlm.target.device)
 
-    def say(self, turn: Turn, seed: int) -> _Said:
-        self._messages = [*self._messages, *turn.messages]
-        asked = self._messages
+    def answer(self, turn: Turn, seed: int) -> _Reply:
+        messages = [*self._messages, *turn.messages]
         trees: list[TreeTrace] = []
         self._memory.start()
         started = time.perf_counter()
-        stream = self._vlm.stream(asked, seed=seed, session=self._session, **self._options)
+        stream = self._vlm.stream(messages, seed=seed, session=self._session, **self._options)
         inputs = time.perf_counter() - started
         for chunk in stream:
             trees += [tree for tree in chunk.trees if tree is not None]
         output = stream.output  # reads the clock, which waits for the device
         seconds = time.perf_counter() - started
         answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
-        self._messages = [*asked, answer]
-        return _Said(output, asked, inputs, seconds, self._memory.read(), trees)
+        self._messages = [*messages, answer]
+        return _Reply(output, messages, inputs, seconds, self._memory.read(), trees)
 
 
 @contextmanager
-def _heeding() -> Iterator[list[str]]:
-    """What Saccade itself warns of; whoever shows warnings still shows them."""
-    told: list[str] = []
+def _recorded_warnings() -> Iterator[list[str]]:
+    """Collect Saccade's own warnings; all warnings are still shown."""
+    messages: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", SaccadeWarning)
         show = warnings.showwarning
 
-        def heed(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        def record(message: Warning | str, category: type[Warning], *where: Any) -> None:
             if issubclass(category, SaccadeWarning):
-                told.append(str(message))
+                messages.append(str(message))
             show(message, category, *where)
 
-        warnings.showwarning = heed  # type: ignore[assignment]
-        yield told
+        warnings.showwarning = record  # type: ignore[assignment]
+        yield messages
 
 
 def _stats(output: Output, inputs: float) -> dict[str, Any]:
@@ -188,7 +177,7 @@ def _stats(output: Output, inputs: float) -> dict[str, Any]:
 
 
 def _pieces(vlm: VLM, tokens: Sequence[int]) -> list[str]:
-    """The text that every token completed; all pieces together are the text."""
+    """Text completed by each token; the pieces concatenate to the answer."""
     detokenizer = Detokenizer(vlm.processor.tokenizer)
     pieces = [detokenizer.add([token]) for token in tokens]
     if pieces:

@@ -1,4 +1,4 @@
-"""Whether a lossless method gave plain decoding's tokens, and where it first did not."""
+"""Comparison of a lossless method's tokens with plain decoding's, and the first difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saccade.target.context import Context
 
 
 class Mismatch(SaccadeError):
-    """A lossless method gave other tokens than plain decoding although nothing was rounded."""
+    """A lossless method differs from plain decoding in float32."""
 
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
@@ -26,21 +26,23 @@ def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     return found if found is not None or len(ours) == len(plain) else shared
 
 
-def compared(record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]) -> Record:
-    """The record with its verdict against plain decoding's tokens.
+def compare_with_plain(
+    record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]
+) -> Record:
+    """Complete a record with its comparison with plain decoding.
 
     Args:
         plain: the baseline's tokens for the same prompt and repeat.
-        target: says the logits at the first difference.
-        prompt: makes the prompt that the target was asked; only called for the logits.
+        target: computes the logits at the first difference.
+        prompt: makes the prompt; called only where tokens differ.
     """
     position = first_difference(record.tokens, plain)
     if position is None:
         return replace(record, equal=True)
     ours = record.tokens[position] if position < len(record.tokens) else None
     theirs = plain[position] if position < len(plain) else None
-    asked = prompt()
-    logits = _logits(target, Prompt((*asked.ids, *plain[:position]), asked.media))
+    given = prompt()
+    logits = _logits(target, Prompt((*given.ids, *plain[:position]), given.media))
     difference: dict[str, Any] = {
         "position": position,
         "ours": ours,
@@ -65,7 +67,7 @@ def require_equal(record: Record) -> None:
 
 
 def _logits(target: Target, prompt: Prompt) -> torch.Tensor:
-    """The target's logits ``[V]`` behind a prompt, by one prefill of its own."""
+    """Target logits `[V]` after a prompt, from a separate prefill."""
     logits = Context(target, 1).load(0, prompt).logits
     assert logits is not None
     return logits.float().cpu()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.bench.answering import ask
+from saccade.bench.answering import answer_turns
 from saccade.bench.preparing import Prepared
 from saccade.bench.suite import BASELINE
 from saccade.draft.heads.head import Head
@@ -24,13 +24,13 @@ from saccade.target.adapter import Target
 from saccade.target.context import Context
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens per pass that are always measured."""
+"""Tokens per pass measured in every run."""
 ROUNDS = 15
 """Timed passes of every size."""
 WARM = 2
-"""Passes before them, which find caches and kernels cold."""
+"""Untimed passes before them."""
 HEAD_STEPS = 5
-"""Length of the chain over which a head's step is averaged; shorter for heads that do not reach so far."""
+"""Longest chain over which a head's step is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Costs:
         kv: entries in the target's cache while measuring.
         target: seconds by number of tokens in the pass.
         draft: the draft model's seconds by number of tokens; empty without one.
-        heads: by name, a head's seconds per draft step, that is per token of a chain that it drafts; other than for
-            models, choosing the token is part of it.
+        heads: by name, a head's seconds per draft step, that is per token of a drafted chain; unlike those of
+            models, they include choosing the token.
     """
 
     kv: int
@@ -51,19 +51,19 @@ class Costs:
     heads: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it (keys become strings)."""
+        """All fields, ready for JSON (which turns keys into strings)."""
         return asdict(self)
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> Costs | None:
-        """From a run's header; None when nothing was measured."""
+        """Read the costs in a run's header; None when none were measured."""
         if not stored:
             return None
         target, draft = ({int(k): v for k, v in stored[name].items()} for name in ("target", "draft"))
         return cls(stored["kv"], target, draft, dict(stored.get("heads", {})))
 
     def target_seconds(self, tokens: float) -> float:
-        """T_p(tokens), interpolated between the sizes that were measured."""
+        """T_p(tokens), interpolated between measured sizes."""
         return _between(self.target, tokens)
 
     def draft_seconds(self, tokens: float) -> float:
@@ -72,11 +72,11 @@ class Costs:
 
     @property
     def ratio(self) -> float:
-        """T_q / T_p: a draft step over a plain target step, one token each."""
+        """T_q / T_p, each for one token."""
         return self.draft_seconds(1) / self.target_seconds(1)
 
     def head_ratio(self, name: str) -> float | None:
-        """T_q / T_p of a head; None for one that was not measured."""
+        """T_q / T_p of a head; None when not measured."""
         return self.heads[name] / self.target_seconds(1) if name in self.heads else None
 
 
@@ -88,13 +88,13 @@ def measure(
     sizes: Iterable[int] = (),
     heads: Mapping[str, Head] | None = None,
 ) -> Costs:
-    """Time passes behind a real prompt, all sizes in turn so that drift hits them alike.
+    """Time passes after a real prompt, all sizes in turn so that drift affects them alike.
 
     Args:
         prompt: for the target.
-        text: its words alone. Repeated to the prompt's length, or as far as the drafter's context reaches, they stand
-            in for the drafter's prompt: only the number of KV entries counts.
-        sizes: numbers of tokens besides `SIZES`, such as the trees of the methods that will run.
+        text: its text alone, which is repeated to the prompt's length or the drafter's context, to serve as its
+            prompt: only the number of KV entries matters.
+        sizes: numbers of tokens besides `SIZES`, such as those of the methods' trees.
         heads: by name.
     """
     wanted = sorted({*SIZES, *sizes})
@@ -127,7 +127,7 @@ def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[
 
 
 def _call(context: Context, token: int, size: int) -> Callable[[], None]:
-    """A pass over a chain of ``size`` tokens that leaves the cache as it was."""
+    """Pass over a chain of ``size`` tokens that leaves the cache unchanged."""
     device = context.target.device
     tokens = torch.full((1, size), token, device=device)
 
@@ -140,7 +140,7 @@ def _call(context: Context, token: int, size: int) -> Callable[[], None]:
 
 @torch.inference_mode()
 def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
-    """Median seconds of a head's draft step. Every chain follows a token that the target is taken to have emitted."""
+    """Median seconds of a head's draft step; every chain follows the same emitted token."""
     steps = min(HEAD_STEPS, head.reach or HEAD_STEPS)
     room = len(prompt) + ROUNDS + WARM
     context = Context(target, 1)
@@ -176,12 +176,12 @@ def _between(measured: dict[int, float], tokens: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds.
+    """Expected size of a run.
 
     Attributes:
-        answers: records that a complete run has.
+        answers: records of the complete run.
         traced: extra answers for the report's trees.
-        seconds: of the whole run, if every method took as long as plain decoding.
+        seconds: of the whole run, if every method were as slow as plain decoding.
     """
 
     answers: int
@@ -198,12 +198,13 @@ def estimate(prepared: Prepared) -> Expected:
         rounds = 2 if number == 0 else 1
         for _ in range(rounds):
             spent = sum(
-                a.seconds for a in ask(plain, BASELINE, group[0], 0, options=prepared.options, seed=0)
+                a.seconds
+                for a in answer_turns(plain, BASELINE, group[0], 0, options=prepared.options, seed=0)
             )
-        asked = len(group) * suite.repeats * len(prepared.methods)
+        timed = len(group) * suite.repeats * len(prepared.methods)
         again = min(suite.trace, len(group)) * len(prepared.methods)
         warmup = suite.warmup * len(prepared.methods) if number == 0 else 0
-        answers += asked * len(group[0].turns)
+        answers += timed * len(group[0].turns)
         traced += again * len(group[0].turns)
-        seconds += spent * (asked + again + warmup)
+        seconds += spent * (timed + again + warmup)
     return Expected(answers, traced, seconds)

@@ -1,4 +1,4 @@
-"""What the papers' formulas say about a run from its own acceptance and step times, beside what was measured."""
+"""Speed-ups that the papers' formulas predict from a run's acceptance and step times, beside the measured one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Predicted:
         verify_cost: T_p(n) / T_p(1) for the mean number of tokens n in a verification pass.
         nodes: mean draft tokens per pass.
         tabed: TABED Eq. 1 with the measured verification cost.
-        tabed_free: the same as the paper has it, verification costing as much as one token.
+        tabed_free: the same as printed, with verification as cheap as one token.
         sage: SAGE Eq. 6, one drafter step per node.
         lvspec: LVSpec Eq. 3, without the bonus token.
         measured: median over prompts; None without the baseline.
@@ -41,7 +41,7 @@ class Predicted:
 
 
 def predictions(run: Run) -> list[Predicted]:
-    """One entry per method that drafted and whose step times were measured."""
+    """One entry per method with verification passes and measured step times."""
     costs = Costs.of(run.header.costs)
     if costs is None:
         return []
@@ -68,7 +68,7 @@ def predictions(run: Run) -> list[Predicted]:
 
 
 def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
-    """T_q / T_p; 1 for the target itself, None for a head that was not measured."""
+    """T_q / T_p; 1 for the target itself, None for a head without measurement."""
     if method["needs"] == "head":
         return costs.head_ratio(str(method.get("head")))
     if method.get("options", {}).get("draft_with") == "self":

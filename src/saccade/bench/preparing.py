@@ -1,4 +1,4 @@
-"""What a suite comes down to with the models at hand: methods that exist, prompts, and what is missing."""
+"""Suite resolved against the loaded models: usable methods, prompts, and omissions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from saccade import methods
 from saccade.bench import questions
+from saccade.bench.digests import digest
 from saccade.bench.questions import Question
-from saccade.bench.sameness import digest
 from saccade.bench.suite import MethodEntry, Suite
 from saccade.draft.heads.head import Head
 from saccade.environment import dtype_name, environment, fingerprint, model_facts
@@ -20,15 +20,15 @@ from saccade.vlm import VLM
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A suite ready to run.
+    """Suite ready to run.
 
     Attributes:
-        suite: as it was asked for.
-        vlm: holds the loaded models.
+        suite: as requested.
+        vlm: the loaded models.
         methods: by label, the baseline first; all share the loaded models.
         questions: by task.
-        missing: one sentence for everything that was left out.
-        names: how the user called target and draft model.
+        missing: one sentence per omission.
+        names: of target and draft model, as given by the user.
     """
 
     suite: Suite
@@ -46,7 +46,7 @@ class Prepared:
 
     @property
     def compares_tokens(self) -> bool:
-        """Whether lossless methods must give plain decoding's tokens; when sampling they need not."""
+        """Whether lossless methods must produce plain decoding's tokens: not when sampling."""
         return not self.suite.sampling
 
     @property
@@ -56,7 +56,7 @@ class Prepared:
         return turns * len(self.methods) * self.suite.repeats
 
     def config(self) -> dict[str, Any]:
-        """The configuration as it was resolved, as JSON gives it back."""
+        """Resolved configuration, as read back from JSON."""
         resolved = {
             **self.suite.as_dict(),
             "tasks": [t for t in self.suite.as_dict()["tasks"] if t["name"] in self.questions],
@@ -69,11 +69,11 @@ class Prepared:
             "missing": list(self.missing),
         }
         for task in resolved["tasks"]:
-            task.pop("media")  # where files lie says nothing about the run
+            task.pop("media")  # places of files do not identify a run
         return as_json(resolved)
 
     def models(self) -> dict[str, Any]:
-        """Facts about target, draft model and the heads that are used, a digest of their weights among them."""
+        """Facts about target, draft model and used heads, with digests of their weights."""
         target, drafter = self.names
         found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
         if self.vlm.draft_model is not None:
@@ -83,20 +83,20 @@ class Prepared:
 
     @property
     def heads(self) -> dict[str, Head]:
-        """By name, those that a method drafts with."""
+        """Heads that a method drafts with, by name."""
         used = [(vlm.head_name, vlm.head) for vlm in self.methods.values()]
         return {name: head for name, head in used if name is not None and head is not None}
 
     def environment(self) -> dict[str, Any]:
-        """Where it runs."""
+        """Facts about software and machine."""
         return as_json(environment(self.vlm.target.device))
 
 
 def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) -> Prepared:
-    """Find out what of a suite can run with the loaded models.
+    """Resolve a suite against the loaded models.
 
     Raises:
-        SaccadeError: something that is not optional does not exist, or a prompt cannot be read.
+        SaccadeError: a method or task that is not optional is unavailable, or a prompt cannot be read.
     """
     found: dict[str, VLM] = {}
     missing: list[str] = []
@@ -115,27 +115,27 @@ def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) 
                 missing.append(f"Method {entry.label}: {problem}")
     if len(found) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
-    asked, absent = questions.gather(suite)
+    gathered, absent = questions.gather(suite)
     for task in suite.tasks:
-        reason = _refused(vlm, asked[task.name]) if task.name in asked else ""
+        reason = _refusal(vlm, gathered[task.name]) if task.name in gathered else ""
         if reason and not task.optional:
-            raise InputError(f"Task {task.name} cannot be asked of this model: {reason}")
+            raise InputError(f"This model cannot run task {task.name}: {reason}")
         if reason:
             absent[task.name] = reason
-            del asked[task.name]
-    if not asked:
+            del gathered[task.name]
+    if not gathered:
         raise SaccadeError(
-            f"Suite {suite.name} has nothing to ask: {' '.join(absent.values())} Choose others with --tasks."
+            f"Suite {suite.name} has no usable task: {' '.join(absent.values())} Choose others with --tasks."
         )
     missing += [f"Task {task}: {reason}" for task, reason in absent.items()]
-    ids = [q.id for group in asked.values() for q in group]
+    ids = [q.id for group in gathered.values() for q in group]
     if len(set(ids)) < len(ids):
-        raise SaccadeError(f"Suite {suite.name} asks {next(i for i in ids if ids.count(i) > 1)} twice.")
-    return Prepared(suite, vlm, found, asked, tuple(missing), names)
+        raise SaccadeError(f"Suite {suite.name} contains {next(i for i in ids if ids.count(i) > 1)} twice.")
+    return Prepared(suite, vlm, found, gathered, tuple(missing), names)
 
 
 def lacking(entry: MethodEntry) -> str:
-    """Why this version of Saccade does not have a method with these options; empty when it does."""
+    """Reason why this version of Saccade lacks a method with these options; empty when it has it."""
     if entry.name not in methods.METHODS:
         return f"there is no method {entry.name!r}; there are {', '.join(methods.METHODS)}."
     try:
@@ -160,8 +160,8 @@ def head_facts(head: Head, name: str) -> dict[str, Any]:
     }
 
 
-def _refused(vlm: VLM, group: list[Question]) -> str:
-    """Why the model cannot be asked the first question of a task; empty when it can."""
+def _refusal(vlm: VLM, group: list[Question]) -> str:
+    """Reason why the model cannot take the first question of a task; empty when it can."""
     try:
         vlm.processor.prompt(group[0].turns[0].messages)
     except InputError as problem:
@@ -170,13 +170,13 @@ def _refused(vlm: VLM, group: list[Question]) -> str:
 
 
 def as_json(content: dict[str, Any]) -> dict[str, Any]:
-    """What JSON makes of it: tuples as lists, keys as strings."""
+    """Content as read back from JSON: tuples as lists, keys as strings."""
     found: dict[str, Any] = json.loads(json.dumps(content, default=str))
     return found
 
 
 def _resolved(entry: MethodEntry, vlm: VLM) -> dict[str, Any]:
-    """A method with its defaults filled in, and the bounds of its trees (root included in nodes)."""
+    """Method with its defaults filled in, and the bounds of its trees (nodes include the root)."""
     drafter = vlm.engine.drafter
     return {
         "name": entry.name,

@@ -1,4 +1,4 @@
-"""What a benchmark run writes: a header, then one JSON line per (prompt, method, repeat)."""
+"""Records file of a benchmark run: a header, then one JSON line per (prompt, method, repeat)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import SaccadeError
+from saccade.files import writing
 
 SCHEMA = 1
 FILE = "records.jsonl"
-"""Name of the records file in a run's folder; pictures stand beside it in ``media/``."""
+"""Name of the records file in a run's folder; pictures are beside it in ``media/``."""
+RESUME = "the records so far are intact, so free some space and run the same command again to resume"
+"""Advice in messages about failed writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """First line of a run: everything that the records share.
+    """First line of a run: facts shared by all records.
 
     Attributes:
         suite: name of the suite or file that was run.
-        config: the whole configuration as it was resolved (methods, tasks, seeds, sizes, decoding options).
+        config: the resolved configuration (methods, tasks, seeds, sizes, decoding options).
         models: target and drafter, with parameter counts and dtypes.
         environment: versions, device, threads, git revision, host-independent facts only.
         started: UTC time, ISO 8601.
@@ -49,25 +52,25 @@ class Record:
         task: group of prompts that is reported together.
         method: label within the run (a method of `saccade methods`, perhaps with options).
         repeat: 0, 1, ...
-        question: the text that was asked.
+        question: text of the question.
         media: file names below ``media/`` of the run's folder.
         text: the answer.
         tokens: emitted ids.
-        marks: one per token (``target``, ``draft``, and what lossy rules add).
-        pieces: text of every token, so that a report needs no tokenizer.
+        marks: one per token (``target``, ``draft``, and those of lossy rules).
+        pieces: text of every token; reports need no tokenizer.
         finish_reason: as in `saccade.output.Output`.
-        lossless: whether the method claims it.
-        stats: `Stats.as_dict()`, and in ``seconds`` also ``inputs``: tokenizing and preparing images, which comes
-            before the total begins.
+        lossless: whether the method claims to be.
+        stats: `Stats.as_dict()`, and in ``seconds`` also ``inputs``: tokenizing and preparing images, which precede
+            the total.
         scores: ground-truth scores by fact, 0 to 1; empty where there is no ground truth.
-        equal: whether the tokens are plain decoding's; None for plain decoding itself or when not compared.
-        difference: at the first differing position: ``position``, ``ours``, ``plain`` (ids, None behind the end of
+        equal: whether the tokens equal plain decoding's; None for plain decoding itself or when not compared.
+        difference: at the first differing position: ``position``, ``ours``, ``plain`` (ids, None past the end of
             the shorter answer) and ``logits``, the target's for both by the same names; None when equal or not
             compared.
         peak_bytes: peak memory of the process or device during the answer; None when not measured.
-        trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``); only where the run was
-            asked to trace.
-        warnings: Saccade's own while the answer was made, each once.
+        trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``); only of traced
+            prompts.
+        warnings: Saccade's own during generation, each once.
     """
 
     prompt_id: str
@@ -92,18 +95,18 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What makes a record unique in its run."""
+        """Prompt, method and repeat, unique in a run."""
         return self.prompt_id, self.method, self.repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as read from disk.
+    """Run as read from disk.
 
     Attributes:
-        folder: where it lies.
-        header: its first line.
-        records: every readable record, in order.
+        folder: of the run.
+        header: first line.
+        records: readable records, in order.
         problems: one sentence per unreadable line, with its number.
     """
 
@@ -114,10 +117,10 @@ class Run:
 
 
 class Writer:
-    """Appends whole lines and makes sure that they are on disk before it goes on."""
+    """Appends whole lines and syncs each to disk before returning."""
 
     def __init__(self, folder: Path, header: Header | None) -> None:
-        """Open a run for appending; ``header`` starts a new one and is None for one that is resumed."""
+        """Open a run for appending: a new one with its header, a resumed one with None."""
         path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -139,33 +142,26 @@ class Writer:
         self._line({"kind": "record", **asdict(record)})
 
     def close(self) -> None:
-        """Close the file; what could not be written has been reported already."""
+        """Close the file; failed writes have been reported already."""
         with suppress(OSError):
             self._file.close()
 
     def _line(self, content: dict[str, Any]) -> None:
-        try:
+        with writing(Path(self._file.name), advice=RESUME):
             self._file.write(json.dumps(content, ensure_ascii=False) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as problem:
-            raise SaccadeError(
-                f"Cannot write to {self._file.name}: {problem.strerror}; the records so far are intact, free some "
-                "space and run the same command again to go on."
-            ) from problem
 
 
 def read(folder: Path) -> Run:
-    """Read a run; lines that cannot be read are reported and left out.
+    """Read a run; unreadable lines are reported and skipped.
 
     Raises:
         SaccadeError: there is no run in the folder, or its header is unreadable or of another schema.
     """
     path = folder / FILE if folder.is_dir() else folder
     if not path.is_file():
-        raise SaccadeError(
-            f"There is no run in {folder}; expected a folder with {FILE}, made by `saccade bench`."
-        )
+        raise SaccadeError(f"{folder} holds no run; expected a folder with {FILE}, made by `saccade bench`.")
     header: Header | None = None
     records: dict[tuple[str, str, int], Record] = {}
     problems: list[str] = []
@@ -187,11 +183,11 @@ def read(folder: Path) -> Run:
 
 
 def warned(records: Sequence[Record]) -> Iterator[str]:
-    """A sentence for every method that warned: of how many answers, and the first of its warnings."""
+    """One sentence per method with warnings: number of answers and first warning."""
     for method in dict.fromkeys(record.method for record in records if record.warnings):
         own = [record for record in records if record.method == method]
         bad = [record for record in own if record.warnings]
-        yield f"{method} warned at {len(bad)} of {len(own)} answers: {bad[0].warnings[0]}"
+        yield f"{method} warned in {len(bad)} of {len(own)} answers: {bad[0].warnings[0]}"
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -211,7 +207,7 @@ def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any
 
 
 def _end_line(path: Path) -> None:
-    """Close a last line that a killed run left unfinished, so that it spoils nothing but itself."""
+    """End the unfinished last line of a killed run, so that the next line stays readable."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)

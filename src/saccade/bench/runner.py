@@ -1,35 +1,35 @@
-"""Benchmark runner: methods interleaved per prompt, every answer on disk before the next, resumable."""
+"""Resumable benchmark runner: methods interleaved per prompt, every answer on disk before the next."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from saccade.bench import answering, cost
-from saccade.bench.answering import Answer, ask
-from saccade.bench.check import compared, require_equal
+from saccade.bench.answering import Answer, answer_turns
+from saccade.bench.check import compare_with_plain, require_equal
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
 from saccade.bench.records import FILE, Header, Record, Run, Writer, read
 from saccade.bench.suite import BASELINE
 from saccade.errors import SaccadeError
+from saccade.formats import differences, shortened
 
 
-def begun(folder: Path, prepared: Prepared) -> Run | None:
-    """The run that an earlier attempt left in a folder; None for a folder without one.
+def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
+    """Run of an earlier attempt in a folder; None without one.
 
     Raises:
-        SaccadeError: the folder holds a run of another configuration, of other models or from elsewhere.
+        SaccadeError: the folder holds a run of another configuration, other models or another environment.
     """
     path = folder / FILE
-    if not path.is_file() or _only_a_piece(path):
+    if not path.is_file() or _lacks_header(path):
         return None
     run = read(folder)
     pairs = (
@@ -38,16 +38,16 @@ def begun(folder: Path, prepared: Prepared) -> Run | None:
         ("environment", run.header.environment, prepared.environment()),
     )
     for what, theirs, ours in pairs:
-        for key, old, new in _differences(theirs, ours):
+        for key, old, new in differences(theirs, ours):
             raise SaccadeError(
-                f"{folder} holds a run whose {what} differs ({key}: {_short(old)} there, {_short(new)} now); "
+                f"{folder} holds a run whose {what} differs ({key}: {shortened(old)} there, {shortened(new)} now); "
                 "choose another folder with --out, or delete that one."
             )
     return run
 
 
-def _only_a_piece(path: Path) -> bool:
-    """Whether the file holds less than a header, as after a kill in the first moment; it is cut to nothing then."""
+def _lacks_header(path: Path) -> bool:
+    """Whether a kill left less than a header; empties the file if so."""
     with path.open("rb") as file:
         if file.readline().endswith(b"\n"):
             return False
@@ -55,27 +55,14 @@ def _only_a_piece(path: Path) -> bool:
     return True
 
 
-def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for name in dict.fromkeys([*theirs, *ours]):
-            yield from _differences(theirs.get(name), ours.get(name), f"{key}.{name}" if key else str(name))
-    elif theirs != ours:
-        yield key, theirs, ours
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        done: answers on disk, those of an earlier attempt included.
+        done: answers on disk, including those of earlier attempts.
         total: answers of the complete run.
-        doing: what is under way.
+        doing: current work, for display.
     """
 
     done: int
@@ -85,12 +72,12 @@ class Progress:
 
 @dataclass(slots=True)
 class Spent:
-    """Where the wall time of a run went, in seconds.
+    """Wall time of a run, in seconds.
 
     Attributes:
-        warmup: first answers and step costs, before anything counts.
-        answers: the timed answers.
-        traced: extra answers whose trees are kept.
+        warmup: untimed answers and step costs at the start.
+        answers: timed answers.
+        traced: extra answers whose trees are recorded.
         total: from the first timed answer to the end.
     """
 
@@ -101,14 +88,14 @@ class Spent:
 
     @property
     def harness(self) -> float:
-        """Share of the run that is neither: scoring, comparing, writing, progress."""
+        """Share of the total outside of answers: scoring, comparing, writing, progress."""
         rest = self.total - self.answers - self.traced
         return rest / self.total if self.total > 0 else 0.0
 
 
 def balanced(labels: Sequence[str], row: int) -> list[str]:
-    """Row of a balanced order: over all rows every method stands in every place, and behind every other one,
-    equally often (Williams 1949)."""
+    """Row of a balanced order: over all rows every method has every place, and follows every other, equally often
+    (Williams 1949)."""
     count = len(labels)
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
     order = [labels[(step + row) % count] for step in zigzag]
@@ -116,15 +103,15 @@ def balanced(labels: Sequence[str], row: int) -> list[str]:
 
 
 class Runner:
-    """Runs a prepared suite into a folder, or goes on where an earlier attempt stopped.
+    """Runs a prepared suite into a folder, or resumes an earlier attempt.
 
     Args:
-        prepared: what to run.
-        folder: where the records go.
+        prepared: the suite.
+        folder: of the records.
         progress: called between answers, never during one.
 
     Attributes:
-        spent: where the time went.
+        spent: wall time.
     """
 
     def __init__(
@@ -139,13 +126,13 @@ class Runner:
         self._traced = {q.id for group in prepared.questions.values() for q in group[: prepared.suite.trace]}
 
     def run(self) -> Run:
-        """Ask everything that has no record yet.
+        """Answer all questions that have no record yet.
 
         Raises:
             Mismatch: a lossless method differs from plain decoding in float32; its record is on disk.
             SaccadeError: the folder holds another run, or the disk is full; records so far are intact.
         """
-        earlier = begun(self._folder, self._prepared)
+        earlier = earlier_run(self._folder, self._prepared)
         self._done = {r.key: r for r in earlier.records} if earlier else {}
         for record in self._done.values():
             self._require(record)
@@ -169,7 +156,7 @@ class Runner:
         return read(self._folder)
 
     def _groups(self) -> Iterator[tuple[Question, int, list[str]]]:
-        """(prompt, repeat, methods in their order); tasks take turns."""
+        """Prompt, repeat and ordered methods of every group; tasks alternate."""
         labels, tasks = list(self._prepared.methods), list(self._prepared.questions.values())
         longest = max(map(len, tasks))
         for repeat in range(self._prepared.suite.repeats):
@@ -179,7 +166,7 @@ class Runner:
                         yield group[index], repeat, balanced(labels, index + number + repeat)
 
     def _open(self, question: Question, repeat: int) -> list[str]:
-        """Methods that have not answered every turn."""
+        """Methods without answers to every turn."""
         ids = [question.turn_id(i) for i in range(len(question.turns))]
         return [
             label
@@ -191,7 +178,7 @@ class Runner:
         question = next(iter(self._prepared.questions.values()))[0]
         for label, vlm in self._prepared.methods.items():
             for _ in range(self._prepared.suite.warmup):
-                ask(vlm, label, question, 0, options=self._prepared.options, seed=0)
+                answer_turns(vlm, label, question, 0, options=self._prepared.options, seed=0)
 
     def _header(self) -> Header:
         prepared = self._prepared
@@ -205,7 +192,7 @@ class Runner:
         )
 
     def _costs(self) -> cost.Costs:
-        """Step times behind the first prompt."""
+        """Step times after the first prompt."""
         prepared = self._prepared
         prompt = prepared.vlm.processor.prompt(next(iter(prepared.questions.values()))[0].turns[0].messages)
         trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
@@ -214,14 +201,14 @@ class Runner:
         return cost.measure(*models, trees, prepared.heads)
 
     def _group(self, writer: Writer, question: Question, repeat: int, order: Sequence[str]) -> None:
-        """All methods on one prompt; answers that came before plain decoding's wait for it to be compared."""
+        """Run all methods on one prompt; answers that precede plain decoding's are compared after it."""
         still_open = self._open(question, repeat)
         media = answering.save(question, self._folder)
         plain = self._earlier(question, repeat)
         waiting: list[list[Answer]] = []
         for label in (name for name in order if name in still_open):
             self._report(f"{question.id}, {label}")
-            answers = ask(
+            answers = answer_turns(
                 self._prepared.methods[label],
                 label,
                 question,
@@ -249,7 +236,7 @@ class Runner:
         return [self._done[k].tokens for k in keys] if all(k in self._done for k in keys) else None
 
     def _judge(self, answers: Sequence[Answer], plain: Sequence[Sequence[int]]) -> list[Record]:
-        """The records with their verdicts; a turn after a different one has another history, so it has none."""
+        """Records with comparisons; turns after a differing one have another history and are not compared."""
         if not (self._prepared.compares_tokens and answers[0].record.lossless):
             return [a.record for a in answers]
         judged: list[Record] = []
@@ -257,7 +244,9 @@ class Runner:
             record = answer.record
             if all(r.equal for r in judged):
                 vlm = self._prepared.vlm
-                record = compared(record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages))
+                record = compare_with_plain(
+                    record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages)
+                )
             judged.append(record)
         return judged
 

@@ -174,9 +174,9 @@ def _names(given: str) -> list[str]:
 
 def _plan(prepared: Prepared, folder: Path) -> None:
     from saccade.bench.cost import estimate
-    from saccade.bench.runner import begun
+    from saccade.bench.runner import earlier_run
 
-    suite, earlier = prepared.suite, begun(folder, prepared)
+    suite, earlier = prepared.suite, earlier_run(folder, prepared)
     with screen.waiting("Timing one plain answer per task"):
         expected = estimate(prepared)
     console = screen.out()

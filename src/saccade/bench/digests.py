@@ -1,4 +1,4 @@
-"""Whether questions are still the same ones: a hash of all that is said and shown, and of the right answers."""
+"""Digest of questions: their messages, media content and reference answers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MEDIA = ("image", "video")
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Hash of ids, whole messages, the content of images and videos, and references (16 hex digits).
+    """Hash of ids, messages, the content of images and videos, and references (16 hex digits).
 
-    Where a file lies does not count, what is in it does. Every file is read once.
+    Files count by content, not by path; every file is read once.
 
     Raises:
-        InputError: a file is gone, or a source is of a kind that no image or video has.
+        InputError: a file is missing, or a source is neither image nor video.
     """
     files: dict[str, str] = {}
-    said = [
+    content = [
         [q.id, [[t.text, [_message(m, files) for m in t.messages], _plain(t.reference)] for t in q.turns]]
         for q in questions
     ]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _message(message: Mapping[str, Any], files: dict[str, str]) -> Any:
@@ -48,7 +48,7 @@ def _part(part: Any, files: dict[str, str]) -> Any:
 
 
 def _content(source: Any, kind: str, files: dict[str, str]) -> Any:
-    """Hash of what a source holds; of a list of frames one hash each."""
+    """Hash of a source's content; one hash per frame of a list of frames."""
     if isinstance(source, (list, tuple)):
         return [_content(frame, "image", files) for frame in source]
     if isinstance(source, Video):
@@ -76,7 +76,7 @@ def _hash(*parts: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Whatever a message or a reference holds as JSON has it, in an order that does not change between runs."""
+    """Content of a message or reference ready for JSON, in an order that is equal between runs."""
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
