@@ -1,4 +1,4 @@
-"""Training data for drafters: what the target itself answers.
+"""Training data for drafters: the target's own answers.
 
 >>> import saccade
 >>> from saccade.distill import distill, read_answers

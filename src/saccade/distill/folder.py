@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from saccade.distill.pocket_source import FILE as DRAWN
 from saccade.errors import SaccadeError
+from saccade.files import write_file
+from saccade.formats import shortened
 from saccade.inputs.conversations import Messages, resolve_media
 
 HEADER = "distill.json"
@@ -25,7 +27,7 @@ _COMPARED = ("source", "options", "target", "processor", "drafter")
 
 
 class Folder:
-    """The output of one run.
+    """Output of one run.
 
     Args:
         path: of the folder; it need not exist yet.
@@ -43,7 +45,7 @@ class Folder:
         self._check()
 
     def __enter__(self) -> Folder:
-        """Take the folder for this run, and cut off what a killed attempt left of a line.
+        """Lock the folder for this run, and cut off the unfinished line of a killed attempt.
 
         Raises:
             SaccadeError: it cannot be written, or another run is writing there.
@@ -74,23 +76,14 @@ class Folder:
         os.close(self._file)
 
     def begin(self) -> None:
-        """Write the header, unless an earlier attempt with answers has."""
-        path, part = self.path / HEADER, self.path / f"{HEADER}.part"
-        if path.is_file() and self._binds():
-            return
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(self._header, indent=2, ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError as problem:
-            raise SaccadeError(
-                f"Cannot write to {path}: {problem.strerror}; choose another folder."
-            ) from problem
+        """Write the header, unless an earlier attempt with answers did."""
+        path = self.path / HEADER
+        if not (path.is_file() and self._binds()):
+            text = json.dumps(self._header, indent=2, ensure_ascii=False) + "\n"
+            write_file(path, text, advice="choose another folder")
 
     def answers(self) -> Iterator[tuple[str, str]]:
-        """Id and text of every answer that is there; a torn last line is none.
+        """Id and text of every answer; an unfinished last line is skipped.
 
         Raises:
             SaccadeError: a line is damaged, or two are about the same question.
@@ -172,8 +165,8 @@ class Folder:
         for group in _COMPARED:
             for key, old, new in _differences(theirs.get(group), self._header.get(group), group):
                 raise SaccadeError(
-                    f"{self.path} holds a run with another {key} ({_short(old)} there, {_short(new)} now); repeat its "
-                    "command to go on, or choose another folder."
+                    f"{self.path} holds a run with another {key} ({shortened(old)} there, {shortened(new)} now); "
+                    "repeat its command to resume, or choose another folder."
                 )
 
 
@@ -224,11 +217,6 @@ def _differences(theirs: Any, ours: Any, key: str) -> Iterator[tuple[str, Any, A
         yield key, theirs, ours
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 _BLOCK = 1 << 22
 
 
@@ -240,11 +228,11 @@ class Answered:
         id: of the question, unique in its run.
         messages: the conversation up to the question, media as paths that can be opened.
         answer: text.
-        answer_ids: what the target said, without the token that ends an answer.
+        answer_ids: emitted tokens without the one that ends the answer.
         finish: ``eos`` when the target ended the answer itself; otherwise it was cut (``length``, ``stop``, or
             ``visual`` before a placeholder of an image), and nothing is known about what comes next.
         temperature: 0 for a greedy answer.
-        eos_id: the token that ended the answer, where ``finish`` is ``eos``; files of older versions do not tell.
+        eos_id: the token that ended the answer, where ``finish`` is ``eos``; None in files of older versions.
     """
 
     id: str

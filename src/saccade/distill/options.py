@@ -1,4 +1,4 @@
-"""What decides the answers: the options of a run, which a later attempt must repeat."""
+"""Options that determine the answers of a run; a resumed run must repeat them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_SEED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How questions are chosen and asked.
+    """Choice of questions and decoding.
 
     Attributes:
         sampled_share: share of the questions answered by sampling; the others are answered greedily.

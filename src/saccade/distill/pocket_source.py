@@ -1,9 +1,8 @@
-"""The built-in prompt set: pocket samples drawn into the output folder, so that it stands alone."""
+"""Built-in prompt set: pocket samples drawn into the output folder, which needs nothing outside it."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from PIL import Image
 
 from saccade.distill.options import Options
-from saccade.errors import InputError, SaccadeError
+from saccade.errors import InputError
+from saccade.files import write_file
 from saccade.pocket import WORLD, Sample, draw
 from saccade.pocket.sample import UNSEEN_BY_DRAFTS
 
@@ -21,7 +21,7 @@ MEDIA = "media"
 
 
 def tasks_of(source: str, grammar: str) -> list[str]:
-    """The tasks that ``pocket:TASK,TASK`` names; ``pocket:all`` are all that the built-in drafters have learnt.
+    """Tasks named by ``pocket:TASK,TASK``; ``pocket:all`` names all that the built-in drafters were trained on.
 
     Raises:
         InputError: a task or its grammar does not exist.
@@ -46,9 +46,9 @@ def tasks_of(source: str, grammar: str) -> list[str]:
 
 
 def write_prompts(folder: Path, tasks: Sequence[str], options: Options) -> Path:
-    """Draw the samples into ``prompts.jsonl`` and ``media/``, unless an earlier attempt has.
+    """Draw the samples into ``prompts.jsonl`` and ``media/``, unless an earlier attempt did.
 
-    The pictures of a video are kept as single frames: files that need no decoder and hold exactly what was drawn.
+    Videos are saved as single frames, which need no decoder and lose nothing.
 
     Raises:
         SaccadeError: the folder cannot be written.
@@ -56,25 +56,20 @@ def write_prompts(folder: Path, tasks: Sequence[str], options: Options) -> Path:
     path = folder / FILE
     if path.is_file():
         return path
-    part = folder / f"{FILE}.part"
-    try:
+
+    def write(part: Path) -> None:
         with part.open("w", encoding="utf-8") as file:
             for seed in range(options.first_seed, options.first_seed + options.count):
                 for task in tasks:
                     line = _line(draw(seed, task, options.grammar), seed, folder)
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as problem:
-        raise SaccadeError(
-            f"Cannot write the samples into {folder}: {problem.strerror}; free some space or choose another folder."
-        ) from problem
+
+    write_file(path, write, advice="free some space or choose another folder")
     return path
 
 
 def _line(sample: Sample, seed: int, folder: Path) -> dict[str, Any]:
-    """A sample as a conversation with its true answers, media saved."""
+    """Sample as a conversation with its true answers, its media saved."""
     count = 0
 
     def saved(picture: Image.Image) -> str:

@@ -28,7 +28,7 @@ _POCKET_ONLY = ("count", "first_seed", "grammar")
 def header(
     vlm: VLM, prompts: str, source: Mapping[str, Any], options: Options, method_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of the file.
+    """Content of ``distill.json``.
 
     Args:
         prompts: name of the prompt set.
@@ -132,7 +132,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         done: questions that are over, those of earlier attempts included.
@@ -149,7 +149,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Report:
-    """What an attempt did.
+    """Result of an attempt.
 
     Attributes:
         folder: where the answers lie.
@@ -176,7 +176,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a run would do.
+    """Plan and expected duration of a run.
 
     Attributes:
         plan: every question.
@@ -213,7 +213,7 @@ def distill(
         media_root: folder of the prompt set's media; the file's own when None.
         on_bad_line: ``stop`` at a line that cannot be used, or ``skip`` it.
         method_options: the method's options that differ from its defaults, as given to `saccade.load`; recorded.
-        progress: told after every batch.
+        progress: called after every batch.
         options: see `Options`.
 
     Raises:
