@@ -9,7 +9,9 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # or models would load on a GPU, beside references on the CPU
+os.environ.setdefault(
+    "CUDA_VISIBLE_DEVICES", ""
+)  # or models would load on a GPU, beside references on the CPU
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
 import pytest
