@@ -52,7 +52,7 @@ class Replay:
         self.calls: list[Call] = []
         self._clock = clock
         self._shadows: dict[tuple[int, int], RowCache] = {}
-        self._original = Target._laid
+        self._original = Target._plan
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -60,17 +60,17 @@ class Replay:
         self.calls.clear()
         original, calls = self._original, self.calls
 
-        def noted(model: Target, cache: RowCache, pieces: Sequence[TokenBlock]) -> Any:
-            (piece,) = pieces
-            layout, positions, wanted = original(model, cache, pieces)
-            calls.append(Call(model, piece.tokens, positions, wanted, layout, cache.slots))
+        def noted(model: Target, cache: RowCache, blocks: Sequence[TokenBlock]) -> Any:
+            (block,) = blocks
+            layout, positions, wanted = original(model, cache, blocks)
+            calls.append(Call(model, block.tokens, positions, wanted, layout, cache.slots))
             return layout, positions, wanted
 
-        Target._laid = noted  # type: ignore[method-assign]
+        Target._plan = noted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Target._laid = original  # type: ignore[method-assign]
+            Target._plan = original  # type: ignore[method-assign]
 
     @torch.inference_mode()
     def seconds(self, stock: bool) -> float:
@@ -89,14 +89,9 @@ class Replay:
 
     def _stock(self, call: Call) -> float:
         (span,) = call.layout.spans
-        inputs = {
-            "input_ids": call.tokens,
-            "attention_mask": _mask(call.model, span),
-            "position_ids": call.model._stock_positions(call.positions[:, None]),
-            "past_key_values": self._shadow(call),
-            "use_cache": True,
-            "logits_to_keep": 0 if call.wanted is None else len(call.wanted),
-        }
+        mask = _mask(call.model, span)
+        inputs = call.model._stock_inputs(call.tokens, mask, call.positions, self._shadow(call))
+        inputs["logits_to_keep"] = 0 if call.wanted is None else len(call.wanted)
         started = self._clock()
         call.model.model(**inputs)
         return self._clock() - started
@@ -115,4 +110,4 @@ def _mask(model: Target, span: Span) -> Tensor:
     """``[1, 1, n, K]`` additive; the models here have layers of one kind."""
     (kind,) = span.masks
     mask = span.mask(kind)
-    return model._all_seen(span) if mask is None else mask
+    return model._unmasked(span) if mask is None else mask

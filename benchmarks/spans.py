@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import saccade.engine.step
 import saccade.engine.step_runner
 from clock import Clock
 from saccade.draft.model import ModelDraftSession
@@ -38,10 +39,10 @@ class Spans:
         (Context, "commit", "commit"),
         (Processing, "__call__", "logits processors"),
         (Greedy, "judge", "acceptance rule"),
-        (saccade.engine.step_runner, "pack", "verdict to the host"),
+        (saccade.engine.step, "pack", "verdict to the host"),
         (saccade.engine.step_runner, "to_host", "verdict to the host"),
         (RunningBatch, "_admit", "rows come and go"),
-        (StepRunner, "_settle", "rows emit"),
+        (StepRunner, "_emit", "rows emit"),
         (StepRunner, "_count_seconds", "stage timers"),
     )
 

@@ -131,9 +131,7 @@ def test_transformers_own_processors_for_a_batch_are_cut_to_each_row() -> None:
 
 
 def test_a_processor_that_changes_the_shape_is_named() -> None:
-    with pytest.raises(
-        InputError, match=r"<lambda> made scores of shape \(3, 7\) from those of 3 rows and 192"
-    ):
+    with pytest.raises(InputError, match=r"<lambda> returned scores of shape \(3, 7\) for 3 rows of 192"):
         run("plain", logits_processor=[stateless(lambda ids, scores: scores[:, :7])])
 
 
@@ -217,7 +215,7 @@ def test_a_state_is_kept_inside_generate_too(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("processor", [Advances(), lambda ids, scores: scores], ids=["class", "function"])
 def test_what_may_keep_something_is_refused(processor: Any, rows: int) -> None:
-    message = "may keep something between its calls, .* mark it by saccade.processors.stateless"
+    message = "may have state between its calls, .* mark it by saccade.processors.stateless"
     with pytest.raises(InputError, match=message):
         run("plain", rows, logits_processor=[processor])
     with pytest.raises(InputError, match=message):
@@ -259,7 +257,7 @@ def test_a_criterion_of_one_row_may_count_its_calls(method: str) -> None:
 
 
 def test_a_criterion_that_several_rows_share_may_not() -> None:
-    message = "criterion Counts is given for 3 rows, .* and may keep something"
+    message = "criterion Counts is shared by 3 rows, .* and may have state"
     with pytest.raises(InputError, match=message):
         run("chain", stopping_criteria=[Counts()])
     with pytest.raises(InputError, match=message):

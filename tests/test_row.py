@@ -104,11 +104,11 @@ def test_a_drafter_that_guesses_before_any_token_gets_the_prompts_last_one() -> 
 
 def test_a_row_that_has_ended_has_no_room() -> None:
     under_test = row(9, eos=[4])
-    assert under_test.room == 9
+    assert under_test.remaining == 9
     under_test.emit([1], block_marks(0, 1))
-    assert under_test.room == 8
+    assert under_test.remaining == 8
     under_test.emit([4, 2], block_marks(1, 1))
-    assert under_test.room == 0
+    assert under_test.remaining == 0
 
 
 def test_an_end_of_sequence_in_the_prompt_ends_nothing() -> None:

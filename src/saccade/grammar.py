@@ -1,4 +1,4 @@
-"""Grammars and JSON schemas on trees of guesses, by the matchers of xgrammar or llguidance (``saccade[grammar]``).
+"""Grammars and JSON schemas on draft trees, by the matchers of xgrammar or llguidance (``saccade[grammar]``).
 
 >>> schema = saccade.grammar.json_schema({"type": "object"}, tokenizer, vocab_size)
 >>> vlm.generate("Describe the picture as JSON.", images=["photo.jpg"], logits_processor=[schema])
@@ -20,7 +20,7 @@ from saccade.errors import InputError
 
 @dataclass(slots=True)
 class _Walk:
-    """A matcher and the tokens behind the prompt that it has accepted."""
+    """A matcher and its accepted tokens behind the prompt."""
 
     matcher: Any
     path: list[int] = field(default_factory=list)
@@ -28,61 +28,61 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A state: where on the tree of all that may be said."""
+    """State of the processor: a path of tokens behind the prompt."""
 
     walk: _Walk
     path: tuple[int, ...]
 
 
 class Rollback(ABC):
-    """A `StatefulProcessor` made of a matcher that accepts tokens and takes them back.
+    """A `StatefulProcessor` around a matcher that accepts tokens and rolls them back.
 
-    One matcher per row walks to every guess that it is asked about, back to where both paths part and forth again.
-    The grammar is about the answer: the prompt is not shown to it.
+    One matcher per row moves from node to node of the draft tree: back to the common ancestor, then forward. The
+    grammar constrains the answer; the matcher never receives the prompt.
     """
 
     @abstractmethod
     def matcher(self) -> Any:
-        """A new one, at the beginning."""
+        """Return a new matcher at the start of the grammar."""
 
     @abstractmethod
     def accept(self, matcher: Any, token: int) -> bool:
-        """Move on by a token; False where it cannot follow, which leaves the matcher where it is."""
+        """Advance by a token; return False, without advancing, if the grammar does not allow it."""
 
     @abstractmethod
-    def take_back(self, matcher: Any, count: int) -> None:
-        """Undo the last ``count`` tokens."""
+    def rollback(self, matcher: Any, count: int) -> None:
+        """Roll back the last ``count`` tokens."""
 
     @abstractmethod
     def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
-        """``[V]`` bool on the CPU: which tokens may follow."""
+        """Return ``[V]`` bool on the CPU: tokens allowed next."""
 
     def start(self, prompt: Sequence[int]) -> _Place:
         """See `StatefulProcessor`."""
         return _Place(_Walk(self.matcher()), ())
 
     def advance(self, state: _Place, token: int) -> _Place:
-        """See `StatefulProcessor`; nothing is accepted before scores are asked for."""
+        """See `StatefulProcessor`; the matcher advances in `scores`."""
         return _Place(state.walk, (*state.path, token))
 
     def scores(self, state: _Place, scores: Tensor) -> Tensor:
-        """See `StatefulProcessor`; -inf where a token may not follow.
+        """See `StatefulProcessor`; -inf for tokens that are not allowed.
 
         Raises:
-            InputError: what has been said does not follow the grammar.
+            InputError: the emitted tokens violate the grammar.
         """
-        self._go(state)
+        self._move(state)
         allowed = self.allowed(state.walk.matcher, len(scores)).to(scores.device)
         return scores.masked_fill_(~allowed, float("-inf"))
 
-    def _go(self, state: _Place) -> None:
+    def _move(self, state: _Place) -> None:
         walk, path = state.walk, state.path
         shared = next(
             (i for i, (a, b) in enumerate(zip(walk.path, path, strict=False)) if a != b),
             min(len(walk.path), len(path)),
         )
         if len(walk.path) > shared:
-            self.take_back(walk.matcher, len(walk.path) - shared)
+            self.rollback(walk.matcher, len(walk.path) - shared)
             del walk.path[shared:]
         for token in path[shared:]:
             if not self.accept(walk.matcher, token):
@@ -94,7 +94,7 @@ class Rollback(ABC):
 
 
 class XGrammar(Rollback):
-    """A grammar that xgrammar has compiled.
+    """A grammar compiled by xgrammar.
 
     Args:
         compiled: an ``xgrammar.CompiledGrammar``, made for the model's tokenizer and vocabulary.
@@ -113,7 +113,7 @@ class XGrammar(Rollback):
         """See `Rollback`."""
         return not matcher.is_terminated() and bool(matcher.accept_token(token))
 
-    def take_back(self, matcher: Any, count: int) -> None:
+    def rollback(self, matcher: Any, count: int) -> None:
         """See `Rollback`."""
         matcher.rollback(count)
 
@@ -129,10 +129,10 @@ class LLGuidance(Rollback):
 
     Args:
         tokenizer: an ``llguidance.LLTokenizer``, for example of ``llguidance.hf.from_tokenizer``.
-        grammar: what ``llguidance.LLMatcher`` takes, for example of its ``grammar_from_json_schema``.
+        grammar: a grammar of ``llguidance.LLMatcher``, for example of its ``grammar_from_json_schema``.
 
     Raises:
-        InputError: llguidance does not take the grammar.
+        InputError: llguidance rejects the grammar.
     """
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
@@ -145,14 +145,14 @@ class LLGuidance(Rollback):
 
         matcher = llguidance.LLMatcher(self._tokenizer, self._grammar)
         if matcher.is_error():
-            raise InputError(f"llguidance does not take the grammar ({matcher.get_error()}); correct it.")
+            raise InputError(f"llguidance rejects the grammar ({matcher.get_error()}); correct it.")
         return matcher
 
     def accept(self, matcher: Any, token: int) -> bool:
         """See `Rollback`."""
         return not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
 
-    def take_back(self, matcher: Any, count: int) -> None:
+    def rollback(self, matcher: Any, count: int) -> None:
         """See `Rollback`."""
         matcher.rollback(count)
 
@@ -167,16 +167,16 @@ def json_schema(
     vocab_size: int,
     backend: Literal["xgrammar", "llguidance"] = "xgrammar",
 ) -> Rollback:
-    """A processor under which an answer is JSON of a schema.
+    """Return a processor that constrains an answer to JSON of a schema.
 
     Args:
         schema: a JSON schema.
         tokenizer: a fast tokenizer of transformers; its end-of-sequence token ends the answer.
-        vocab_size: of the model's logits, which may be wider than the tokenizer's.
-        backend: the package whose matcher is used; it must be installed.
+        vocab_size: of the model's logits, which may exceed the tokenizer's.
+        backend: package of the matcher, which must be installed.
 
     Raises:
-        InputError: the schema cannot be compiled, or there is no such backend.
+        InputError: the schema cannot be compiled, or the backend is unknown.
         ModuleNotFoundError: the backend is not installed.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -198,10 +198,10 @@ def json_schema(
 
 
 def of_xgrammar(processor: Any, row: int) -> XGrammar:
-    """What stands for xgrammar's own processor (``xgrammar.contrib.hf.LogitsProcessor``) in one row.
+    """Convert xgrammar's own processor (``xgrammar.contrib.hf.LogitsProcessor``) for one row.
 
     Raises:
-        InputError: it is something else of that package, or has no grammar for the row.
+        InputError: the object is no such processor, or has no grammar for the row.
     """
     grammars = getattr(processor, "compiled_grammars", None)
     if not grammars or (len(grammars) > 1 and row >= len(grammars)):
@@ -212,6 +212,6 @@ def of_xgrammar(processor: Any, row: int) -> XGrammar:
 
 
 def _bits(words: Tensor, vocab_size: int) -> Tensor:
-    """``[V]`` bool from int32 words, the lowest bit first; False behind the last one."""
+    """Unpack int32 words to ``[V]`` bool, the lowest bit first; False behind the last one."""
     bits = ((words[:, None] >> torch.arange(32)) & 1).bool().flatten()
     return torch.nn.functional.pad(bits, (0, max(vocab_size - len(bits), 0)))[:vocab_size]

@@ -1,4 +1,4 @@
-"""What generation gives: tokens with marks, text, why it ended, and where the time went."""
+"""Results of a generation: tokens with marks, text, finish reason, counts and times."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "interrupted", "cancelled", "error"]
 Mark = Literal["target", "draft", "loose", "shifted"]
-"""How a token came to be: the target's own (first token, correction or bonus), or drafted and accepted; by lossy
-rules also drafted and loosely accepted, for what it says or because the target's token stood nearby."""
+"""Origin of a token: the target (first token, correction or bonus), or drafted and accepted; lossy rules also accept
+draft tokens loosely, by their meaning or because the target's token is nearby (shifted)."""
 DRAFTED: tuple[Mark, ...] = ("draft", "loose", "shifted")
 """Marks of drafted tokens, in the order of the codes of `saccade.verify.rule`."""
 
@@ -19,12 +19,12 @@ class Times:
 
     Attributes:
         vision: the target's vision tower and projector.
-        prefill: the target's prompt, vision not counted.
-        caption: captions for a drafter that reads pictures as words.
-        draft_prefill: the drafter's prompt.
-        draft: proposing.
+        prefill: the target's prefill without vision.
+        caption: captions for a drafter that reads images as words.
+        draft_prefill: the drafter's prefill.
+        draft: proposing trees.
         verify: the target's forwards over draft trees, rule included.
-        total: everything from the first prompt token to the last emitted one.
+        total: from the first prompt token to the last emitted one.
     """
 
     vision: float = 0.0
@@ -37,7 +37,7 @@ class Times:
 
     @property
     def rest(self) -> float:
-        """What none of the named stages explains."""
+        """Seconds outside of the named stages."""
         return self.decode - self.draft - self.verify
 
     @property
@@ -53,17 +53,17 @@ class Stats:
     Attributes:
         prompt_tokens: of the target's prompt.
         reused_tokens: of them, taken from an earlier turn's KV cache.
-        new_tokens: emitted, those that prefill gives included.
-        prefill_tokens: of them, emitted by the pass that ended the prompt: the first one, and the guesses that were
-            verified in that pass.
+        new_tokens: emitted, those of prefill included.
+        prefill_tokens: of them, emitted by the pass that ended the prompt: the first one, and accepted draft tokens
+            that were verified in that pass.
         target_passes: verification passes, prefill not counted.
         drafted_tokens: nodes that were verified.
         accepted_tokens: drafted tokens that were emitted.
-        loosened_tokens: of them, those that a lossy rule let pass where the target would have said another.
-        accepted_histogram: entry a counts the passes in which a drafted tokens were accepted, those behind a token
-            or text that ends the output included, which `block_efficiency` leaves out.
-        queue_seconds: from the request to its admission.
-        first_token_seconds: from the request to its first token; 0 before it.
+        loosened_tokens: of them, those that a lossy rule accepted against the target's own token.
+        accepted_histogram: entry a counts the passes with a accepted draft tokens, including those behind the token or
+            text that ends the output, which `block_efficiency` excludes.
+        queue_seconds: from the submission to the admission.
+        first_token_seconds: from the submission to the first token; 0 before it.
         times: of the run.
     """
 
@@ -89,7 +89,7 @@ class Stats:
     def block_efficiency(self) -> float:
         """Tokens emitted per verification pass, the target's own included (TABED's, HiViS's and DREAM's tau).
 
-        What prefill gives is left out; 0 without passes.
+        Prefill tokens are excluded; 0 without passes.
         """
         return self.decoded_tokens / self.target_passes if self.target_passes else 0.0
 
@@ -105,7 +105,7 @@ class Stats:
         return [reached[d] / reached[d - 1] for d in range(1, len(reached)) if reached[d - 1]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """All fields as JSON values."""
         names = [n for n in Stats.__slots__ if n != "times"]
         seconds = [*Times.__slots__, "rest", "decode"]
         return {
@@ -122,9 +122,9 @@ class Output:
     """One row's answer.
 
     Attributes:
-        tokens: emitted ids, an end-of-sequence token included if there was one.
+        tokens: emitted ids, an end-of-sequence token included.
         marks: one per token.
-        text: decoded, special tokens left out; empty when no tokenizer is known.
+        text: decoded without special tokens; empty without a tokenizer.
         finish_reason: ``eos``, ``stop`` (stop string or stopping criterion), ``length`` or ``interrupted``.
         lossless: whether the method guarantees the target's own output (distribution).
         stats: counts and times.
@@ -138,7 +138,7 @@ class Output:
     stats: Stats = field(default_factory=Stats)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """All fields as JSON values."""
         return {
             "text": self.text,
             "finish_reason": self.finish_reason,
@@ -151,7 +151,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class TreeTrace:
-    """One row's draft tree of one step, as it was verified; node 0 is the root.
+    """One row's verified draft tree of one step; node 0 is the root.
 
     Attributes:
         tokens: per node.
@@ -166,13 +166,13 @@ class TreeTrace:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of the loop emitted, for every row.
+    """Tokens emitted by one step, for every row.
 
     Attributes:
         tokens: per row; empty for a row that had finished.
-        marks: alike.
+        marks: per row, one per token.
         finished: per row, True from the step on in which it ended.
-        trees: per row the tree that was verified, None for a finished row; empty unless traced.
+        trees: per row the verified tree, None for a finished row; empty unless traced.
     """
 
     tokens: tuple[tuple[int, ...], ...]

@@ -1,12 +1,12 @@
-"""Logits processors as speculative decoding can call them: many times in a step, for guesses that may be rejected.
+"""Logits processors and stopping criteria of speculative decoding.
 
 Plain decoding calls a processor once per token, in order, with all rows of its batch. Speculative decoding calls it at
-every node of a tree, row by row, while rows come and go. A processor that keeps something between calls, or that looks
-at which row it has, would then give other tokens without anybody noticing. Therefore three kinds are taken:
+every node of a tree, row by row, while rows join and leave. A processor with state between calls, or one that depends
+on the row's number, would silently change tokens. Three kinds are therefore supported:
 
-- those of transformers that depend on the ids and scores that they are given alone;
-- others that say the same of themselves, by `stateless` or an attribute ``stateless = True``;
-- `StatefulProcessor`, whose state of every guess is kept apart from the others'. `saccade.grammar` has some.
+- processors of transformers that depend on their ids and scores alone;
+- others that are marked so, by `stateless` or an attribute ``stateless = True``;
+- `StatefulProcessor`, with a separate state per node of a tree. `saccade.grammar` has some.
 
 >>> vlm.generate("Name a colour.", logits_processor=[saccade.processors.stateless(my_processor)])
 """
@@ -67,7 +67,7 @@ STATELESS = (
         ),
     ),
 )
-"""Processors of transformers that depend on the ids and logits that they are given alone."""
+"""Processors of transformers that depend on their ids and logits alone."""
 
 _CRITERIA = _classes(
     stopping_criteria, "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria"
@@ -76,38 +76,37 @@ _CRITERIA = _classes(
 
 @runtime_checkable
 class StatefulProcessor(Protocol):
-    """A processor whose scores depend on what it has read so far, token by token (a grammar, a counter).
+    """A processor whose scores depend on a state that follows the tokens (a grammar, a counter).
 
-    States are values: `advance` leaves the state that it is given as it was, because other guesses go on from it.
-    Where copies are dear, keep one object and roll it back, as `saccade.grammar.Rollback` does.
+    States are values: `advance` leaves its argument unchanged, because sibling nodes continue from it.
+    Where copies are expensive, use one object with rollback, as `saccade.grammar.Rollback` does.
     """
 
     def start(self, prompt: Sequence[int]) -> Any:
-        """The state behind a row's prompt; called once per row."""
+        """Return the state behind a row's prompt; called once per row."""
         ...
 
     def advance(self, state: Any, token: int) -> Any:
-        """The state one token further; never called for a token that `scores` has set to -inf, if it left any other."""
+        """Return the state after one more token; never a token that `scores` set to -inf, unless it left none."""
         ...
 
     def scores(self, state: Any, scores: Tensor) -> Tensor:
-        """Processed scores ``[V]`` of the next token from scores ``[V]``, which may be written to."""
+        """Return processed scores ``[V]`` of the next token from scores ``[V]``, which may be modified."""
         ...
 
 
 def stateless(processor: _Any) -> _Any:
-    """Say of a logits processor or a stopping criterion that it keeps nothing between calls.
+    """Mark a logits processor or a stopping criterion as stateless.
 
-    What it gives for a row may depend on that row's ids and scores, and on the row's number in the batch, alone. It is
-    called for one node at a time, with as many rows as prompts were given together, all of which hold that node; of
-    what it returns the row's own is taken. So ``scores[i] += bias[i]`` and tensors ``[B, V]`` do what they do in
-    `generate`.
+    Its result for a row may depend only on that row's ids and scores and on the row's number in the batch. It is
+    called for one node at a time, repeated to as many rows as prompts were submitted together, and the row's own result
+    is used. So ``scores[i] += bias[i]`` and tensors ``[B, V]`` work as in `generate`.
 
     Returns:
-        The same object, marked by ``stateless = True``.
+        The same object with ``stateless = True``.
 
     Raises:
-        InputError: it cannot be marked.
+        InputError: the object takes no attributes.
     """
     try:
         processor.stateless = True  # type: ignore[attr-defined]
@@ -119,7 +118,7 @@ def stateless(processor: _Any) -> _Any:
 
 
 def name_of(processor: Any) -> str:
-    """What to call an object of a class or a function."""
+    """Name of a function, or of an object's class."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 
@@ -129,13 +128,13 @@ def is_stateful(processor: Any) -> bool:
 
 
 def of_row(processor: Any, row: int, rows: int, each: int = 1) -> Any:
-    """A processor that was given for a batch of ``rows`` as one of its rows needs it alone.
+    """Convert a processor of a batch of ``rows`` to one for a single row.
 
     Args:
-        each: rows per prompt, where `generate` returns several sequences for one.
+        each: rows per prompt, where `generate` returns several sequences per prompt.
 
     Raises:
-        InputError: nobody has said that it keeps nothing between calls.
+        InputError: the processor may have state between calls.
     """
     if type(processor) in PREFIX_FREE or is_stateful(processor):
         return processor
@@ -148,62 +147,62 @@ def of_row(processor: Any, row: int, rows: int, each: int = 1) -> Any:
 
         return of_xgrammar(processor, row)
     raise InputError(
-        f"The logits processor {name_of(processor)} may keep something between its calls, of which speculative "
-        "decoding makes more, and in another order, than plain decoding; mark it by saccade.processors.stateless if it "
-        "depends on the ids and scores that it is given alone, or give a StatefulProcessor."
+        f"The logits processor {name_of(processor)} may have state between its calls, which speculative decoding "
+        "makes more often and in another order than plain decoding; mark it by saccade.processors.stateless if it "
+        "depends on its ids and scores alone, or give a StatefulProcessor."
     )
 
 
 def criterion_of_row(criterion: Any, row: int, rows: int) -> Any:
-    """The same for a stopping criterion.
+    """Convert a stopping criterion of a batch of ``rows`` to one for a single row.
 
-    A row's criteria are called as in plain decoding: once after every token that it emits, with the ids so far. So a
-    criterion may count its calls where it has a single row, but not where several share it.
+    A row's criteria are called as in plain decoding: once after every emitted token, with the ids so far. So a
+    criterion may count its calls if it has a single row, but not if several share it.
 
     Raises:
-        InputError: it reads scores, or several rows share it and nobody has said that it keeps nothing.
+        InputError: the criterion reads scores, or several rows share it and it is not marked as stateless.
     """
     if type(criterion) in _CRITERIA:
         return criterion
     if type(criterion) in _classes(stopping_criteria, "ConfidenceCriteria"):
         raise InputError(
-            "The stopping criterion ConfidenceCriteria reads scores, which criteria are not given in speculative "
-            "decoding; leave it out."
+            "The stopping criterion ConfidenceCriteria reads scores, which speculative decoding does not pass to "
+            "criteria; leave it out."
         )
     if rows == 1:
         return criterion
     if getattr(criterion, "stateless", False) is True:
         return CriterionOfRow(criterion, row, rows)
     raise InputError(
-        f"The stopping criterion {name_of(criterion)} is given for {rows} rows, which end at their own times, and may "
-        "keep something between its calls; mark it by saccade.processors.stateless if it depends on the ids that it is "
-        "given alone, or give the rows one by one."
+        f"The stopping criterion {name_of(criterion)} is shared by {rows} rows, which end at different times, and may "
+        "have state between its calls; mark it by saccade.processors.stateless if it depends on its ids alone, or "
+        "submit the rows one by one."
     )
 
 
 class OfRow:
-    """A stateless processor made for a batch, called for nodes of one of its rows."""
+    """Stateless processor of a batch, called for nodes of one of its rows."""
 
     def __init__(self, processor: Any, row: int, rows: int) -> None:
         self._processor, self._row, self._rows = processor, row, rows
         self.__name__ = name_of(processor)
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``[n, V]`` of n nodes whose prefixes are ``ids`` ``[n, S]``."""
+        """Process scores ``[n, V]`` of n nodes whose prefixes are ``ids`` ``[n, S]``."""
         return torch.cat([self._node(i, s) for i, s in zip(ids, scores, strict=True)])
 
     def _node(self, ids: Tensor, scores: Tensor) -> Tensor:
         found: Tensor = self._processor(ids.repeat(self._rows, 1), scores.repeat(self._rows, 1))
         if found.shape != (self._rows, len(scores)):
             raise InputError(
-                f"The logits processor {self.__name__} made scores of shape {tuple(found.shape)} from those of "
-                f"{self._rows} rows and {len(scores)} tokens; let it keep the shape."
+                f"The logits processor {self.__name__} returned scores of shape {tuple(found.shape)} for "
+                f"{self._rows} rows of {len(scores)} tokens; it must keep the shape."
             )
         return found[self._row][None]
 
 
 class CriterionOfRow:
-    """A stateless stopping criterion made for a batch, called for one of its rows."""
+    """Stateless stopping criterion of a batch, called for one of its rows."""
 
     def __init__(self, criterion: Any, row: int, rows: int) -> None:
         self._criterion, self._row, self._rows = criterion, row, rows
@@ -215,16 +214,16 @@ class CriterionOfRow:
 
 
 def process(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    """Processed scores ``[n, V]`` of n nodes of one row, whose prefixes are ``ids`` ``[n, S]``."""
+    """Return processed scores ``[n, V]`` of n nodes of one row, whose prefixes are ``ids`` ``[n, S]``."""
     if type(processor) is logits_process.EncoderRepetitionPenaltyLogitsProcessor:
-        # older versions pass over all nodes but the first, as they hold one prompt
+        # older versions process only the first node, as they have one prompt
         return torch.cat([processor(i[None], s[None]) for i, s in zip(ids, scores, strict=True)])
     processed: Tensor = processor(ids, scores)
     return processed
 
 
 def _alone(processor: Any, row: int, each: int) -> Any:
-    """One of transformers' processors without what it holds for other rows."""
+    """Copy a processor of transformers without its data of other rows."""
     own = copy.copy(processor)
     prompt = row // each
     if type(own) is logits_process.RepetitionPenaltyLogitsProcessor:

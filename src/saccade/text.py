@@ -6,71 +6,71 @@ from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer writes for bytes that are no character, or not yet one."""
+"""Replacement character of tokenizers for bytes that form no complete character."""
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of ids, special tokens left out.
+    """Decode ids to text without special tokens.
 
-    Spaces are left as the tokens have them: cleaning them up would change text that has been streamed already
-    (a space before a full stop is only seen to be too many when the full stop comes).
+    Tokenization spaces are not cleaned up, which would change text that has been streamed already (a space before a
+    full stop).
     """
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of ids as it is streamed: the pieces of a `Detokenizer`, joined.
+    """Return the text of ids as streamed: the joined pieces of a `Detokenizer`.
 
-    It is what `decode` gives, but where bytes make no character and the tokenizer turns valid ones before them into
-    replacement characters too (byte fallback does): what has been streamed cannot be taken back.
+    It differs from `decode` only where bytes form no character and the tokenizer also replaces valid characters before
+    them (byte fallback), because streamed text cannot be withdrawn.
     """
     text = Detokenizer(tokenizer)
     return text.add(ids) + text.finish()
 
 
 class Detokenizer:
-    """Turns a growing list of ids into text, piece by piece.
+    """Incremental decoder of a growing list of ids.
 
-    A piece is held back while its last character is not complete (one character can be several tokens), so the
-    pieces joined are the text of all ids (see `text_of`), however many ids come at a time.
+    Incomplete characters (one character can be several tokens) are held back, so the joined pieces are the text of all
+    ids (see `text_of`), whatever the number of ids per call.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # ids from here on are decoded together, so that spaces between tokens come out right
-        self._read = 0  # ids before here are in the text already given
+        self._start = 0  # ids from here on are decoded together, for correct spaces between tokens
+        self._read = 0  # ids before here are in the text returned so far
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
+        """Append ids and return the text that they complete."""
         first = len(self._ids)
         self._ids.extend(ids)
         piece = self._new(len(self._ids))
         if INCOMPLETE not in piece:
-            return self._give(piece, len(self._ids))
-        # Bytes that make no character may spoil those beside them: token by token, or blocks would tell.
+            return self._return(piece, len(self._ids))
+        # Invalid bytes may spoil their neighbours: decode token by token, whatever the number of ids per call.
         return "".join(self._complete(stop) for stop in range(first + 1, len(self._ids) + 1))
 
     def finish(self) -> str:
-        """What was held back."""
-        return self._give(self._new(len(self._ids)), len(self._ids))
+        """Return the text held back."""
+        return self._return(self._new(len(self._ids)), len(self._ids))
 
     def _complete(self, stop: int) -> str:
         piece = self._new(stop)
-        return "" if piece.endswith(INCOMPLETE) else self._give(piece, stop)
+        return "" if piece.endswith(INCOMPLETE) else self._return(piece, stop)
 
     def _new(self, stop: int) -> str:
-        """The text of the ids before ``stop`` that has not been given."""
+        """Text of the ids before ``stop`` that has not been returned."""
         before = decode(self._tokenizer, self._ids[self._start : self._read])
         text = decode(self._tokenizer, self._ids[self._start : stop])
-        if not text.startswith(before):  # spoilt by what came
+        if not text.startswith(before):  # spoilt by the new ids
             return decode(self._tokenizer, self._ids[self._read : stop])
         return text[len(before) :]
 
-    def _give(self, piece: str, stop: int) -> str:
-        # Tokens without text of their own (special ones, or a space, which some tokenizers drop in front) would not
-        # tell where spaces belong, nor whether they were spoilt.
+    def _return(self, piece: str, stop: int) -> str:
+        # Tokens without text (special ones, or a leading space, which some tokenizers drop) show neither the place of
+        # spaces nor spoilt characters.
         if piece.strip(" "):
             self._start = self._read
         self._read = stop

@@ -61,7 +61,11 @@ def test_without_a_planted_mistake_the_same_code_is_right(policy: str) -> None:
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> None:
     def leak(piece: TokenBlock) -> TokenBlock:
-        return piece if piece.allow is None else replace(piece, allow=torch.ones_like(piece.allow).tril())
+        return (
+            piece
+            if piece.attention_mask is None
+            else replace(piece, attention_mask=torch.ones_like(piece.attention_mask).tril())
+        )
 
     assert answers(name, with_pieces(name, leak), policy) != expected(name)
 
@@ -93,8 +97,8 @@ def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> N
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_missing_rope_delta_is_noticed(name: str, kind: str, policy: str) -> None:
     def forget(piece: TokenBlock) -> TokenBlock:
-        assert all(piece.deltas)
-        return replace(piece, deltas=[0] * len(piece.rows))
+        assert all(piece.rope_deltas)
+        return replace(piece, rope_deltas=[0] * len(piece.rows))
 
     assert answers(name, with_pieces(name, forget), policy, kind) != expected(name, kind)
 

@@ -14,7 +14,8 @@ from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
+from saccade.target.prefill import PrefillResult
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 32
@@ -75,7 +76,7 @@ def test_a_second_turn_with_a_new_image_equals_one_shot(name: str, drafter: str)
     assert output.stats.reused_tokens == len(first) + NEW - 1
     (read,) = reads
     assert read.start >= len(first)  # what was emitted last it has not been shown
-    assert drafting.context._held[0].dropped[0] < len(first) < drafting.context._held[0].dropped[-1]
+    assert drafting.context.dropped(0)[0] < len(first) < drafting.context.dropped(0)[-1]
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
@@ -151,7 +152,7 @@ def test_the_target_drafting_for_itself_looks_at_the_image_once(name: str) -> No
     assert session.context.media is drafting.context.media
     assert session.context.media.misses == 1
     again = Context(own, 1)
-    again.load(0, prompt, drafting.context._held[0].dropped)  # which looks for itself
+    again.load(0, prompt, drafting.context.dropped(0))  # which looks for itself
     kept = again.lengths[0]
     for one, other in zip(again.cache.export(0), drafting.context.cache.export(0), strict=True):
         torch.testing.assert_close(one[0], other[0][:, :, :kept], rtol=0.0, atol=0.0)

@@ -130,7 +130,7 @@ def test_it_keeps_what_the_target_looks_at() -> None:
     assert columns is not None
     places = visual_mask(target(name).config, given.ids).nonzero()[:, 0]
     best = places[columns[places].topk(len(places) // 2).indices].tolist()
-    dropped = session.context._held[0].dropped
+    dropped = session.context.dropped(0)
     assert sorted([*best, *dropped]) == places.tolist()
 
 
@@ -141,14 +141,14 @@ def test_a_second_turn_keeps_the_gaps_of_the_first(name: str) -> None:
     session, context = loaded(
         PrunedDrafter(draft(name), Chain(2), pruning=Pruning(keep_images=0.5)), name, first, room=80
     )
-    gaps = session.context._held[0].dropped
+    gaps = session.context.dropped(0)
     session.propose([0], [NEW[2]], TopProposer(), 2)
     read = context.load(0, longer)
-    assert session.context.shared(0, longer) == len(first) + len(NEW[2])
+    assert session.context.shared_prefix(0, longer) == len(first) + len(NEW[2])
     session.load(0, longer, read)
-    assert session.context._held[0].dropped[: len(gaps)] == gaps
-    assert session.context.lengths == [len(longer) - len(session.context._held[0].dropped)]
-    assert len(session.context._held[0].dropped) > len(gaps)
+    assert session.context.dropped(0)[: len(gaps)] == gaps
+    assert session.context.lengths == [len(longer) - len(session.context.dropped(0))]
+    assert len(session.context.dropped(0)) > len(gaps)
 
 
 def test_another_question_about_the_same_picture_is_pruned_by_its_own_words() -> None:
@@ -158,13 +158,11 @@ def test_another_question_about_the_same_picture_is_pruned_by_its_own_words() ->
     drafter = PrunedDrafter(draft(name), Chain(2), pruning=Pruning("attention", keep_images=0.25))
     used, context = loaded(drafter, name, first)
     fresh, _ = loaded(drafter, name, other)
-    before = list(used.context._held[0].dropped)
+    before = list(used.context.dropped(0))
     context.forget(0)
     used.load(0, other, context.load(0, other))
-    assert used.context._held[0].dropped == fresh.context._held[0].dropped
-    assert before != fresh.context._held[0].dropped, (
-        "the two questions look at the same: the test shows nothing"
-    )
+    assert used.context.dropped(0) == fresh.context.dropped(0)
+    assert before != fresh.context.dropped(0), "the two questions look at the same: the test shows nothing"
     for one, two in zip(proposals(used), proposals(fresh), strict=True):
         assert torch.equal(one.tokens, two.tokens)
 

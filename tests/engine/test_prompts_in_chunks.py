@@ -44,12 +44,12 @@ def test_no_chunk_ends_inside_an_image(family: str) -> None:
         reader = Context(target, 1).read(0, prompt)
         ends = []
         while not reader.done:
-            stop = reader.stop(size)
-            assert stop > reader.at
-            reader.at = stop
+            stop = reader.chunk_end(size)
+            assert stop > reader.num_computed
+            reader.num_computed = stop
             ends.append(stop)
         assert not any(first < end < last for end in ends for first, last in spans), size
-        if not reader.is_whole and size < spans[0][0]:
+        if not reader.runs_alone and size < spans[0][0]:
             assert len(ends) > 1
 
 

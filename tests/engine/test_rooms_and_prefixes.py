@@ -9,13 +9,13 @@ from saccade.engine import RunningBatch
 from saccade.errors import InputError
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import QUANTUM, rounded
+from saccade.target.cache import QUANTUM, round_to_segment
 
 
 def needed(batch: RunningBatch, prompt: Prompt, n: int) -> int:
     """Bytes of a row, in target and draft model."""
     entry = batch.target.entry_bytes + batch.drafter.model.entry_bytes  # type: ignore[union-attr]
-    return rounded(len(prompt) + n + batch.drafter.max_nodes) * entry  # type: ignore[union-attr]
+    return round_to_segment(len(prompt) + n + batch.drafter.max_nodes) * entry  # type: ignore[union-attr]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
@@ -49,7 +49,7 @@ def test_the_oldest_content_is_dropped_first() -> None:
     for prompt in unlike:
         add(batch, prompt, n=100)
         drain(batch)
-    held = [max(batch.context.shared(slot, prompt) for slot in range(4)) for prompt in unlike]
+    held = [max(batch.context.shared_prefix(slot, prompt) for slot in range(4)) for prompt in unlike]
     assert held == [0, len(unlike[1]) - 1, len(unlike[2]) - 1]
 
 

@@ -240,7 +240,7 @@ def test_a_row_is_exported_as_it_was_committed() -> None:
 
 def test_entries_beyond_the_capacity_are_an_error_not_an_overwrite() -> None:
     cache = new_cache()
-    with pytest.raises(ModelError, match="has no room yet"):
+    with pytest.raises(ModelError, match="has no slots yet"):
         cache.plan_layout([([0], 1, NO_MASKS)])
     cache.reserve(0, 4)
     cache.plan_layout([([0], QUANTUM, NO_MASKS)])

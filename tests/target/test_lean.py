@@ -210,10 +210,10 @@ def test_queries_that_are_scaled_by_position_show_even_if_the_class_were_let_in(
 ) -> None:
     """Near the beginning, where they were once compared, such models give the lean decoder's logits."""
     attention = "transformers.models.ministral3.modeling_ministral3.Ministral3Attention"
-    monkeypatch.setattr(lean_module, "PROVED", lean_module.PROVED | {attention})
+    monkeypatch.setattr(lean_module, "VERIFIED_ATTENTION", lean_module.VERIFIED_ATTENTION | {attention})
     near = lambda self, context: [8, 9]  # noqa: E731
     assert not Target(FAMILIES[name].model()).is_lean
-    monkeypatch.setattr(lean_module.Thresholds, "beyond", near)
+    monkeypatch.setattr(lean_module.Thresholds, "probe_positions", near)
     assert Target(FAMILIES[name].model()).is_lean
 
 
@@ -229,7 +229,7 @@ def test_lengths_are_compared_on_both_sides_and_none_lies_beyond_the_context() -
     config.sliding_window = 50
     thresholds = Thresholds.of(config)
     assert (thresholds.windows, thresholds.positions, thresholds.unknown) == ((50,), (32,), {})
-    beyond = thresholds.beyond(1024)
+    beyond = thresholds.probe_positions(1024)
     assert {31, 32, 33, 49, 50, 51, 64, 256, 1023} <= set(beyond)
     assert max(beyond) == 1023
 

@@ -246,5 +246,5 @@ def test_rows_that_share_a_pass_are_refused_under_a_probe() -> None:
     for row in range(2):
         context.cache.reserve(row, 64)
         context.load(row, prompt("llama", "text"))
-    with AttentionProbe(own), pytest.raises(ModelError, match="one row at a time"):
+    with AttentionProbe(own), pytest.raises(ModelError, match="cannot be probed in a packed forward"):
         context.forward([0, 1], torch.tensor([[20], [21]]))

@@ -257,7 +257,7 @@ def test_a_bug_of_our_own_would_be_found(bug: str, monkeypatch: pytest.MonkeyPat
     elif bug == "no cache gather":
         monkeypatch.setattr(cache.RowCache, "_move", lambda *_: None)
     else:
-        monkeypatch.setattr(masks.MaskPlan, "_within", lambda *_: torch.tensor(True))
+        monkeypatch.setattr(masks.MaskPlan, "_in_window", lambda *_: torch.tensor(True))
     with pytest.raises(ModelError, match="logits differ"):
         self_check(untested("starcoder2", sliding_window=4))
 

@@ -128,12 +128,12 @@ def test_trees_of_different_sizes_and_a_prompt_run_in_one_pass(
     for row in range(3):
         context.load(row, prompt(name, KINDS[name], row))
         context.cache.reserve(row, context.lengths[row] + 40)
-    reader = context.read(3, prompt(name, KINDS[name], 3))
+    reader = context.prefill(3, prompt(name, KINDS[name], 3))
     context.cache.reserve(3, reader.entries)
     pieces = [
-        context.piece([0, 1], first.tokens, first.ancestors, first.depth),
-        context.piece([2], second.tokens, second.ancestors, second.depth),
-        reader.piece(len(reader.prompt)),
+        context.block([0, 1], first.tokens, first.ancestors, first.depth),
+        context.block([2], second.tokens, second.ancestors, second.depth),
+        reader.block(len(reader.prompt)),
     ]
     order = data.draw(st.permutations(range(3)))
     readings = context.run([pieces[i] for i in order])

@@ -56,7 +56,7 @@ class Brackets(Rollback):
             return False
         return True
 
-    def take_back(self, matcher: list[list[int]], count: int) -> None:
+    def rollback(self, matcher: list[list[int]], count: int) -> None:
         del matcher[-count:]
 
     def allowed(self, matcher: list[list[int]], vocab_size: int) -> Tensor:

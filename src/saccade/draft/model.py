@@ -13,8 +13,9 @@ from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput, TokenBlock
+from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -110,13 +111,13 @@ class ModelDraftSession:
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
-        pieces: list[TokenBlock] = []
+        blocks: list[TokenBlock] = []
         for count, places in groups.items():
             emitted = self._tensor([self._embeddable(new[place]) for place in places])
-            piece = self.context.piece([rows[place] for place in places], emitted)
-            pieces.append(replace(piece, logits_from=0 if every else count - 1))
+            block = self.context.block([rows[place] for place in places], emitted)
+            blocks.append(replace(block, logits_from=0 if every else count - 1))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
-        for places, output in zip(groups.values(), self.context.run(pieces), strict=True):
+        for places, output in zip(groups.values(), self.context.run(blocks), strict=True):
             for place, logits in zip(places, self._shared(output.logits), strict=True):
                 found[place] = logits
         return found

@@ -23,7 +23,8 @@ from saccade.inputs.families.family import Grid
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
+from saccade.target.prefill import PrefillResult
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,4 @@
-"""The running batch: rows join and leave between steps, and one target forward a step serves all of them.
-
-A step gives every row under way a draft tree, adds chunks of the prompts that are being read, runs all of it through
-the target as one packed sequence, judges, and commits what was accepted. The verdicts' way to the host is its only
-synchronisation.
-"""
+"""The running batch: rows join and leave between steps, and one target forward a step serves all of them."""
 
 from __future__ import annotations
 
@@ -11,54 +6,44 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 
 from saccade.draft.drafter import DraftSession
 from saccade.engine.generation import RowPlan
 from saccade.engine.row import Request, Row, RowStep
-from saccade.engine.slots import SlotAllocator
+from saccade.engine.state import BatchState, Components
 from saccade.engine.step_runner import StepRunner
 from saccade.errors import InputError
 from saccade.output import FinishReason
-from saccade.target.adapter import Target
-from saccade.target.context import Context, Prefill
-from saccade.target.media_cache import MEDIA_BYTES, MediaCache
-from saccade.verify.rule import Judge, Rule
-
-if TYPE_CHECKING:
-    from saccade.engine.engine import Engine
+from saccade.target.context import Context
+from saccade.target.media_cache import MEDIA_BYTES
 
 PREFILL_CHUNK = 512
-"""Prompt tokens that a step reads by default."""
+"""Default number of prompt tokens per step."""
 
 
 class RunningBatch:
     """Rows of one target, drafter and rule, each with its own options, in one set of caches.
 
-    A row's tokens never depend on its neighbours. One thread owns a batch: the one that first uses it.
+    A row's tokens never depend on its neighbours. The first thread that uses a batch owns it.
 
     Args:
-        engine: target, drafter and rule.
+        engine: target, drafter and rules.
         max_rows: rows that run at once; further ones wait in order.
         kv_memory: bytes of keys and values; None for no limit.
-        prefill_chunk: prompt tokens that a step reads beside the others' trees. Images are never cut.
-        media_cache: bytes of features of images and videos that are kept by digest.
+        prefill_chunk: prompt tokens per step beside the other rows' trees. Images are never split.
+        media_cache: bytes of features of images and videos that are cached by digest.
 
     Attributes:
-        context: the target's caches.
-        drafting: the drafter's; None without one.
-        target, drafter: the engine's.
-        trace: let every step carry the trees that were verified (costs a few transfers).
-        active: rows under way, those whose prompts are being read included.
-        readers: of the latter, by slot.
-        steps: that have been run.
+        engine: as given.
+        trace: whether every step returns the verified trees (costs a few transfers).
+        steps: number of steps so far.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Components,
         *,
         max_rows: int = 8,
         kv_memory: int | None = None,
@@ -70,72 +55,67 @@ class RunningBatch:
                 raise InputError(f"{name} must be at least 1, not {value}.")
         self.engine, self.target, self.drafter = engine, engine.target, engine.drafter
         self.trace = False
-        self._max_rows = max_rows
-        self.prefill_chunk = prefill_chunk
-        self._kv_memory, self._media = kv_memory, media_cache
+        self.steps = 0
+        self._max_rows, self._kv_memory = max_rows, kv_memory
+        self._prefill_chunk, self._media_cache = prefill_chunk, media_cache
         self._waiting: deque[Row] = deque()
         self._dropped: deque[Row] = deque()
-        self.active: list[Row] = []
-        self.readers: dict[int, Prefill] = {}
         self._owner: int | None = None
         self._closed = False
-        self.steps = 0
-        self._open()
+        self._state = self._new_state()
 
-    def _open(self) -> None:
-        """Empty caches."""
-        self.context = Context(self.target, self._max_rows, MediaCache(self._media))
-        self.drafting: DraftSession | None = None
-        self._models = [self.target]
-        if self.drafter is not None:
-            self.drafting = self.drafter.open(self._max_rows, self.context)
-            model = getattr(self.drafter, "model", None)
-            if isinstance(model, Target) and model is not self.target:
-                self._models.append(model)
-                self.context.media.share(self._models)
-        self._judges: dict[bool, tuple[Rule, Judge]] = {}
-        self.judge(False)  # which says what it needs of every forward
-        self._rooms = SlotAllocator(self.context, self.drafter, self.drafting, self._kv_memory)
+    def _new_state(self) -> BatchState:
+        return BatchState(self.engine, self._max_rows, self._kv_memory, self._media_cache)
 
-    # -- rows come and go ----------------------------------------------------------------------------------
+    @property
+    def context(self) -> Context:
+        """The target's caches."""
+        return self._state.context
+
+    @property
+    def drafting(self) -> DraftSession | None:
+        """The drafter's session; None without a drafter."""
+        return self._state.drafting
+
+    # -- rows join and leave -------------------------------------------------------------------------------
 
     @property
     def rows(self) -> list[Row]:
-        """Rows under way and waiting, in the order in which they came."""
-        return [*self.active, *self._waiting]
+        """Active and waiting rows, in order of arrival."""
+        return [*self._state.active, *self._waiting]
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.active and not self._waiting
+        """Whether no row is active or waiting."""
+        return not self._state.active and not self._waiting
 
     def add(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
-        """Put a row in the queue; it enters as rows and memory allow.
+        """Queue a row, which enters as slots and memory allow.
 
         Raises:
-            InputError: it does not fit the model's context, can never fit the KV memory, or asks for sampling where
-                the rule is for greedy decoding.
+            InputError: the row does not fit the model's context, can never fit the KV memory, or samples where the
+                rule is for greedy decoding.
         """
         row = self.prepare(request, plan, do_sample)
         self.queue(row)
         return row
 
     def prepare(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
-        """A row that may be put in the queue; refusals as of `add`."""
+        """Return a row that can be queued; errors as of `add`."""
         self._check_owner()
         self.engine.rule(do_sample)
         self.target.family.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
         row = Row(request, plan, do_sample, self.target.device)
-        self._rooms.check(row)
+        self._state.slots.check(row)
         return row
 
     def queue(self, row: Row) -> None:
-        """Put a prepared row in the queue."""
+        """Queue a prepared row."""
         self._check_owner()
         self._waiting.append(row)
 
     def cancel(self, row: Row, reason: FinishReason = "cancelled") -> None:
-        """End a row before its next step; it keeps the tokens that it has."""
+        """End a row before its next step; its tokens so far remain."""
         if row.done:
             return
         self._check_owner()
@@ -143,12 +123,13 @@ class RunningBatch:
         if row in self._waiting:
             self._waiting.remove(row)
         else:
-            # Drafters and rules that need more than tokens have not been given it of a prompt under way.
-            self.leave(row, empty=row.slot in self.readers and self.context.requirements.any)
+            # The hidden states of a half-prefilled prompt never reached the drafters and rules that need them.
+            incomplete = self._state.is_prefilling(row) and self.context.requirements.any
+            self._state.leave(row, empty=incomplete)
         row.steps.append(RowStep((), (), True))
 
     def drop(self, rows: Iterable[Row]) -> None:
-        """Cancel rows that nobody waits for any more, from any thread: the owner at once, others before the next step.
+        """Cancel abandoned rows from any thread: at once from the owner, else before the next step.
 
         The garbage collector, which runs in any thread, ends abandoned streams with it.
         """
@@ -166,13 +147,7 @@ class RunningBatch:
         for row in self.rows:
             self.cancel(row)
         self._closed = True
-        self._open()
-
-    def renew(self) -> None:
-        """Empty the caches after a step that was broken off; rows under way have failed by then."""
-        self.active.clear()
-        self.readers.clear()
-        self._open()
+        self._state = self._new_state()
 
     def _check_owner(self) -> None:
         if self._closed:
@@ -185,75 +160,47 @@ class RunningBatch:
                 "a queue."
             )
 
-    def leave(self, row: Row, empty: bool) -> None:
-        """Take a row that has ended out of the batch; ``empty``: forget its content, too."""
-        if row.slot is not None:
-            self.readers.pop(row.slot, None)
-        if row in self.active:
-            self.active.remove(row)
-        self._rooms.leave(row, empty)
-
-    def fail(self, row: Row, error: BaseException, empty: bool = True) -> None:
-        """End a row with its error; the others go on."""
-        row.end("error", error)
-        self.leave(row, empty)
-        row.steps.append(RowStep((), (), True))
-
     # -- a step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Row, RowStep]]:
         """Run one step.
 
-        A row that fails ends with its error and the others go on; where the fault is nobody's own (memory, the model),
-        all rows under way end with it.
+        A row that fails ends with its error and the others continue; an error that belongs to no row (memory, the
+        model) ends all active rows.
 
         Returns:
-            Which row got which tokens; also kept in `Row.steps`.
+            Rows with their new tokens, which are also appended to `Row.steps`.
         """
         self._check_owner()
         while self._dropped:
             self.cancel(self._dropped.popleft(), "interrupted")
-        before = list(self.active)
+        state = self._state
+        before = list(state.active)
         self._admit()
-        active = [*before, *(row for row in self.active if row not in before)]
+        active = [*before, *(row for row in state.active if row not in before)]
         if not active:
             return []
         self.steps += 1
         try:
             with torch.inference_mode(), ExitStack() as models:
-                for model in self._models:
+                for model in state.models:
                     models.enter_context(model.pinned())
-                StepRunner(self).run()
+                StepRunner(state, self._prefill_chunk, self.steps, self.trace).run()
         except BaseException as error:
-            for row in list(self.active):
+            for row in list(state.active):
                 if isinstance(error, Exception):
-                    self.fail(row, error, empty=False)
+                    state.fail(row, error, empty=False)
                 else:
                     self.cancel(row, "interrupted")
-            self.renew()
+            self._state = self._new_state()  # the caches are undefined after an aborted step
             if not isinstance(error, Exception):
                 raise
         return [(row, row.steps[-1]) for row in active if row.steps]
 
     def _admit(self) -> None:
-        fresh = list(self._waiting)[: self._max_rows - len(self.active)]
-        if len(fresh) > 1 and not self.active and self._kv_memory is None:
-            self._rooms.preallocate(fresh)
-        while self._waiting and self._rooms.admit(self._waiting[0]):
-            row = self._waiting.popleft()
-            assert row.slot is not None
-            self.active.append(row)
-            try:
-                self.readers[row.slot] = self.context.read(row.slot, row.request.prompt)
-            except Exception as error:
-                self.fail(row, error)
-                continue
-            row.stats.reused_tokens = self.readers[row.slot].at
-
-    def judge(self, do_sample: bool) -> tuple[Rule, Judge]:
-        """The rule in force and its state."""
-        if do_sample not in self._judges:
-            rule = self.engine.rule(do_sample)
-            known = next((judge for other, judge in self._judges.values() if other is rule), None)
-            self._judges[do_sample] = rule, known or rule.open(self.context)
-        return self._judges[do_sample]
+        state = self._state
+        fresh = list(self._waiting)[: self._max_rows - len(state.active)]
+        if len(fresh) > 1 and not state.active and self._kv_memory is None:
+            state.slots.preallocate(fresh)
+        while self._waiting and state.slots.assign(self._waiting[0]):
+            state.admit(self._waiting.popleft())

@@ -1,4 +1,4 @@
-"""A target, a drafter and a rule, and the batches and generations that they open."""
+"""Engine of a target, a drafter and a rule, and its generations."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Engine:
     """A target, optionally a drafter, and the rule that decides between them.
 
     Args:
-        target: the model whose answer is wanted.
-        drafter: guesses tokens ahead; None is plain decoding, one target pass per token.
-        rule: replaces the lossless pair (greedy rule, speculative sampling) by another acceptance rule.
+        target: the model whose output is reproduced.
+        drafter: proposes draft trees; None for plain decoding, one target pass per token.
+        rule: acceptance rule that replaces the lossless pair (greedy rule, speculative sampling).
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None) -> None:
@@ -32,14 +32,14 @@ class Engine:
 
     @property
     def lossless(self) -> bool:
-        """Whether the rule in force is."""
+        """Whether outputs are the target's own (distribution)."""
         return self._rule is None or self._rule.lossless
 
     def rule(self, do_sample: bool) -> Rule:
-        """The rule in force.
+        """Return the acceptance rule of greedy decoding or sampling.
 
         Raises:
-            InputError: sampling was asked for and the engine's own rule is for greedy decoding.
+            InputError: ``do_sample`` with a rule for greedy decoding only.
         """
         if self._rule is not None and do_sample and not self._rule.samples:
             raise InputError(
@@ -50,7 +50,7 @@ class Engine:
         return self._rule or (Sampling() if do_sample else Greedy())
 
     def open(self, rows: int = 1, **options: Any) -> RunningBatch:
-        """A running batch of up to ``rows`` rows; further options as of `RunningBatch`."""
+        """Open a running batch of up to ``rows`` rows; further options as of `RunningBatch`."""
         return RunningBatch(self, max_rows=rows, **options)
 
     def generate(
@@ -60,7 +60,7 @@ class Engine:
         session: RunningBatch | None = None,
         **options: Any,
     ) -> list[Output]:
-        """Generate all rows to their end; arguments as in `saccade.engine.generation.plan`."""
+        """Generate all rows to their end; options as of `saccade.engine.generation.plan`."""
         prompts = [r.prompt for r in requests]
         run = self.start(
             requests, plan(self.target, prompts, generation_config=generation_config, **options), session
@@ -76,14 +76,14 @@ class Engine:
         session: RunningBatch | None = None,
         trace: bool = False,
     ) -> Run:
-        """Begin a generation; nothing is computed before its steps are asked for.
+        """Begin a generation, whose steps are computed when they are iterated.
 
         Args:
-            session: a batch of this engine, whose caches are used and which may have other rows.
-            trace: let every step carry the trees that were verified (for reports; costs a few transfers a step).
+            session: a batch of this engine, which may have other rows; None opens one.
+            trace: whether every step returns the verified trees (for reports; costs a few transfers a step).
 
         Raises:
-            InputError: no request, one that does not fit the model's context, or a batch that another engine opened.
+            InputError: no request, one that does not fit the model's context, or a batch of another engine.
         """
         if not requests:
             raise InputError("There is nothing to generate; give at least one request.")
@@ -101,9 +101,9 @@ class Engine:
 
 
 class Run:
-    """One generation under way: iterate `steps`, then read `outputs` (complete up to the last step).
+    """One generation: iterate `steps`, then read `outputs` (complete up to the last step).
 
-    Its rows enter the batch with the first step. A row that fails ends the run with its error.
+    Its rows are queued with the first step. A row that fails ends the run with its error.
     """
 
     def __init__(self, batch: RunningBatch, rows: list[Row], lossless: bool, trace: bool = False) -> None:
@@ -112,11 +112,11 @@ class Run:
 
     @property
     def outputs(self) -> list[Output]:
-        """What has been generated so far, with statistics up to now."""
+        """Outputs so far, with their statistics."""
         return [row.finish(self.lossless) for row in self.rows]
 
     def cancel(self) -> None:
-        """End it before the batch's next step; the outputs keep what they have."""
+        """End the generation before the batch's next step; its outputs so far remain."""
         for row in self.rows:
             self.batch.cancel(row, "interrupted")
 
@@ -127,9 +127,9 @@ class Run:
                 self.batch.queue(row)
         try:
             while True:
-                found = self._taken()
-                if found is not None:
-                    yield found
+                step = self._next_step()
+                if step is not None:
+                    yield step
                 elif all(row.done for row in self.rows):
                     return
                 else:
@@ -137,8 +137,8 @@ class Run:
         finally:
             self.batch.drop(self.rows)
 
-    def _taken(self) -> Step | None:
-        """What the batch's last step gave these rows; None for nothing."""
+    def _next_step(self) -> Step | None:
+        """Remove and return these rows' oldest steps; None without any."""
         for row in self.rows:
             if row.error is not None:
                 raise row.error

@@ -1,4 +1,4 @@
-"""Generation arguments, read as `generate` reads them, for each row on its own."""
+"""Generation options of each row, resolved as `generate` resolves them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from saccade.errors import InputError
@@ -19,7 +19,7 @@ from saccade.processors import criterion_of_row, of_row
 from saccade.target.adapter import Target
 
 DEFAULT_NEW_TOKENS = 256
-"""Used when neither the caller nor the checkpoint says how much to generate."""
+"""Limit when neither the caller nor the checkpoint sets one."""
 
 UNSUPPORTED = {
     "num_beams": 1,
@@ -47,26 +47,21 @@ RANGES: dict[str, tuple[type, float, float, str]] = {
     "top_k": (int, 0, math.inf, "a whole number, 0 for no limit"),
     "top_p": (float, 0, 1, "a number from 0 to 1"),
     "min_p": (float, 0, 1, "a number from 0 to 1"),
-    "temperature": (
-        float,
-        -math.inf,
-        math.inf,
-        "a number above 0",
-    ),  # compared where it counts: when sampling
+    "temperature": (float, -math.inf, math.inf, "a number above 0"),  # its range is checked when sampling
     "repetition_penalty": (float, sys.float_info.min, math.inf, "a number above 0"),
 }
-"""Options with their type, least and greatest value, and words for these; `generate` takes some out of range."""
+"""Options with type, least and greatest value, and their description; `generate` accepts some out of range."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """How one row is decoded.
+    """Decoding options of one row.
 
     Attributes:
         max_new_tokens: hard limit.
         eos: ids that end the row.
         processors: logits processors in `generate`'s order.
-        criteria: stopping criteria besides length and EOS, called after every token as `generate` would.
+        criteria: stopping criteria besides length and EOS, called after every token as in `generate`.
     """
 
     max_new_tokens: int
@@ -77,7 +72,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a batch is decoded.
+    """Decoding options of a batch.
 
     Attributes:
         do_sample: sampling instead of greedy decoding.
@@ -99,22 +94,22 @@ def plan(
     tokenizer: Any = None,
     **options: Any,
 ) -> Plan:
-    """Resolve arguments against the checkpoint's own defaults, with the model's own code where it has some.
+    """Resolve options against the checkpoint's defaults, by the model's own code where it has some.
 
     Args:
         generation_config: a Hugging Face GenerationConfig; ``options`` override it, the checkpoint's
-            ``generation_config`` fills what neither says.
-        logits_processor, stopping_criteria: see `saccade.processors` for those that are taken.
+            ``generation_config`` fills the rest.
+        logits_processor, stopping_criteria: see `saccade.processors` for the supported ones.
         tokenizer: needed for ``stop_strings``.
         options: any option of GenerationConfig.
 
     Raises:
-        InputError: an unknown or unsupported option, a value out of range, or a processor or criterion that may keep
-            something between its calls.
+        InputError: an unknown or unsupported option, a value out of range, or a processor or criterion that may have
+            state between its calls.
     """
     model = target.model
-    with _refusing():
-        config, unknown = model._prepare_generation_config(generation_config, **_checked(options))
+    with _refusals():
+        config, unknown = model._prepare_generation_config(generation_config, **_check_ranges(options))
     for name in unknown:
         if name in ELSEWHERE:
             raise InputError(
@@ -127,7 +122,7 @@ def plan(
         )
     check_options(config)
     sources = (options.get("max_length"), getattr(generation_config, "max_length", None))
-    # Not the resolved one, which falls back to `generate`'s 20 when nobody has said anything.
+    # Not the resolved one, which defaults to `generate`'s 20.
     longest = next((n for n in (*sources, model.generation_config.max_length) if n is not None), None)
     limits = [_new_tokens(config.max_new_tokens, longest, len(p), target.family.context) for p in prompts]
     rows = []
@@ -136,12 +131,12 @@ def plan(
         config.max_length = len(prompt) + limits[index]
         if config.min_new_tokens is not None:
             config.min_length = len(prompt) + config.min_new_tokens
-        with _refusing():
+        with _refusals():
             row = row_plan(
                 target,
                 config,
                 prompt,
-                _Logits(
+                _RowProcessors(
                     [of_row(p, index, len(prompts)) for p in logits_processor],
                     prefix_allowed_tokens_fn,
                     index,
@@ -154,8 +149,8 @@ def plan(
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """What transformers says of values that it does not take, as this library's error."""
+def _refusals() -> Iterator[None]:
+    """Convert errors of transformers on option values to `InputError`."""
     try:
         yield
     except InputError:
@@ -167,8 +162,8 @@ def _refusing() -> Iterator[None]:
         ) from problem
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, each of its type and in its range."""
+def _check_ranges(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options after checking their types and ranges."""
     for name, (kind, least, most, words) in RANGES.items():
         value = options.get(name)
         if value is None:
@@ -180,7 +175,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Raise `InputError` for a decoding mode that speculative decoding does not have."""
+    """Raise `InputError` for an unsupported decoding mode."""
     for name, neutral in UNSUPPORTED.items():
         value = getattr(config, name, neutral)
         if value not in (neutral, None) and not (name == "guidance_scale" and value == 1):
@@ -195,8 +190,8 @@ def check_options(config: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Logits:
-    """The caller's processors, and their own constraint bound to a row."""
+class _RowProcessors:
+    """The caller's processors and prefix constraint, bound to a row."""
 
     processors: Sequence[Any]
     allowed: Callable[[int, torch.Tensor], list[int]] | None
@@ -210,9 +205,14 @@ class _Logits:
 
 
 def row_plan(
-    target: Target, config: Any, prompt: Prompt, logits: _Logits, criteria: Sequence[Any], tokenizer: Any
+    target: Target,
+    config: Any,
+    prompt: Prompt,
+    given: _RowProcessors,
+    criteria: Sequence[Any],
+    tokenizer: Any,
 ) -> RowPlan:
-    """One row's plan from a resolved GenerationConfig whose lengths are that row's."""
+    """Build one row's plan from a resolved GenerationConfig with that row's lengths."""
     model, device = target.model, target.device
     ids = torch.tensor([prompt.ids], device=device)
     model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device, batch_size=1)
@@ -220,8 +220,8 @@ def row_plan(
         generation_config=config,
         input_ids_seq_length=len(prompt),
         encoder_input_ids=ids,
-        prefix_allowed_tokens_fn=logits.constraint(),
-        logits_processor=_as_list(logits.processors),
+        prefix_allowed_tokens_fn=given.constraint(),
+        logits_processor=LogitsProcessorList(given.processors),
         device=device,
         model_kwargs={},  # no attention mask: rows are not padded, and nodes of a tree are a batch of their own
     )
@@ -240,16 +240,10 @@ def row_plan(
     )
 
 
-def _as_list(processors: Sequence[Any]) -> Any:
-    from transformers.generation import LogitsProcessorList
-
-    return LogitsProcessorList(processors)
-
-
-def _new_tokens(asked: int | None, longest: int | None, prompt_length: int, context: int | None) -> int:
-    """How many tokens a row may get: as asked, else up to ``max_length``, else the default within the context."""
-    if asked is not None:
-        return asked
+def _new_tokens(requested: int | None, longest: int | None, prompt_length: int, context: int | None) -> int:
+    """Limit of a row's new tokens: as requested, else up to ``max_length``, else the default within the context."""
+    if requested is not None:
+        return requested
     if longest is None:
         room = DEFAULT_NEW_TOKENS if context is None else context - prompt_length
         return max(1, min(DEFAULT_NEW_TOKENS, room))

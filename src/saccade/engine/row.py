@@ -1,4 +1,4 @@
-"""One row under way: its request, its options, its output cut exactly where plain decoding would end."""
+"""One row: its request, its options, and its output, which ends exactly where plain decoding ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from saccade.verify.processing import RowProcessing
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row to generate.
+    """Request of one row.
 
     Attributes:
-        prompt: for the target.
-        draft_prompt: the same question as the drafter sees it; the target's prompt when None.
-        seed: of this row's random generator, when sampling.
+        prompt: the target's prompt.
+        draft_prompt: the drafter's; the target's prompt when None.
+        seed: of the row's random generator, when sampling.
     """
 
     prompt: Prompt
@@ -30,8 +30,8 @@ class Request:
     seed: int = 0
 
     @property
-    def drafted(self) -> Prompt:
-        """The prompt that the drafter reads."""
+    def drafter_prompt(self) -> Prompt:
+        """The drafter's prompt."""
         return self.draft_prompt or self.prompt
 
 
@@ -40,9 +40,9 @@ class RowStep:
     """Tokens that one step added to a row.
 
     Attributes:
-        tokens, marks: alike long; empty only for a row that failed or was cancelled.
+        tokens, marks: of equal length; empty only for a row that failed or was cancelled.
         finished: whether the row has ended.
-        tree: the tree that was verified, where it is traced.
+        tree: the verified tree, where traced.
     """
 
     tokens: tuple[int, ...]
@@ -55,19 +55,19 @@ class Row:
     """A row from its request to its end.
 
     Args:
-        device: where stopping criteria are given the ids; `generate` gives them where the model is.
+        device: of the ids passed to stopping criteria; `generate` passes them on the model's device.
 
     Attributes:
-        request, plan, do_sample: as asked.
+        request, plan, do_sample: as requested.
         ids: prompt and emitted tokens; the last one is the root of the next tree.
         output: emitted tokens.
-        marks: how each came to be.
+        marks: origin of each.
         stats: counts so far.
-        error: why the row failed; None while it has not.
-        slot: of the batch's caches; None before it is admitted and after it has ended.
-        steps: what the steps gave, oldest first; whoever reads takes them out.
-        generator: of its random numbers, on the host.
-        drafter_prefilled: whether the drafter has read its prompt ahead of the target.
+        error: cause of the row's failure; None without one.
+        slot: of the batch's caches; None before admission and after the row's end.
+        steps: unread steps, oldest first; readers remove them.
+        generator: random generator, on the host.
+        drafter_prefilled: whether the drafter has cached its prompt ahead of the target.
     """
 
     def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
@@ -84,38 +84,38 @@ class Row:
         self.drafter_prefilled = False
         self._device = device
         self._reason: FinishReason | None = None
-        self._taken = 0
-        self._asked = time.perf_counter()
+        self._num_proposed = 0
+        self._submitted = time.perf_counter()
         self._begun = self._ended = 0.0
         self._seconds: dict[str, float] = {}
 
     @property
     def done(self) -> bool:
-        """Whether the row has ended, in whatever way."""
+        """Whether the row has ended, for any reason."""
         return self._reason is not None
 
     @property
-    def room(self) -> int:
-        """How many tokens may still come; 0 once the row has ended."""
+    def remaining(self) -> int:
+        """Tokens that may still be emitted; 0 once the row has ended."""
         return 0 if self.done else self.plan.max_new_tokens - len(self.output)
 
     @property
-    def entries(self) -> int:
-        """Cache entries that prompt and answer may take."""
+    def max_entries(self) -> int:
+        """Upper bound of the cache entries of prompt and answer."""
         return len(self.request.prompt) + self.plan.max_new_tokens
 
     def begin(self, slot: int) -> None:
-        """Note that the row has been admitted."""
+        """Record the row's admission."""
         self.slot = slot
         self._begun = time.perf_counter()
 
     def pop_new_tokens(self) -> list[int]:
-        """Tokens emitted since the last call; the prompt's last one where the first tree is guessed before any."""
-        new, self._taken = self.output[self._taken :], len(self.output)
+        """Return tokens emitted since the last call; the prompt's last one if the first tree is drafted before any."""
+        new, self._num_proposed = self.output[self._num_proposed :], len(self.output)
         return new or self.ids[-1:]
 
     def record_pass(self, accepted: int) -> None:
-        """Note one verification pass behind prefill."""
+        """Record one verification pass after prefill."""
         stats = self.stats
         stats.target_passes += 1
         histogram = stats.accepted_histogram
@@ -123,15 +123,15 @@ class Row:
         histogram[accepted] += 1
 
     def add_seconds(self, seconds: dict[str, float]) -> None:
-        """Count stages of a step that the row took part in."""
+        """Add stage times of a step in which the row took part."""
         for name, spent in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     def emit(self, tokens: Sequence[int], marks: Sequence[Mark]) -> list[int]:
-        """Take in a block with one mark per token; returns what plain decoding would emit of it."""
+        """Append tokens with their marks up to the row's end; return those that plain decoding would emit."""
         emitted: list[int] = []
         if not self.output:
-            self.stats.first_token_seconds = time.perf_counter() - self._asked
+            self.stats.first_token_seconds = time.perf_counter() - self._submitted
         for token, mark in zip(tokens, marks, strict=True):
             self.ids.append(token)
             self.output.append(token)
@@ -147,7 +147,7 @@ class Row:
         return emitted
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
-        """Note the row's end."""
+        """Record the row's end."""
         self._reason, self.error = reason, error
         self._ended = time.perf_counter()
 
@@ -163,10 +163,10 @@ class Row:
         return "length" if len(self.output) >= plan.max_new_tokens else None
 
     def finish(self, lossless: bool = True) -> Output:
-        """The output so far."""
+        """Return the output so far."""
         now = self._ended or time.perf_counter()
         begun = self._begun or now
-        self.stats.queue_seconds = begun - self._asked
+        self.stats.queue_seconds = begun - self._submitted
         self.stats.times = Times(**self._seconds, total=now - begun)
         return Output(
             tokens=self.output,

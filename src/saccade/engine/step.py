@@ -1,4 +1,4 @@
-"""Parts of one step: prompt chunks, trees with their verdicts, and stage timers."""
+"""Parts of one step: prefill chunks, trees with their verdicts, and stage timers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch.nn.functional import pad
 
 from saccade.engine.row import Row
 from saccade.output import TreeTrace
-from saccade.target.context import Context, Prefill
+from saccade.target.cache import on_device
+from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput, TokenBlock
+from saccade.target.prefill import Prefill
 from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
@@ -32,7 +34,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time until the context closes under ``name``."""
+        """Add the time until the context closes to stage ``name``."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             start = torch.cuda.Event(enable_timing=True)
@@ -51,64 +53,61 @@ class Clock:
                 self._seconds[name] += time.perf_counter() - started
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere."""
+        """Add seconds measured elsewhere."""
         self._seconds[name] += seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds per stage; to be asked for once the step's results are on the host."""
+        """Return seconds per stage, once the step's results are on the host."""
         for name, start, stop in self._events:
-            stop.synchronize()  # has happened: the transfer of the results came behind it
+            stop.synchronize()  # returns at once: the transfer of the results ran behind it
             self._seconds[name] += start.elapsed_time(stop) / 1000
         self._events.clear()
         return dict(self._seconds)
 
 
-HEAD = 5
-"""Numbers per row before the path."""
+def pack(
+    tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None, remaining: Tensor
+) -> Tensor:
+    """Pack verdicts into ``[A, 5 + 3 * (D + 1)]`` integers for one transfer.
 
-
-def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None, room: Tensor) -> Tensor:
-    """``[A, 5 + 3 * (D + 1)]`` integers: count, token, drafted nodes (without padding and those deeper than what may
-    still be emitted, which are there for longer rows' sake), whether logits are unsound, whether the token was sampled
-    from scores without a finite maximum, path nodes, path tokens, path marks.
+    Per row: accepted count, token, drafted nodes (without padding and nodes deeper than ``remaining``, which serve
+    longer rows), whether logits are not finite, whether the token was sampled from scores without a finite maximum,
+    path nodes, path tokens, path marks.
 
     Args:
-        sampled: scores ``[A, N, V]`` that tokens were sampled from; None when decoding greedily.
-        room: ``[A]`` tokens that each row may still get.
+        sampled: scores ``[A, N, V]`` that tokens were sampled from; None for greedy decoding.
+        remaining: ``[A]`` tokens that each row may still emit.
     """
     unsound = ~torch.isfinite(logits.amax((1, 2)))
     barred = torch.zeros_like(unsound)
-    if sampled is not None:  # only the path's last node can be such a one: nothing is accepted below it
+    if sampled is not None:  # only at the path's last node: nothing is accepted below it
         last = verdict.path.gather(1, verdict.count[:, None])[:, 0]
         barred = ~torch.isfinite(sampled[torch.arange(len(last), device=last.device), last].amax(-1))
     path_tokens = tree.tokens.gather(1, verdict.path)
-    drafted = (tree.valid & (tree.depth <= room[:, None])).sum(1) - 1
+    drafted = (tree.valid & (tree.depth <= remaining[:, None])).sum(1) - 1
     head = torch.stack([verdict.count, verdict.token, drafted, unsound.long(), barred.long()], 1)
     marks = torch.zeros_like(path_tokens) if verdict.marks is None else verdict.marks
     return torch.cat([head, verdict.path, path_tokens, marks], 1)
 
 
 def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
-    """The rows of several packed tensors on the host, by one transfer."""
+    """Move the rows of several packed tensors to the host in one transfer."""
     if len(packed) == 1:
         return [packed[0].tolist()]
     widest = max(part.shape[1] for part in packed)
     joint = torch.cat([pad(part, (0, widest - part.shape[1])) for part in packed]).tolist()
-    found, at = [], 0
-    for part in packed:
-        found.append([row[: part.shape[1]] for row in joint[at : at + len(part)]])
-        at += len(part)
-    return found
+    rows = iter(joint)
+    return [[next(rows)[: part.shape[1]] for _ in range(len(part))] for part in packed]
 
 
-def traces(tree: DraftTree, kept: Sequence[Sequence[int]]) -> list[TreeTrace | None]:
-    """Every row's tree on the host, padding nodes left out (they stand behind the others)."""
+def traces(tree: DraftTree, paths: Sequence[Sequence[int]]) -> list[TreeTrace | None]:
+    """Copy every row's tree to the host without padding nodes, which are last; None for rows without a path."""
     batch = tree.tokens.shape[0]
     rows = zip(
         tree.tokens.tolist(),
         tree.parents.expand(batch, -1).tolist(),
         tree.valid.expand(batch, -1).sum(1).tolist(),
-        kept,
+        paths,
         strict=True,
     )
     return [
@@ -118,36 +117,40 @@ def traces(tree: DraftTree, kept: Sequence[Sequence[int]]) -> list[TreeTrace | N
 
 
 @dataclass(slots=True)
-class Chunk:
-    """A part of a row's prompt that runs in this step.
+class PrefillChunk:
+    """Part of a row's prompt that runs in this step.
 
     Attributes:
-        stop: prompt tokens that have run after it.
-        guessed: whether the row's first tree runs behind it.
-        piece: what runs of it; None where it runs alone.
+        row: the row.
+        prefill: of its prompt.
+        stop: prompt tokens that are computed once it has run.
+        has_tree: whether the row's first tree runs behind it.
+        block: its tokens; None where it runs in a pass of its own.
     """
 
     row: Row
-    reader: Prefill
+    prefill: Prefill
     stop: int
-    guessed: bool = False
-    piece: TokenBlock | None = None
+    has_tree: bool = False
+    block: TokenBlock | None = None
 
     @property
     def is_last(self) -> bool:
-        return self.stop == len(self.reader.prompt)
+        """Whether it ends the prompt."""
+        return self.stop == len(self.prefill.prompt)
 
 
 @dataclass(slots=True)
 class VerificationGroup:
-    """Rows that one rule judges together: their trees, and what the target said about them.
+    """Rows that one rule judges together, with their trees and the target's outputs.
 
     Attributes:
-        rows: those under way first, then those whose prompt ends in this step.
+        rows: decoding rows first, then those whose prompts end in this step.
         tree: one tree per row.
-        reading: logits ``[A, N, V]`` and hidden states ``[A, N, d]`` of the trees' nodes.
-        drafted: whether a drafter made the trees, and is told of the outcome.
-        scores, verdict: set by `judge`.
+        drafted: whether a drafter proposed the trees and observes the outcome.
+        output: logits ``[A, N, V]`` and hidden states ``[A, N, d]`` of the trees' nodes.
+        scores, verdict: set by `decide`.
+        failed: errors of logits processors by index of the row.
     """
 
     rows: list[Row]
@@ -157,46 +160,48 @@ class VerificationGroup:
     processing: Processing
     uniforms: Uniforms | None
     drafted: bool
-    reading: ForwardOutput | None = None
+    output: ForwardOutput | None = None
     scores: Tensor | None = None
     verdict: Verdict | None = None
     failed: dict[int, Exception] = field(default_factory=dict)
 
     @property
     def slots(self) -> list[int]:
-        """The rows' places in the caches."""
+        """Cache slots of the rows."""
         return [slot for row in self.rows if (slot := row.slot) is not None]
 
-    def decide(self) -> Verdict:
-        """Process the logits and judge; a row whose processors fail is noted in ``failed``."""
-        assert self.reading is not None
-        self.scores = self._processed(self.reading.logits)
+    def decide(self) -> Tensor:
+        """Process the logits and judge the trees; return the packed verdict (`pack`)."""
+        assert self.output is not None
+        self.scores = self._processed(self.output.logits)
         numbers = None if self.uniforms is None else self.uniforms.judging
-        self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.reading)
-        return self.verdict
+        self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
+        sampled = self.scores if self.rule.samples else None
+        remaining = on_device([row.remaining for row in self.rows], self.output.logits.device)
+        return pack(self.tree, self.verdict, self.output.logits, sampled, remaining)
 
     def _processed(self, logits: Tensor) -> Tensor:
-        prefixes, room = [row.ids for row in self.rows], [row.room for row in self.rows]
+        prefixes, remaining = [row.ids for row in self.rows], [row.remaining for row in self.rows]
         try:
-            return self.processing(self.tree, logits, prefixes, room)
+            return self.processing(self.tree, logits, prefixes, remaining)
         except Exception as error:
             if len(self.rows) == 1:
                 self.failed[0] = error
                 return logits
         parts = []
-        for place, row in enumerate(self.rows):  # find whose processors fail; the others go on
+        for index, row in enumerate(self.rows):  # find the rows whose processors fail; the others continue
             alone = Processing([row.processing])
-            one = logits[place : place + 1]
+            one = logits[index : index + 1]
             try:
-                parts.append(alone(tree_of(self.tree, [place]), one, [row.ids], [row.room]).float())
+                parts.append(alone(select_trees(self.tree, [index]), one, [row.ids], [row.remaining]).float())
             except Exception as error:
-                self.failed[place] = error
+                self.failed[index] = error
                 parts.append(one.float())
         return torch.cat(parts)
 
 
-def tree_of(tree: DraftTree, places: Sequence[int]) -> DraftTree:
-    """The trees of some rows."""
+def select_trees(tree: DraftTree, places: Sequence[int]) -> DraftTree:
+    """Select the trees of some rows."""
     index = list(places)
 
     def mine(tensor: Tensor) -> Tensor:
@@ -214,58 +219,42 @@ def tree_of(tree: DraftTree, places: Sequence[int]) -> DraftTree:
     )
 
 
-def tree_piece(context: Context, slots: Sequence[int], tree: DraftTree) -> TokenBlock:
-    """The trees of rows whose prompts are in the cache; ``tree`` may hold further rows behind theirs."""
+def tree_block(context: Context, slots: Sequence[int], tree: DraftTree) -> TokenBlock:
+    """Block of the trees of decoding rows; ``tree`` may hold further rows behind theirs."""
     count = len(slots)
 
     def mine(tensor: Tensor) -> Tensor:
         return tensor if tensor.shape[0] == 1 else tensor[:count]
 
-    chain = tree.size == 1
-    allow = None if chain else mine(tree.ancestors)
-    return context.piece(slots, tree.tokens[:count], allow, mine(tree.depth))
+    mask = None if tree.size == 1 else mine(tree.ancestors)
+    return context.block(slots, tree.tokens[:count], mask, mine(tree.depth))
 
 
-def with_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTree, place: int) -> TokenBlock:
-    """The last chunk of a prompt of ``length`` tokens with the guesses behind it: its last token is their root."""
+def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTree, index: int) -> TokenBlock:
+    """Append one row's tree to the last chunk of a prompt of ``length`` tokens, whose last token is the root."""
     target, count, nodes = context.target, chunk.count, tree.size - 1
     device = target.device
-    one = tree_of(tree, [place])
+    one = select_trees(tree, [index])
     tokens, depth, above = one.tokens[0, 1:], one.depth[0, 1:], one.ancestors[0, 1:, 1:]
-    allow = torch.ones(count + nodes, count + nodes, dtype=torch.bool, device=device).tril()
-    if chunk.allow is not None:
-        allow[:count, :count] = chunk.allow[0]
-    allow[count:, count:] = above
+    mask = torch.ones(count + nodes, count + nodes, dtype=torch.bool, device=device).tril()
+    if chunk.attention_mask is not None:
+        mask[:count, :count] = chunk.attention_mask[0]
+    mask[count:, count:] = above
     own = torch.arange(count, device=device) if chunk.depth is None else chunk.depth[0]
     assert chunk.positions is not None
     root = chunk.positions[..., -1:]  # [3 or 1, 1, 1]
-    behind = target.family.limits.within(root[0] + depth, [length], None)
+    below = target.family.limits.clamp_positions(root[0] + depth, [length], None)
     embeddings = chunk.embeddings
     if embeddings is not None:
         embeddings = torch.cat([embeddings, target.embed(tokens)[None].to(embeddings)], 1)
     return TokenBlock(
         rows=chunk.rows,
         tokens=torch.cat([chunk.tokens, tokens[None]], 1),
-        allow=allow[None],
+        attention_mask=mask[None],
         depth=torch.cat([own, own[-1] + depth])[None],
-        shift=chunk.shift,
+        slot_shifts=chunk.slot_shifts,
         embeddings=embeddings,
-        added=[pad(a, (0, 0, 0, nodes)) for a in chunk.added],
-        positions=torch.cat([chunk.positions, behind[None].expand(root.shape[0], -1, -1)], 2),
+        deepstack=[pad(layer, (0, 0, 0, nodes)) for layer in chunk.deepstack],
+        positions=torch.cat([chunk.positions, below[None].expand(root.shape[0], -1, -1)], 2),
         logits_from=count - 1,
     )
-
-
-def joined(readings: Sequence[ForwardOutput], firsts: Sequence[int]) -> ForwardOutput:
-    """One reading of several rows' trees.
-
-    Args:
-        firsts: per reading the first of its tokens that belongs to a tree (its root).
-    """
-    if len(readings) == 1 and firsts[0] == 0:
-        return readings[0]
-    hidden = {
-        layer: torch.cat([r.hidden[layer][:, first:] for r, first in zip(readings, firsts, strict=True)])
-        for layer in readings[0].hidden
-    }
-    return ForwardOutput(torch.cat([r.logits for r in readings]), hidden)

@@ -1,9 +1,9 @@
-"""KV cache of rows that come and go: one arena per device, a segment of it per row.
+"""KV cache of rows that join and leave: one arena per device, one segment of it per row.
 
-Storage is ``[layers, H, N, D]``, so that the entries of a head lie together and one gather and one scatter move
-accepted paths for all layers at once. A row owns ``capacity`` neighbouring slots of the N; its committed entries stand
-first, pending ones (written, neither committed nor dropped) right behind them. Rows of different lengths therefore
-never pad each other, and a chain's accepted entries never move.
+Storage is ``[layers, H, N, D]``: the entries of a head are contiguous, and one gather and one scatter move accepted
+paths for all layers. A row owns ``capacity`` neighbouring slots of the N: committed entries first, then pending ones
+(written, neither committed nor dropped). Rows of different lengths therefore never pad each other, and a chain's
+accepted entries never move.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saccade.errors import ModelError
 from saccade.target.layout import Layout, Masks, Span
 
 QUANTUM = 64
-"""Segments are whole multiples of this many slots: rows of similar requests then lie at equal distances."""
+"""Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Store:
 
     keys: Tensor
     values: Tensor
-    mates: list[int]  # layer indices in storage order
+    layers: list[int]  # layer indices in storage order
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Segment:
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer of a `RowCache`, in the form in which attention modules of transformers call it."""
+    """One layer of a `RowCache`, with the interface of transformers' attention modules."""
 
     is_sliding = False
     is_croppable = False
@@ -64,13 +64,13 @@ class RowLayer(CacheLayerMixin):
         self.refresh()
 
     def refresh(self) -> None:
-        """Point at this layer's part of the store (again, after the arena has grown)."""
+        """Update this layer's views after the arena was allocated or has grown."""
         if self._store is not None:
-            place = self._store.mates.index(self._index)
+            place = self._store.layers.index(self._index)
             self.keys, self.values = self._store.keys[place], self._store.values[place]
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the forward's new entries ``[H, T, D]`` where the layout says; returns the layer ``[H, N, D]``."""
+        """Write the forward's new entries ``[H, T, D]`` to the layout's slots; return the layer ``[H, N, D]``."""
         if not self.is_initialized:
             self.lazy_initialization(k[None], v[None])
         layout = self._owner.layout
@@ -84,8 +84,8 @@ class RowLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write one row's new entries ``[1, H, n, D]`` and return all that it holds; for forwards of one row, or of
-        a packed sequence whose attention function reads the arena itself (`saccade.target.packed`)."""
+        """Write one row's new entries ``[1, H, n, D]`` and return all its entries; in a packed forward, whose attention
+        function reads the arena itself (`saccade.target.packed`), return the new ones."""
         keys, values = self.write(key_states[0], value_states[0])
         spans = self._owner.layout.spans
         if len(spans) > 1:
@@ -110,8 +110,8 @@ class RowCache(Cache):
     Attributes:
         lengths: committed entries per row, on the host.
         pending: entries per row that are written and neither committed nor dropped.
-        layout: of the forward that runs now.
-        most: slots beyond which it grows by no more than what is needed.
+        layout: of the current forward.
+        max_slots: size beyond which the arena grows without headroom.
     """
 
     def __init__(self, layer_devices: Sequence[torch.device], rows: int) -> None:
@@ -132,7 +132,7 @@ class RowCache(Cache):
         return sum(t.numel() * t.element_size() for s in self._stores.values() for t in (s.keys, s.values))
 
     def capacity(self, row: int) -> int:
-        """Slots that a row owns."""
+        """Slots of a row's segment."""
         segment = self._segments[row]
         return 0 if segment is None else segment.capacity
 
@@ -140,18 +140,18 @@ class RowCache(Cache):
         """First slot of a row's segment.
 
         Raises:
-            ModelError: it has none.
+            ModelError: the row has no segment.
         """
         segment = self._segments[row]
         if segment is None:
-            raise ModelError(f"Row {row} of the KV cache has no room yet; reserve it first.")
+            raise ModelError(f"Row {row} of the KV cache has no slots yet; reserve them first.")
         return segment.start
 
     def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
-        """Say where the next forward writes and what its tokens see; the entries are pending from now on.
+        """Lay out the next forward, whose entries become pending.
 
         Args:
-            parts: rows, tokens of each of them, and `MaskPlan.build`'s masks, in the order of the packed sequence.
+            parts: rows, number of tokens of each, and masks of `MaskPlan.build`, in the order of the packed sequence.
 
         Raises:
             ModelError: a row's segment is too small.
@@ -161,18 +161,18 @@ class RowCache(Cache):
         at = 0
         for rows, count, masks in parts:
             for place, row in enumerate(rows):
-                start, held = self.start(row), self.lengths[row] + self.pending[row]
-                if held + count > self.capacity(row):
+                start, occupied = self.start(row), self.lengths[row] + self.pending[row]
+                if occupied + count > self.capacity(row):
                     raise ModelError(
-                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {held + count} are needed; the "
-                        "request was sized too small, which is a bug worth reporting."
+                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {occupied + count} are needed; "
+                        "the request was sized too small, which is a bug worth reporting."
                     )
                 own = {
                     k: None if m is None else m[place if m.shape[0] > 1 else 0][None]
                     for k, m in masks.items()
                 }
-                spans.append(Span(row, at, count, start, held + count, own))
-                slots.append(torch.arange(start + held, start + held + count))
+                spans.append(Span(row, at, count, start, occupied + count, own))
+                slots.append(torch.arange(start + occupied, start + occupied + count))
                 self.pending[row] += count
                 at += count
         if len(slots) == 1:
@@ -183,71 +183,71 @@ class RowCache(Cache):
             self.layout = Layout(spans, to_device(torch.cat(slots), device), self.slots)
         return self.layout
 
-    # -- room --------------------------------------------------------------------------------------------
+    # -- segments --------------------------------------------------------------------------------------------
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Give a row room for ``capacity`` entries, keeping what it holds."""
+        """Grow a row's segment to ``capacity`` slots and keep its entries."""
         if capacity <= self.capacity(row):
             return
-        wanted = rounded(capacity)
+        needed = round_to_segment(capacity)
         old = self._segments[row]
-        if old is not None and self._free_behind(old) >= wanted - old.capacity:
-            old.capacity = wanted
+        if old is not None and self._free_behind(old) >= needed - old.capacity:
+            old.capacity = needed
             return
-        start = self._gap(wanted)
-        if start is None and self.slots - sum(s.capacity for s in self._taken()) >= wanted:
+        start = self._first_gap(needed)
+        if start is None and self.slots - sum(s.capacity for s in self._by_start()) >= needed:
             self._compact()
-            start = self._gap(wanted)
+            start = self._first_gap(needed)
         if start is None and old is not None and old.stop == self.slots:
-            self._enlarge(self._generous(old.start + wanted))
-            old.capacity = wanted
+            self._enlarge(self._with_headroom(old.start + needed))
+            old.capacity = needed
             return
         if start is None:
-            self._enlarge(self._generous(self.slots + wanted))
-            start = self._gap(wanted)
+            self._enlarge(self._with_headroom(self.slots + needed))
+            start = self._first_gap(needed)
             assert start is not None
-        fresh = _Segment(start, wanted)
-        held, old = self.lengths[row] + self.pending[row], self._segments[row]
-        if old is not None and held:
-            self._copy(old.start, start, held)
+        fresh = _Segment(start, needed)
+        occupied, old = self.lengths[row] + self.pending[row], self._segments[row]
+        if old is not None and occupied:
+            self._copy(old.start, start, occupied)
         self._segments[row] = fresh
 
     def preallocate(self, slots: int) -> None:
-        """Make the arena ``slots`` large at once, when what is coming is known."""
-        self._enlarge(rounded(slots))
+        """Grow the arena to ``slots`` at once."""
+        self._enlarge(round_to_segment(slots))
 
     def release(self, row: int) -> None:
-        """Take a row's room and all that it holds."""
+        """Free a row's segment and drop its entries."""
         self.lengths[row] = self.pending[row] = 0
         self._segments[row] = None
 
     def _compact(self) -> None:
         """Close the gaps between segments."""
         at = 0
-        for segment in self._taken():
+        for segment in self._by_start():
             if segment.start > at:
                 self._copy(segment.start, at, segment.capacity)
                 segment.start = at
             at = segment.stop
 
-    def _taken(self) -> Iterator[_Segment]:
+    def _by_start(self) -> Iterator[_Segment]:
         yield from sorted((s for s in self._segments if s is not None), key=lambda s: s.start)
 
     def _free_behind(self, segment: _Segment) -> int:
-        following = [s.start for s in self._taken() if s.start >= segment.stop]
+        following = [s.start for s in self._by_start() if s.start >= segment.stop]
         return min(following, default=self.slots) - segment.stop
 
-    def _gap(self, wanted: int) -> int | None:
-        """First slot of the first free run of ``wanted`` slots."""
+    def _first_gap(self, needed: int) -> int | None:
+        """First slot of the first free run of ``needed`` slots; None without one."""
         at = 0
-        for segment in self._taken():
-            if segment.start - at >= wanted:
+        for segment in self._by_start():
+            if segment.start - at >= needed:
                 return at
             at = segment.stop
-        return at if self.slots - at >= wanted else None
+        return at if self.slots - at >= needed else None
 
-    def _generous(self, slots: int) -> int:
-        """``slots``, or half as many again as there are, because growing copies everything that is held."""
+    def _with_headroom(self, slots: int) -> int:
+        """Round up to 1.5 times the current size, because growing copies all entries."""
         return max(slots, min(self.slots + self.slots // 2, self.max_slots))
 
     def _enlarge(self, slots: int) -> None:
@@ -266,20 +266,20 @@ class RowCache(Cache):
         for layer in self.layers:
             layer.refresh()
 
-    @torch.inference_mode()  # what forwards wrote are inference tensors, which only it may change
+    @torch.inference_mode()  # forwards write inference tensors, which cannot change outside of it
     def _copy(self, source: int, target: int, count: int) -> None:
         for store in self._stores.values():
             for tensor in (store.keys, store.values):
                 tensor[:, :, target : target + count] = tensor[:, :, source : source + count].clone()
 
-    # -- what stays ----------------------------------------------------------------------------------------
+    # -- entries ----------------------------------------------------------------------------------------
 
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, in order, and drop their others.
 
         Args:
-            chosen: for each of the rows the ascending indices of the pending entries that stay. Only entries that
-                change place are moved.
+            chosen: per row the ascending indices of the committed ones among its pending entries. Only entries that
+                change slots are moved.
         """
         source: list[int] = []
         target: list[int] = []
@@ -295,12 +295,12 @@ class RowCache(Cache):
             self._move(source, target)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget every pending entry of some rows."""
+        """Drop all pending entries of some rows."""
         for row in rows:
             self.pending[row] = 0
 
     def crop(self, row: int, length: int) -> None:
-        """Forget the row's entries from ``length`` on, and all pending ones."""
+        """Drop the row's entries from ``length`` on, and all pending ones."""
         self.lengths[row] = min(self.lengths[row], length)
         self.pending[row] = 0
 
@@ -312,41 +312,41 @@ class RowCache(Cache):
                 tensor.index_copy_(2, dst, tensor.index_select(2, src))
 
     def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """A row's committed entries, per layer copies of keys and values ``[1, H, S, D]``."""
+        """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
         seen = slice(self.start(row), self.start(row) + self.lengths[row])
         return [(la.keys[None, :, seen].clone(), la.values[None, :, seen].clone()) for la in self.layers]
 
     # -- storage -------------------------------------------------------------------------------------------
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
-        """The store for layer ``index``: shared with its device's other layers when their shapes agree."""
+        """Return the store of layer ``index``, shared with the device's other layers when their shapes agree."""
         key: tuple[Any, ...] = (k.device, k.dtype, k.shape[1], k.shape[3], v.shape[1], v.shape[3])
         store = self._stores.get(key)
         if store is None:
-            mates = [i for i, d in enumerate(self._devices) if d == k.device]
-            if index not in mates or any(s.keys.device == k.device for s in self._stores.values()):
-                mates, key = [index], (*key, index)  # a layer unlike its mates gets a store of its own
+            layers = [i for i, d in enumerate(self._devices) if d == k.device]
+            if index not in layers or any(s.keys.device == k.device for s in self._stores.values()):
+                layers, key = [index], (*key, index)  # a layer unlike its layers gets a store of its own
             store = _Store(
-                keys=k.new_zeros(len(mates), k.shape[1], self.slots, k.shape[3]),
-                values=v.new_zeros(len(mates), v.shape[1], self.slots, v.shape[3]),
-                mates=mates,
+                keys=k.new_zeros(len(layers), k.shape[1], self.slots, k.shape[3]),
+                values=v.new_zeros(len(layers), v.shape[1], self.slots, v.shape[3]),
+                layers=layers,
             )
             self._stores[key] = store
         return store
 
 
-def rounded(slots: int) -> int:
-    """Slots of the segment that holds so many entries."""
+def round_to_segment(slots: int) -> int:
+    """Round a number of entries up to a segment size."""
     return -(-slots // QUANTUM) * QUANTUM
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Host integers on a device, without making the host wait for it."""
+    """Copy host integers to a device without blocking the host."""
     return to_device(torch.tensor(values), device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, from pinned memory, without making the host wait for it."""
+    """Copy a host tensor to a device from pinned memory, without blocking the host."""
     if device.type == "cpu":
         return tensor
     if device.type != "mps":  # which shares the host's memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,41 +15,190 @@ from saccade.errors import ModelError
 Mask = Tensor | dict[str, Tensor]
 
 
-def retained_positions(start: int, stop: int, dropped: Sequence[int]) -> list[int]:
-    """The positions from ``start`` to ``stop`` that are not among the dropped ones."""
-    gone = set(dropped)
-    return [i for i in range(start, stop) if i not in gone]
+@dataclass(slots=True)
+class TokenBlock:
+    """New tokens of some rows, equally many of each: a prefill chunk, or one step's draft trees.
 
-
-def num_cached(start: int, dropped: Sequence[int]) -> int:
-    """Cache entries of the first ``start`` positions, ``dropped`` being ascending."""
-    return start - bisect_left(dropped, start)
-
-
-def slot_shifts(start: int, dropped: Sequence[int]) -> list[int]:
-    """How far each cache entry of the first ``start`` positions stands before its slot (0 or less).
-
-    Slots are counted back from the row's end, where slot and position agree: attention windows are measured in
-    positions, and entries before a gap are further away than their slots tell.
+    Attributes:
+        rows: A rows of the cache.
+        tokens: ``[A, n]`` ids.
+        attention_mask: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (pending ones first, then these)
+            each token attends to, itself included. None: causal.
+        depth: ``[A or 1, T]`` positions of the uncommitted entries relative to their row's length; None: 0, 1, 2, ...
+        rope_deltas: per row the offset from its length to its next text position (M-RoPE).
+        slot_shifts: gaps between a row's committed entries, see `MaskPlan.build`.
+        embeddings: ``[A, n, d]`` decoder inputs that replace the tokens' embeddings.
+        deepstack: features added to the residual stream behind the first layers (Qwen3-VL), ``[n, d]`` per layer,
+            zeros at text tokens; for a single row.
+        positions: ``[3 or 1, A, n]`` position ids that replace those derived from lengths, deltas and depth.
+        logits_from: first of the n tokens whose logits are computed; n for none.
     """
-    kept = retained_positions(0, start, dropped)
-    gap = start - len(kept)
-    return [position - slot - gap for slot, position in enumerate(kept)]
+
+    rows: Sequence[int]
+    tokens: Tensor
+    attention_mask: Tensor | None = None
+    depth: Tensor | None = None
+    rope_deltas: Sequence[int] = ()
+    slot_shifts: Tensor | None = None
+    embeddings: Tensor | None = None
+    deepstack: Sequence[Tensor] = ()
+    positions: Tensor | None = None
+    logits_from: int = 0
+
+    @property
+    def count(self) -> int:
+        """Tokens of each row."""
+        return self.tokens.shape[1]
+
+    def split_rows(self) -> Iterator[TokenBlock]:
+        """One block per row."""
+        if len(self.rows) == 1:
+            yield self
+            return
+        for index, row in enumerate(self.rows):
+            one = slice(index, index + 1)
+
+            def own(tensor: Tensor | None, one: slice = one) -> Tensor | None:
+                return tensor if tensor is None or tensor.shape[0] == 1 else tensor[one]
+
+            yield TokenBlock(
+                rows=[row],
+                tokens=self.tokens[one],
+                attention_mask=own(self.attention_mask),
+                depth=own(self.depth),
+                rope_deltas=self.rope_deltas[one] if self.rope_deltas else (),
+                slot_shifts=own(self.slot_shifts),
+                embeddings=own(self.embeddings),
+                positions=None if self.positions is None else self.positions[:, one],
+                logits_from=self.logits_from,
+            )
+
+
+@dataclass(slots=True)
+class Requirements:
+    """Outputs of the target's forwards that drafters and rules need besides logits.
+
+    Attributes:
+        layers: hidden states returned by every forward: index i enters decoder layer i, the number of layers leaves
+            the last one.
+        final: whether the last index is read after (``post``) or before (``pre``) the final norm.
+        embeddings: whether prefill returns the decoder's inputs.
+        attention: decoder layers whose attention prefill returns (negative ones count from the end); () for all
+            layers, None for no attention.
+        queries: tokens whose attention is summed: ``words`` behind the last visual token, or ``all``.
+    """
+
+    layers: tuple[int, ...] = ()
+    final: Literal["post", "pre"] = "post"
+    embeddings: bool = False
+    attention: tuple[int, ...] | None = None
+    queries: Literal["words", "all"] = "words"
+
+    @property
+    def any(self) -> bool:
+        """Whether any output besides logits is required."""
+        return bool(self.layers) or self.embeddings or self.attention is not None
+
+    def add_layers(self, *layers: int) -> None:
+        """Require more hidden states."""
+        self.layers = tuple(sorted({*self.layers, *layers}))
+
+    def add_attention(self, layers: tuple[int, ...] | None, queries: Literal["words", "all"]) -> None:
+        """Require attention.
+
+        Args:
+            layers: None for all.
+
+        Raises:
+            ModelError: attention of other layers or tokens is required already.
+        """
+        wanted = (layers or (), queries)
+        if self.attention is not None and (self.attention, self.queries) != wanted:
+            raise ModelError(
+                f"The target's attention is read in layers {self.attention or 'of all numbers'} of {self.queries} "
+                f"already, not in {wanted[0] or 'all'} of {queries}; choose the same for all that read it."
+            )
+        self.attention, self.queries = wanted
+
+
+@dataclass(slots=True)
+class ForwardOutput:
+    """Outputs of one `TokenBlock`.
+
+    Attributes:
+        logits: ``[A, n - logits_from, V]`` in the model's dtype.
+        hidden: layer index -> ``[A, n, d]``.
+    """
+
+    logits: Tensor
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+def concat_outputs(outputs: Sequence[ForwardOutput], starts: Sequence[int] = ()) -> ForwardOutput:
+    """Join the outputs of several blocks of equally many tokens along the rows.
+
+    Args:
+        starts: per output the first token whose hidden states are used (its logits start there already); () for 0.
+    """
+    starts = starts or [0] * len(outputs)
+    if len(outputs) == 1 and starts[0] == 0:
+        return outputs[0]
+    hidden = {
+        layer: torch.cat([o.hidden[layer][:, start:] for o, start in zip(outputs, starts, strict=True)])
+        for layer in outputs[0].hidden
+    }
+    return ForwardOutput(torch.cat([o.logits for o in outputs]), hidden)
+
+
+def split_outputs(
+    blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[int, Tensor]
+) -> list[ForwardOutput]:
+    """Split a packed forward's outputs by block.
+
+    Args:
+        logits: ``[n, V]`` of the blocks' tokens from ``logits_from`` on, in order.
+        hidden: layer index -> ``[T, d]``.
+    """
+    outputs, token, logit = [], 0, 0
+    for block in blocks:
+        rows, count = block.tokens.shape
+        states = {i: s[token : token + rows * count].view(rows, count, -1) for i, s in hidden.items()}
+        size = rows * (count - block.logits_from)
+        part = logits[logit : logit + size].view(rows, count - block.logits_from, logits.shape[-1])
+        outputs.append(ForwardOutput(part, states))
+        token, logit = token + rows * count, logit + size
+    return outputs
+
+
+def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
+    """Deepstack features of the packed sequence, ``[T, d]`` per layer; empty without any."""
+    packed = []
+    for layer in range(max(len(block.deepstack) for block in blocks)):
+        like = next(block.deepstack[0] for block in blocks if block.deepstack)
+        packed.append(
+            torch.cat(
+                [
+                    b.deepstack[layer] if b.deepstack else like.new_zeros(b.tokens.numel(), like.shape[-1])
+                    for b in blocks
+                ]
+            )
+        )
+    return packed
 
 
 @contextmanager
 def replaced_embeddings(
-    decoder: nn.Module, embeddings: Tensor, mask: Mask, added: Sequence[Tensor] = ()
+    decoder: nn.Module, embeddings: Tensor, mask: Mask, deepstack: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """The model's decoder is given other embeddings while this is open.
+    """Replace the inputs of the model's decoder while the context is open.
 
     Args:
         embeddings: ``[1, n, d]``.
-        mask: what it gets as attention mask.
-        added: per first layers ``[n, d]`` what is added to the stream behind each (Qwen3-VL's deepstack).
+        mask: attention mask passed to the decoder.
+        deepstack: per first layers ``[n, d]`` features added to the residual stream behind each.
 
     Raises:
-        ModelError: the decoder is not called once, by name, with as many positions.
+        ModelError: the decoder is not called exactly once, with position ids by keyword.
     """
     calls = []
 
@@ -64,9 +212,9 @@ def replaced_embeddings(
         kwargs = {**kwargs, "inputs_embeds": embeddings, "attention_mask": mask}
         if "input_ids" in kwargs:
             kwargs["input_ids"] = None
-        if added:
-            seen = torch.ones(embeddings.shape[:2], dtype=torch.bool, device=embeddings.device)
-            kwargs.update(visual_pos_masks=seen, deepstack_visual_embeds=list(added))
+        if deepstack:
+            everywhere = torch.ones(embeddings.shape[:2], dtype=torch.bool, device=embeddings.device)
+            kwargs.update(visual_pos_masks=everywhere, deepstack_visual_embeds=list(deepstack))
         return args, kwargs
 
     handle = decoder.register_forward_pre_hook(replace, with_kwargs=True)
@@ -78,99 +226,3 @@ def replaced_embeddings(
         raise ModelError(
             f"{type(decoder).__name__} was called {len(calls)} times in one forward, where once was expected."
         )
-
-
-@dataclass(slots=True)
-class TokenBlock:
-    """New tokens of some rows, equally many of each: part of a prompt, or one step's draft trees.
-
-    Attributes:
-        rows: A rows of the cache.
-        tokens: ``[A, n]`` ids.
-        allow: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (pending ones first, then these) each token
-            attends to; each must see itself. None: all before it and itself.
-        depth: ``[A or 1, T]`` positions of the uncommitted entries relative to their row's length; None: 0, 1, 2, ...
-        deltas: per row what to add to its length to get its next text position.
-        shift: gaps between a row's committed entries, see `MaskPlan.build`.
-        embeddings: ``[A, n, d]`` what the decoder is given in place of the tokens' embeddings.
-        added: features that the model adds to the residual stream behind its first layers (Qwen3-VL's deepstack),
-            ``[n, d]`` per layer, zeros where nothing is added; for one row alone.
-        positions: ``[3 or 1, A, n]`` in place of those that follow from lengths, deltas and depth.
-        logits_from: first of the n tokens whose logits are wanted; n for none.
-    """
-
-    rows: Sequence[int]
-    tokens: Tensor
-    allow: Tensor | None = None
-    depth: Tensor | None = None
-    deltas: Sequence[int] = ()
-    shift: Tensor | None = None
-    embeddings: Tensor | None = None
-    added: Sequence[Tensor] = ()
-    positions: Tensor | None = None
-    logits_from: int = 0
-
-    @property
-    def count(self) -> int:
-        """Tokens of each row."""
-        return self.tokens.shape[1]
-
-
-@dataclass(slots=True)
-class Requirements:
-    """What drafters and rules need of the target's forwards, besides logits.
-
-    Attributes:
-        layers: hidden states that every forward returns: index i is what enters decoder layer i, the number of layers
-            what leaves the last.
-        final: whether the last index is read after (``post``) or before (``pre``) the final norm.
-        embeddings: whether the reading of a prompt returns what the decoder was given for it.
-        attention: decoder layers whose attention the reading of a prompt returns (negative ones count from the end);
-            () means all layers, None that nobody asks.
-        queries: whose attention: ``words`` behind the last visual token, or ``all`` tokens.
-    """
-
-    layers: tuple[int, ...] = ()
-    final: Literal["post", "pre"] = "post"
-    embeddings: bool = False
-    attention: tuple[int, ...] | None = None
-    queries: Literal["words", "all"] = "words"
-
-    @property
-    def any(self) -> bool:
-        """Whether anything is needed."""
-        return bool(self.layers) or self.embeddings or self.attention is not None
-
-    def add_layers(self, *layers: int) -> None:
-        """Ask for more hidden states."""
-        self.layers = tuple(sorted({*self.layers, *layers}))
-
-    def add_attention(self, layers: tuple[int, ...] | None, queries: Literal["words", "all"]) -> None:
-        """Ask for attention.
-
-        Args:
-            layers: None for all.
-
-        Raises:
-            ModelError: another asks for that of other layers or tokens.
-        """
-        wanted = (layers or (), queries)
-        if self.attention is not None and (self.attention, self.queries) != wanted:
-            raise ModelError(
-                f"The target's attention is read in layers {self.attention or 'of all numbers'} of {self.queries} "
-                f"already, not in {wanted[0] or 'all'} of {queries}; choose the same for all that read it."
-            )
-        self.attention, self.queries = wanted
-
-
-@dataclass(slots=True)
-class ForwardOutput:
-    """What a forward gives for one `TokenBlock`.
-
-    Attributes:
-        logits: ``[A, n - logits_from, V]`` in the model's dtype.
-        hidden: index of the layer -> ``[A, n, d]``.
-    """
-
-    logits: Tensor
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)

@@ -1,33 +1,43 @@
-"""Hidden states of chosen layers, and early exit from a stock forward."""
+"""Capture of chosen layers' hidden states, and early exit, in a stock forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
 
-if TYPE_CHECKING:
-    from saccade.target.adapter import Target
-
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
-"""Names under which decoders of transformers keep the norm before the LM head."""
+"""Attribute names of the norm before the LM head in decoders of transformers."""
+
+
+class StockModel(Protocol):
+    """The part of a `Target` that capturing needs."""
+
+    decoder: Any
+    layers: nn.ModuleList
+    device: torch.device
+
+    def stock(self) -> AbstractContextManager[None]:
+        """Run forwards through the stock modules."""
+        ...
 
 
 class FeatureTap:
-    """Reads the residual stream while the target runs as it always does.
+    """Capture of the residual stream during unchanged forwards.
 
     Index i is the stream *entering* decoder layer i: 0 is the embeddings with the visual features in place, and
-    what a model adds between layers (deepstack features of Qwen3-VL) is included. Index ``len(target.layers)`` is
+    features added between layers (deepstack of Qwen3-VL) are included. Index ``len(target.layers)`` is
     the stream after the last layer.
 
     Args:
-        target: whose decoder is read.
+        target: owner of the decoder.
         layers: indices; negative ones count from the end, -1 being the stream after the last layer.
         final: whether the last index is read after (``post``) or before (``pre``) the final norm.
 
@@ -35,16 +45,18 @@ class FeatureTap:
         hidden: index as given -> ``[B, Q, d]`` of the last forward, on the target's input device; empty before it.
 
     Raises:
-        ModelError: there is no such layer, or the decoder's final norm is not where it is known to be.
+        ModelError: a layer does not exist, or the decoder's final norm has no known name.
     """
 
-    def __init__(self, target: Target, layers: Sequence[int], final: Literal["post", "pre"] = "post") -> None:
+    def __init__(
+        self, target: StockModel, layers: Sequence[int], final: Literal["post", "pre"] = "post"
+    ) -> None:
         count = len(target.layers)
         for index in layers:
             if not -count - 1 <= index <= count:
                 raise ModelError(
-                    f"Layer {index} does not exist; this decoder has {count} layers, so give 0 (what enters the "
-                    f"first) to {count} (what leaves the last)."
+                    f"Layer {index} does not exist; this decoder has {count} layers, so give 0 (the first one's "
+                    f"input) to {count} (the last one's output)."
                 )
         self.hidden: dict[int, Tensor] = {}
         self._target = target
@@ -55,7 +67,7 @@ class FeatureTap:
         self._hold = ExitStack()
 
     def __enter__(self) -> FeatureTap:
-        self._hold.enter_context(self._target.stock())  # a lean decoder would pass the hooks by
+        self._hold.enter_context(self._target.stock())  # hooks do not fire in a lean decoder
         for index, place in self._places.items():
             if place < len(self._target.layers):
                 self._before(self._target.layers[place], index)
@@ -89,10 +101,10 @@ class FeatureTap:
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
-    """The norm before the LM head.
+    """Return the norm before the LM head.
 
     Raises:
-        ModelError: it has none under a known name.
+        ModelError: the decoder has none under a known name.
     """
     for name in FINAL_NORMS:
         module = getattr(decoder, name, None)
@@ -105,15 +117,15 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 class _Reached(Exception):
-    """The layer is about to run; nobody but `early_exit` sees this."""
+    """Raised right before the layer runs; caught by `early_exit`."""
 
 
 @contextmanager
 def early_exit(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """A forward in this block ends where ``layer`` would begin: later layers, final norm and LM head never run.
+    """End a forward at the input of ``layer``: later layers, final norm and LM head never run.
 
     Yields:
-        A list, in which the stream ``[B, Q, d]`` that enters the layer is found afterwards.
+        A list that receives the layer's input ``[B, Q, d]``.
     """
     found: list[Tensor] = []
 

@@ -1,10 +1,9 @@
-"""A lean decoder for the common architecture: the same mathematics as the stock modules in fewer operations.
+"""Lean decoder of the common architecture: the stock modules' mathematics in fewer operations.
 
-Stock modules spend most of a decoding step of a small model around the matrix products. For decoders built of
-(RMSNorm, rotary attention, RMSNorm, gated MLP) blocks, the query, key and value products become one, gate and up
-become one, and nothing else runs per layer. The stock modules keep working: their weights and biases become views
-of the fused ones, so no memory is added. A lean decoder is used only after it has given the stock model's logits, and
-for as long as the model stays built of the same parts.
+Stock modules spend most of a decoding step of a small model around the matrix products. For decoders of
+(RMSNorm, rotary attention, RMSNorm, gated MLP) layers, the query, key and value products are fused, and so are gate
+and up. The stock modules keep working: their weights and biases become views of the fused ones, so no memory is added.
+A lean decoder is used only after its logits equalled the stock model's, and while the model's modules are unchanged.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from saccade.target.module_guard import ModuleGuard
 from saccade.tree import ancestors_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a logit, in standard deviations of the logits, that rounding explains: a few hundred
+"""Largest difference of a logit attributed to rounding, in standard deviations of the logits: a few hundred
 roundings of each dtype. A structural difference moves logits by about one standard deviation."""
-PROVED = frozenset(
+VERIFIED_ATTENTION = frozenset(
     f"transformers.models.{folder}.modeling_{folder}.{name}"
     for folder, name in (
         ("llama", "LlamaAttention"),
@@ -40,12 +39,12 @@ PROVED = frozenset(
         ("qwen3_vl", "Qwen3VLTextAttention"),
     )
 )
-"""Attention classes whose mathematics this file has; any other one, also one built of the same parts, may do something
-between them that no part shows (Ministral-3 scales its queries by position), and stays as it is."""
+"""Attention classes with the mathematics of this file. Others built of the same parts may compute more between them
+(Ministral-3 scales its queries by position) and run on the stock modules."""
 
 
 @dataclass(slots=True)
-class _Block:
+class _LayerWeights:
     """One layer's weights."""
 
     norm_in: Tensor
@@ -61,11 +60,11 @@ class _Block:
 
 @dataclass(slots=True)
 class DecoderOutput:
-    """What a forward of the lean decoder leaves.
+    """Outputs of a lean forward.
 
     Attributes:
-        normed: ``[T, d]`` after the final norm; what enters a layer where the forward ended there.
-        hidden: index of the layer -> ``[T, d]``.
+        normed: ``[T, d]`` after the final norm, or the input of the layer where the forward ended.
+        hidden: layer index -> ``[T, d]``.
     """
 
     normed: Tensor
@@ -73,11 +72,13 @@ class DecoderOutput:
 
 
 class LeanDecoder:
-    """Forwards of a model without its Python modules; see the module's docstring."""
+    """Forwards of a model on fused weights, without its Python modules."""
 
-    def __init__(self, model: Any, decoder: Any, blocks: list[_Block], kv_heads: int, eps: float) -> None:
+    def __init__(
+        self, model: Any, decoder: Any, layers: list[_LayerWeights], kv_heads: int, eps: float
+    ) -> None:
         attention = decoder.layers[0].self_attn
-        self._blocks = blocks
+        self._layers = layers
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
         self._head: nn.Linear = model.get_output_embeddings()
@@ -88,13 +89,13 @@ class LeanDecoder:
         self._scale: float = attention.scaling
         rope = getattr(decoder.config, "rope_parameters", None) or {}
         self._sections: list[int] = list(rope.get("mrope_section", ()))
-        fused = [m for layer in decoder.layers for group in _groups(layer) for m in group]
+        fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
         self._guard = ModuleGuard(model, (decoder, self._head), joined)
 
     @property
     def is_current(self) -> bool:
-        """Whether the model is still built of the modules and weights that were fused, and without hooks on them."""
+        """Whether the model still has the fused modules and weights, without hooks."""
         return self._guard.is_current
 
     def __call__(
@@ -103,8 +104,8 @@ class LeanDecoder:
         positions: Tensor,
         cache: RowCache,
         layout: Layout,
-        needs: Requirements | None = None,
-        added: Sequence[Tensor] = (),
+        requirements: Requirements | None = None,
+        deepstack: Sequence[Tensor] = (),
         until: int | None = None,
     ) -> DecoderOutput:
         """Run a packed sequence.
@@ -112,65 +113,67 @@ class LeanDecoder:
         Args:
             x: ``[T, d]`` embeddings.
             positions: ``[3 or 1, T]``.
-            layout: whose tokens these are and what they attend to.
-            needs: hidden states that are wanted.
-            added: per first layers ``[T, d]`` what is added to the stream behind each.
-            until: a layer, at which to end: what enters it is returned in place of what leaves the last.
+            layout: rows and attention of the tokens.
+            requirements: hidden states to return.
+            deepstack: per first layers ``[T, d]`` features added to the residual stream behind each.
+            until: layer before which to stop; its input replaces the final states.
         """
-        needs = needs or Requirements()
-        wanted = needs.layers
+        requirements = requirements or Requirements()
+        wanted = requirements.layers
         states: dict[int, Tensor] = {}
         count, width = x.shape
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
-        for index, (block, layer) in enumerate(zip(self._blocks[:until], cache.layers[:until], strict=True)):
+        for index, (weights, layer) in enumerate(
+            zip(self._layers[:until], cache.layers[:until], strict=True)
+        ):
             if index in wanted:
                 states[index] = x
-            h = F.rms_norm(x, (width,), block.norm_in, self._eps)
-            qkv = F.linear(h, block.qkv, block.qkv_bias).view(count, heads + 2 * kv, dim)
-            if block.q_norm is not None and block.k_norm is not None:
-                q = F.rms_norm(qkv[:, :heads], (dim,), block.q_norm, self._eps)
-                k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), block.k_norm, self._eps)
+            h = F.rms_norm(x, (width,), weights.norm_in, self._eps)
+            qkv = F.linear(h, weights.qkv, weights.qkv_bias).view(count, heads + 2 * kv, dim)
+            if weights.q_norm is not None and weights.k_norm is not None:
+                q = F.rms_norm(qkv[:, :heads], (dim,), weights.q_norm, self._eps)
+                k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), weights.k_norm, self._eps)
                 turning = torch.cat([q, k], 1)
             else:
                 turning = qkv[:, : heads + kv]
             turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin).transpose(0, 1)  # [H, T, D]
             keys, values = layer.write(turned[heads:], qkv[:, heads + kv :].transpose(0, 1))
             mixed = layout.attend(turned[:heads], keys, values, self._scale)
-            x = x + F.linear(mixed, block.out)
-            h = F.rms_norm(x, (width,), block.norm_mlp, self._eps)
-            gate, up = F.linear(h, block.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, block.down)
-            if index < len(added):
-                x = x + added[index]
+            x = x + F.linear(mixed, weights.out)
+            h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
+            gate, up = F.linear(h, weights.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, weights.down)
+            if index < len(deepstack):
+                x = x + deepstack[index]
         if until is not None:
             return DecoderOutput(x, states)
         normed = F.rms_norm(x, (width,), self._norm, self._eps)
-        if len(self._blocks) in wanted:
-            states[len(self._blocks)] = normed if needs.final == "post" else x
+        if len(self._layers) in wanted:
+            states[len(self._layers)] = normed if requirements.final == "post" else x
         return DecoderOutput(normed, states)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """``[n, V]`` after normed states ``[n, d]``."""
+        """Return logits ``[n, V]`` of normed states ``[n, d]``."""
         logits: Tensor = self._head(normed)
         return logits
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[T, 1, D]``: rotation is ``x * cos + roll(x, D / 2) * sin``."""
+        """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
         cos, sin = self._rotary(x[None], positions if positions.shape[0] == 1 else positions[:, None])
-        if cos.dim() == 4:  # three positions, which attention is to mix; in text they agree
+        if cos.dim() == 4:  # M-RoPE: one angle per position axis
             cos, sin = (self._mixed(t) for t in (cos, sin))
         half = self._head_dim // 2
         return cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
 
     def _mixed(self, angles: Tensor) -> Tensor:
-        """``[1, T, D]`` of ``[3, 1, T, D]``: every section of the head's dimensions from its own position."""
+        """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from its own position axis."""
         sections = [*self._sections, *self._sections]
         return torch.cat([m[i % 3] for i, m in enumerate(angles.split(sections, -1))], -1)
 
 
 def lean_decoder(model: Any, decoder: Any) -> LeanDecoder | None:
-    """A lean decoder for ``model``, its weights fused in place; None where the architecture does not fit."""
+    """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit."""
     layers = list(decoder.layers)
     if not _fits(model, decoder, layers):
         return None
@@ -178,21 +181,21 @@ def lean_decoder(model: Any, decoder: Any) -> LeanDecoder | None:
     lean = LeanDecoder(
         model,
         decoder,
-        [_fuse(layer) for layer in layers],
+        [_fuse_layer(layer) for layer in layers],
         kv_heads=attention.k_proj.out_features // attention.head_dim,
         eps=layers[0].input_layernorm.variance_epsilon,
     )
     return lean if lean.is_current else None  # hooks on the model itself
 
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
     """Whether every layer is built of the known parts, on one device and without hooks.
 
-    What structure does not show (other scalings, activations) shows in the comparison with the stock logits.
+    Other differences (scalings, activations) are found by the comparison with the stock logits.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not all(
@@ -208,12 +211,12 @@ def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
 
 
 def _layer_fits(layer: Any, eps: float) -> bool:
-    if {n for n, _ in layer.named_children()} != _LAYER:
+    if {n for n, _ in layer.named_children()} != _LAYER_PARTS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
-    if f"{type(attention).__module__}.{type(attention).__qualname__}" not in PROVED:
+    if f"{type(attention).__module__}.{type(attention).__qualname__}" not in VERIFIED_ATTENTION:
         return False
-    if not {n for n, _ in attention.named_children()} <= _ATTENTION:
+    if not {n for n, _ in attention.named_children()} <= _ATTENTION_PARTS:
         return False
     if {n for n, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
         return False
@@ -230,13 +233,13 @@ def _layer_fits(layer: Any, eps: float) -> bool:
 
 
 def gives_stock_logits(target: Any) -> bool:
-    """Whether a `Target` with a lean decoder in place gives the logits of its stock modules.
+    """Whether a `Target`'s lean decoder returns the logits of its stock modules.
 
-    Compared are a small tree behind a short prompt and, in the same two forwards, single tokens on both sides of every
-    length that the configuration names and over the whole context.
+    Compares a small tree behind a short prompt and, in the same two forwards, single tokens on both sides of every
+    length named in the configuration and over the whole context.
     """
     limits = target.family.limits
-    far = Thresholds.of(target.text_config).beyond(limits.turn or limits.context)
+    far = Thresholds.of(target.text_config).probe_positions(limits.longrope_threshold or limits.context)
     ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
     cache = target.new_cache(1)
     cache.reserve(0, len(ids))
@@ -244,49 +247,47 @@ def gives_stock_logits(target: Any) -> bool:
     cache.commit([0], [range(7)])
     tokens = torch.tensor([ids[7:]], device=target.device)
     parents = [0, 0, 0, 1, *(0 for _ in far)]
-    allow = ancestors_of(torch.tensor([parents], device=target.device), 2)
+    mask = ancestors_of(torch.tensor([parents], device=target.device), 2)
     depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
-    tree = TokenBlock([0], tokens, allow, depth)
+    tree = TokenBlock([0], tokens, mask, depth)
     with target.stock():
         stock = target.forward(cache, [tree])[0].logits.float()
     cache.drop([0])
     ours = target.forward(cache, [tree])[0].logits.float()
     error = (ours - stock).abs().amax(-1) / stock.std(-1)
-    return bool(
-        (error <= TOLERANCE.get(target.dtype, 0.0)).all()
-    )  # not >, so that NaN is none of the stock's
+    return bool((error <= TOLERANCE.get(target.dtype, 0.0)).all())  # not >, so that NaN fails
 
 
-@torch.inference_mode(False)  # the weights stay the user's, who may go on training
+@torch.inference_mode(False)  # the user may continue to train the weights
 @torch.no_grad()
-def _fuse(layer: Any) -> _Block:
+def _fuse_layer(layer: Any) -> _LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
-    projections, gates = _groups(layer)
+    projections, gates = _fused_groups(layer)
     with_bias = all(m.bias is not None for m in projections)
-    return _Block(
+    return _LayerWeights(
         norm_in=layer.input_layernorm.weight,
-        qkv=_joined([m.weight for m in projections]),
-        qkv_bias=_joined([m.bias for m in projections]) if with_bias else None,
+        qkv=_fuse_parameters([m.weight for m in projections]),
+        qkv_bias=_fuse_parameters([m.bias for m in projections]) if with_bias else None,
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
         out=attention.o_proj.weight,
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=_joined([m.weight for m in gates]),
+        gate_up=_fuse_parameters([m.weight for m in gates]),
         down=mlp.down_proj.weight,
     )
 
 
-def _groups(layer: Any) -> tuple[list[Any], list[Any]]:
-    """The layer's modules whose products become one, and those of the MLP."""
+def _fused_groups(layer: Any) -> tuple[list[Any], list[Any]]:
+    """The attention's and the MLP's projections that are fused."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
-def _joined(parameters: list[Any]) -> Tensor:
-    """The parameters in one tensor, of which each then holds its part."""
+def _fuse_parameters(parameters: list[Any]) -> Tensor:
+    """Fuse parameters into one tensor and make each a view of it."""
     parts: list[Tensor] = [p.detach() for p in parameters]
     first, rows = parts[0], sum(p.shape[0] for p in parts)
-    if _already_joined(parts):  # by an earlier adapter of the same model
+    if _already_fuse_parameters(parts):  # by an earlier lean decoder of the same model
         return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
     fused = torch.cat(parts)
     for parameter, part in zip(parameters, fused.split([p.shape[0] for p in parts]), strict=True):
@@ -294,7 +295,7 @@ def _joined(parameters: list[Any]) -> Tensor:
     return fused
 
 
-def _already_joined(weights: list[Tensor]) -> bool:
+def _already_fuse_parameters(weights: list[Tensor]) -> bool:
     ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
     storage = {w.untyped_storage().data_ptr() for w in weights}
     return len(storage) == 1 and all(

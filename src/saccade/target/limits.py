@@ -11,24 +11,24 @@ from torch import Tensor
 
 from saccade.errors import InputError
 
-_SAYS_LENGTH = re.compile(
+_LENGTH_NAME = re.compile(
     r"window|chunk|floor_scale|block_(size|len)|index_topk|compress_rate|local_attention|original_max_position"
 )
-"""Names under which configurations of transformers keep such lengths."""
-_SAYS_OTHERWISE = re.compile(r"window_layers|window_pattern|use_|num_local|^(n|max)_positions")
-"""Counts of layers, switches and numbers of experts that are named alike."""
+"""Names of such lengths in configurations of transformers."""
+_NOT_LENGTH_NAME = re.compile(r"window_layers|window_pattern|use_|num_local|^(n|max)_positions")
+"""Similar names of layer counts, switches and numbers of experts."""
 _POSITIONS = ("original_max_position_embeddings", "floor_scale")
 _WINDOWS = ("sliding_window",)
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Lengths, in tokens, that a configuration names.
+    """Lengths in tokens named in a configuration.
 
     Attributes:
-        windows: of attention to the latest tokens, which masks enforce.
-        positions: behind which queries or rotary angles are computed otherwise, whatever stands before them.
-        unknown: name to value of what looks like a length and is none of these.
+        windows: sliding attention windows, enforced by masks.
+        positions: thresholds beyond which queries or rotary angles are computed differently at any prefix.
+        unknown: name -> value of options that look like lengths of neither kind.
     """
 
     windows: tuple[int, ...]
@@ -50,10 +50,10 @@ class Thresholds:
                 unknown[name] = value
         return cls(tuple(sorted(windows)), tuple(sorted(positions)), unknown)
 
-    def beyond(self, context: int | None) -> list[int]:
-        """Positions on both sides of every length and, four times apart, over the whole context; ascending.
+    def probe_positions(self, context: int | None) -> list[int]:
+        """Positions on both sides of every length and at powers of four over the whole context; ascending.
 
-        What a configuration does not name then shows too, wherever it lasts for long.
+        The latter also reveal thresholds that the configuration does not name.
         """
         last = (context or max((*self.windows, *self.positions, *self.unknown.values(), 4096)) * 4 + 2) - 1
         sides = {n + d for n in (*self.windows, *self.positions, *self.unknown.values()) for d in (-1, 0, 1)}
@@ -70,18 +70,18 @@ def _lengths(values: dict[Any, Any]) -> Iterator[tuple[str, int]]:
             isinstance(value, int)
             and not isinstance(value, bool)
             and value > 1
-            and _SAYS_LENGTH.search(name)
-            and not _SAYS_OTHERWISE.search(name)
+            and _LENGTH_NAME.search(name)
+            and not _NOT_LENGTH_NAME.search(name)
         ):
             yield name, value
 
 
 class ContextError(InputError):
-    """A sequence is longer than a model's context.
+    """Sequence longer than the model's context.
 
     Attributes:
-        length: of the sequence.
-        context: of the model.
+        length: tokens of the sequence.
+        context: tokens of the model's context.
     """
 
     def __init__(self, length: int, context: int) -> None:
@@ -97,23 +97,23 @@ class Limits:
     """Bounds of one model, in tokens.
 
     Attributes:
-        context: longest sequence that the model supports, or None when it does not say.
-        turn: longest sequence that is read with the short factors of a longrope embedding, None for other embeddings.
-            The longest one of a forward decides for all of its rows and nodes.
+        context: longest supported sequence, or None when the configuration has none.
+        longrope_threshold: longest sequence with the short factors of a longrope embedding, None for other embeddings.
+            The longest row of a forward selects the factors for all rows and nodes.
     """
 
     context: int | None
-    turn: int | None
+    longrope_threshold: int | None
 
     @classmethod
     def of(cls, text_config: Any) -> Limits:
         """Read a decoder's configuration."""
-        turns = [
+        thresholds = [
             rope["original_max_position_embeddings"]
             for rope in _ropes(getattr(text_config, "rope_parameters", None))
             if rope.get("rope_type") == "longrope"
         ]
-        return cls(getattr(text_config, "max_position_embeddings", None), min(turns, default=None))
+        return cls(getattr(text_config, "max_position_embeddings", None), min(thresholds, default=None))
 
     def check(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the context."""
@@ -123,39 +123,42 @@ class Limits:
             raise ContextError(length, self.context)
 
     def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
-        """Raise `InputError` when rows that run together do not fit, each alone or all on one side of the turn.
+        """Raise `InputError` when rows that run together do not fit the context or one side of the longrope threshold.
 
         Args:
             prompts: length of every row's prompt.
-            new: how many tokens each row may get.
+            new: most new tokens of every row.
         """
         ends = [p + n for p, n in zip(prompts, new, strict=True)]
         for end in ends:
             self.check(end)
-        if self.turn is not None and not (max(ends) <= self.turn or min(prompts) > self.turn):
+        threshold = self.longrope_threshold
+        if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
             raise InputError(
-                f"This model's rotary embedding (longrope) changes behind {self.turn} tokens, for all of a pass at "
-                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {self.turn} by a lower "
+                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
+                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
                 "max_new_tokens, or run only longer prompts together."
             )
 
     def is_long(self, length: int) -> bool:
-        """Whether a sequence is read with a longrope embedding's long factors."""
-        return self.turn is not None and length > self.turn
+        """Whether a sequence uses a longrope embedding's long factors."""
+        return self.longrope_threshold is not None and length > self.longrope_threshold
 
-    def within(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
-        """Positions ``[B, Q]`` of new tokens, none behind the last one that a token of these rows can have.
+    def clamp_positions(
+        self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None
+    ) -> Tensor:
+        """Clamp positions ``[B, Q]`` of new tokens to the last valid one of these rows.
 
-        What stands there belongs to guesses beyond the end, which are never emitted; but it would have no entry in a
-        table of positions, or change the embedding of the whole pass.
+        Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
+        the embedding of the whole pass.
 
         Args:
             lengths: committed entries per row.
-            ahead: ``[B, 1]`` rope deltas of M-RoPE, whose positions may be ahead of the number of tokens.
+            ahead: ``[B, 1]`` rope deltas of M-RoPE, whose positions may exceed the number of tokens.
         """
         bound = self.context
-        if self.turn is not None and max(lengths) < self.turn:
-            bound = self.turn
+        if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
+            bound = self.longrope_threshold
         if bound is None:
             return positions
         if ahead is None:
@@ -164,7 +167,7 @@ class Limits:
 
 
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
-    """The embeddings of a configuration: one, or one per layer type."""
+    """Rotary embeddings of a configuration: one, or one per layer type."""
     if not isinstance(parameters, dict):
         return
     if "rope_type" in parameters:

@@ -1,7 +1,7 @@
 """Additive attention masks of new tokens over a row's own entries, committed ones first.
 
-Columns are counted back from a row's last new entry: there the masks of rows of different lengths agree, and each takes
-as many columns as it has entries.
+Columns are aligned at a row's last new entry, so rows of different lengths share a mask and use as many of its last
+columns as they have entries.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from saccade.target.layout import ALL
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """What the decoder of a model wants: one mask, or one per layer type.
+    """Masks of a model's decoder: a single one, or one per layer type.
 
     Attributes:
         window: sliding window in positions, or None.
-        kinds: keys of the mask dictionary when layers differ; empty means a single tensor.
+        kinds: keys of the mask dictionary when layers differ; empty for a single tensor.
     """
 
     window: int | None
@@ -30,75 +30,71 @@ class MaskPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Kinds of layers that `build` makes masks for."""
+        """Kinds of layers with masks of `build`."""
         return self.kinds or (ALL,)
 
     def build(
         self,
-        allow: Tensor | None,
+        attention_mask: Tensor | None,
         lengths: Sequence[int],
         count: int,
         pending: int,
         depth: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
-        shift: Tensor | None = None,
+        slot_shifts: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
-        """Masks of n new entries over everything that they may see.
+        """Build masks of n new entries over all entries of their rows.
 
         Args:
-            allow: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (``pending`` ones first, the new ones
-                last) each new entry attends to; each must see itself. None: all before it and itself.
+            attention_mask: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (``pending`` ones first, the
+                new ones last) each new entry attends to, itself included. None: causal.
             lengths: committed entries per row (host integers).
             count: new entries, n.
             depth: ``[A or 1, T]`` positions of the uncommitted entries relative to their row's length; None: 0, 1, 2,
                 ...
             dtype: of the model.
-            shift: ``[A, S]`` how far the last S committed entries stand before their own number, counted back from the
-                row's end (0 or less), where positions have been left out between them; None where none have.
+            slot_shifts: ``[A, S]`` position minus slot (0 or less) of the last S committed entries, both counted back
+                from the row's end, where pruned positions leave gaps; None without gaps.
 
         Returns:
-            Per kind ``[A or 1, n, W]`` with W = max(lengths) + T, 0 where allowed and the dtype's minimum elsewhere,
-            whose last columns are a row's entries; None where nothing is hidden.
+            Per kind ``[A or 1, n, W]`` with W = max(lengths) + T, 0 where attended and the dtype's minimum elsewhere,
+            whose last columns are a row's entries; None where everything is attended.
         """
         longest, new = max(lengths), pending + count
-        near = self.window is None or (shift is None and longest + new <= self.window)
-        if allow is None and count > 1:
-            allow = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)
-        full = None if allow is None else pad(additive(allow, dtype), (longest, 0))
+        near = self.window is None or (slot_shifts is None and longest + new <= self.window)
+        mask = attention_mask
+        if mask is None and count > 1:
+            mask = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)
+        full = None if mask is None else pad(additive(mask, dtype), (longest, 0))
         if near:
             return dict.fromkeys(self.names, full)
-        if allow is None:
-            allow = torch.ones(1, count, new, dtype=torch.bool, device=device)
+        if mask is None:
+            mask = torch.ones(1, count, new, dtype=torch.bool, device=device)
         if depth is None:
             depth = torch.arange(new, device=device)[None]
-        window = additive(
-            pad(allow, (longest, 0), value=True) & self._within(longest, depth, count, shift), dtype
-        )
+        inside = self._in_window(longest, depth, count, slot_shifts)
+        window = additive(pad(mask, (longest, 0), value=True) & inside, dtype)
         if not self.kinds:
             return {ALL: window}
         return {"full_attention": full, "sliding_attention": window}
 
-    def _within(self, longest: int, depth: Tensor, count: int, shift: Tensor | None) -> Tensor:
-        """``[A or 1, n, W]`` entries that lie less than the window's positions before each new one.
+    def _in_window(self, longest: int, depth: Tensor, count: int, shifts: Tensor | None) -> Tensor:
+        """``[A or 1, n, W]`` bool; entries inside each new one's window.
 
-        Positions count depth, not entries: siblings share one, and ``shift`` tells of gaps.
+        The window counts positions, not entries: siblings share one, and ``shifts`` correct for gaps.
         """
         assert self.window is not None
-        held = torch.arange(-longest, 0, device=depth.device)[None]
-        if shift is not None:
-            held = (
-                held + pad(shift, (longest - shift.shape[1], 0))
-                if shift.shape[1] <= longest
-                else (held + shift[:, shift.shape[1] - longest :])
-            )
-        rows = max(held.shape[0], depth.shape[0])
-        place = torch.cat([held.expand(rows, -1), depth.expand(rows, -1)], 1)
+        cached = torch.arange(-longest, 0, device=depth.device)[None]
+        if shifts is not None:  # negative padding crops
+            cached = cached + pad(shifts, (longest - shifts.shape[1], 0))
+        rows = max(cached.shape[0], depth.shape[0])
+        key = torch.cat([cached.expand(rows, -1), depth.expand(rows, -1)], 1)
         query = depth[:, depth.shape[1] - count :]
-        return place[:, None] > query[..., None] - self.window
+        return key[:, None] > query[..., None] - self.window
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as one to add to scores in ``dtype``."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a bool mask to one that is added to scores in ``dtype``."""
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, torch.finfo(dtype).min)

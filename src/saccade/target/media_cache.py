@@ -1,4 +1,4 @@
-"""Encoded images and videos, cached by digest, and the time spent in the vision tower."""
+"""Features of images and videos, cached by digest, and the time spent in the vision tower."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,19 +17,22 @@ from transformers.utils import ModelOutput
 
 from saccade.inputs.padded import join, type_ids
 from saccade.inputs.prompt import Medium
+from saccade.target.adapter import Target
 
-if TYPE_CHECKING:
-    from saccade.target.adapter import Target
+MEDIA_BYTES = 256 * 2**20
+"""Default size limit of a cache."""
+TOWERS = ("vision_tower", "vision_model", "visual")
+"""Attribute names of vision towers in models of transformers."""
 
 
 class VisionTimer:
     """Seconds spent in a model's vision tower and projector while the context is open."""
 
-    TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector")
+    MODULES = (*TOWERS, "multi_modal_projector", "connector")
 
     def __init__(self, model: Any) -> None:
         base = getattr(model, "base_model", model)
-        self._modules = [m for name in self.TOWERS if isinstance(m := getattr(base, name, None), nn.Module)]
+        self._modules = [m for name in self.MODULES if isinstance(m := getattr(base, name, None), nn.Module)]
         self._handles: list[Any] = []
         self._started = 0.0
         self.seconds = 0.0
@@ -59,40 +62,34 @@ def _synchronize(module: nn.Module) -> None:
         torch.cuda.synchronize(parameter.device)
 
 
-MEDIA_BYTES = 256 * 2**20
-"""What a cache keeps by default."""
-TOWERS = ("vision_tower", "vision_model", "visual")
-"""Names of vision towers in models of transformers."""
-
-
 @dataclass(frozen=True, slots=True)
 class MediaFeatures:
-    """What a model makes of one image or video before its decoder.
+    """Decoder inputs of one image or video.
 
     Attributes:
         embeddings: ``[n, d]`` for the ids from the medium's first placeholder to its last.
-        added: per first layers of the decoder ``[n, d]`` what is added to the stream behind each, zeros where nothing
-            is (Qwen3-VL's deepstack).
+        deepstack: per first layers of the decoder ``[n, d]`` features added to the residual stream behind each
+            (Qwen3-VL), zeros at text tokens.
     """
 
     embeddings: Tensor
-    added: tuple[Tensor, ...] = ()
+    deepstack: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.embeddings, *self.added))
+        return sum(t.numel() * t.element_size() for t in (self.embeddings, *self.deepstack))
 
 
 class MediaCache:
-    """MediaFeatures by model and digest; those that were used least recently go first.
+    """Least-recently-used cache of features by model and digest.
 
     Where two models have the same vision tower (a draft VLM around its target's frozen one), it runs once for both.
 
     Args:
-        limit: bytes that are kept; 0 keeps nothing beyond the medium that was encoded last.
+        limit: bytes; 0 caches only the medium that was encoded last.
 
     Attributes:
-        hits, misses: how often features were there, and were not.
+        hits, misses: counts of features found and encoded.
         seconds: spent in vision towers and projectors so far.
     """
 
@@ -100,24 +97,24 @@ class MediaCache:
         self.limit = limit
         self.hits = self.misses = 0
         self.seconds = 0.0
-        self._kept: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
         self._sharing: list[Target] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept now."""
-        return sum(size for _, size in self._kept.values())
+        """Bytes of the cached features."""
+        return sum(size for _, size in self._entries.values())
 
     def share(self, models: Sequence[Target]) -> None:
-        """Let models with equal vision towers read every medium once."""
-        self._sharing = list(models) if len(models) > 1 and _same_towers(models) else []
+        """Run the vision tower once per medium for models whose towers are equal."""
+        self._sharing = list(models) if len(models) > 1 and _have_equal_towers(models) else []
 
     @torch.inference_mode()
     def features(self, model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
-        """A medium's features.
+        """Return a medium's features, encoding it if needed.
 
         Args:
-            ids: of the prompt, from its first placeholder to its last.
+            ids: prompt ids from the medium's first placeholder to its last.
         """
         key = ("features", id(model.model), medium.digest, tuple(ids))
         found = self._find(key)
@@ -126,52 +123,52 @@ class MediaCache:
             return found  # type: ignore[no-any-return]
         self.misses += 1
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
-        seen = ("tower", medium.digest)
+        tower_key = ("tower", medium.digest)
         with VisionTimer(model.model) as vision:
             if tower is None:
                 features = encode(model, medium, ids)
-            elif (outputs := self._find(seen)) is not None:
-                with _answering(tower, outputs):
+            elif (outputs := self._find(tower_key)) is not None:
+                with _replayed(tower, outputs):
                     features = encode(model, medium, ids)
             else:
-                with _listening(tower) as outputs:
+                with _recorded(tower) as outputs:
                     features = encode(model, medium, ids)
-                self._keep(seen, outputs, sum(t.numel() * t.element_size() for t in _tensors(outputs)))
+                self._store(tower_key, outputs, sum(t.numel() * t.element_size() for t in _tensors(outputs)))
         self.seconds += vision.seconds
-        self._keep(key, features, features.nbytes)
+        self._store(key, features, features.nbytes)
         return features
 
     def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
-        """Whether a medium's features are there."""
-        return ("features", id(model.model), medium.digest, tuple(ids)) in self._kept
+        """Whether a medium's features are cached."""
+        return ("features", id(model.model), medium.digest, tuple(ids)) in self._entries
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._kept.clear()
+        """Drop all entries."""
+        self._entries.clear()
 
     def _find(self, key: tuple[Any, ...]) -> Any:
-        if key not in self._kept:
+        if key not in self._entries:
             return None
-        self._kept.move_to_end(key)
-        return self._kept[key][0]
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
 
-    def _keep(self, key: tuple[Any, ...], value: Any, size: int) -> None:
-        self._kept[key] = (value, size)
+    def _store(self, key: tuple[Any, ...], value: Any, size: int) -> None:
+        self._entries[key] = (value, size)
         total = self.nbytes
-        while total > self.limit and len(self._kept) > 1:
-            total -= self._kept.popitem(last=False)[1][1]
+        while total > self.limit and len(self._entries) > 1:
+            total -= self._entries.popitem(last=False)[1][1]
 
 
 class _Reached(Exception):
-    """The decoder is about to run; nobody but `encode` sees this."""
+    """Raised right before the decoder runs; caught by `encode`."""
 
 
 def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     """Run a stock model up to its decoder on one medium's placeholders."""
-    given: dict[str, Any] = {}
+    inputs_of_decoder: dict[str, Any] = {}
 
     def stop(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.update(kwargs)
+        inputs_of_decoder.update(kwargs)
         raise _Reached
 
     row = torch.tensor([list(ids)], device=model.device)
@@ -190,20 +187,20 @@ def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
         pass
     finally:
         handle.remove()
-    embeddings = given["inputs_embeds"][0].to(model.device)
-    return MediaFeatures(embeddings, tuple(_dense(given, embeddings)))
+    embeddings = inputs_of_decoder["inputs_embeds"][0].to(model.device)
+    return MediaFeatures(embeddings, tuple(_deepstack(inputs_of_decoder, embeddings)))
 
 
-def _dense(given: dict[str, Any], like: Tensor) -> Iterator[Tensor]:
-    """``[n, d]`` per layer of the features that a model adds at visual positions alone."""
-    for part in given.get("deepstack_visual_embeds") or ():
+def _deepstack(inputs: dict[str, Any], like: Tensor) -> Iterator[Tensor]:
+    """``[n, d]`` per layer of the features added at visual positions, zeros elsewhere."""
+    for part in inputs.get("deepstack_visual_embeds") or ():
         dense = torch.zeros_like(like)
-        dense[given["visual_pos_masks"][0].to(like.device)] = part.to(like)
+        dense[inputs["visual_pos_masks"][0].to(like.device)] = part.to(like)
         yield dense
 
 
 def tower_of(model: Any) -> nn.Module | None:
-    """The vision tower of a loaded model; None where there is none under a known name."""
+    """Return a model's vision tower; None without one of a known name."""
     base = getattr(model, "base_model", model)
     return next((m for name in TOWERS if isinstance(m := getattr(base, name, None), nn.Module)), None)
 
@@ -211,7 +208,7 @@ def tower_of(model: Any) -> nn.Module | None:
 _COMPARED: WeakKeyDictionary[nn.Module, tuple[nn.Module, bool]] = WeakKeyDictionary()
 
 
-def _same_towers(models: Sequence[Target]) -> bool:
+def _have_equal_towers(models: Sequence[Target]) -> bool:
     """Whether all models have equal towers; compared once, weight by weight."""
     first, *others = (tower_of(m.model) for m in models)
     if first is None or any(m.dtype != models[0].dtype or m.device != models[0].device for m in models):
@@ -232,8 +229,8 @@ def _equal(first: nn.Module, second: nn.Module) -> bool:
 
 
 @contextmanager
-def _listening(tower: nn.Module) -> Iterator[list[Any]]:
-    """Collect what a tower returns, call by call."""
+def _recorded(tower: nn.Module) -> Iterator[list[Any]]:
+    """Collect a tower's outputs, call by call."""
     outputs: list[Any] = []
     handle = tower.register_forward_hook(lambda _, __, output: outputs.append(_copied(output)))
     try:
@@ -243,11 +240,11 @@ def _listening(tower: nn.Module) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def _answering(tower: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
-    """A tower returns known outputs, call by call, without running."""
-    left = iter(outputs)
+def _replayed(tower: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
+    """Return recorded outputs from a tower, call by call, without running it."""
+    remaining = iter(outputs)
     own: Callable[..., Any] | None = tower.__dict__.get("forward")
-    tower.forward = lambda *_, **__: _copied(next(left))
+    tower.forward = lambda *_, **__: _copied(next(remaining))
     try:
         yield
     finally:
@@ -258,7 +255,7 @@ def _answering(tower: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _copied(output: Any) -> Any:
-    """A tower's output that its caller may change without changing ours."""
+    """Copy a tower's output, which its caller may change."""
     return type(output)(**output) if isinstance(output, ModelOutput) else copy.copy(output)
 
 

@@ -1,8 +1,8 @@
-"""Stock modules on a packed sequence: an attention function that takes every row over its own entries.
+"""Stock modules on a packed sequence, by an attention function over each row's own cache entries.
 
-Modules of transformers call whatever attention function their configuration names. While a packed forward runs, that is
-one that cuts the sequence into rows and lets the model's own function (fused or eager: windows, soft caps and sinks are
-its business) attend row by row over the arena of the KV cache. The masks that modules are given are only labels.
+Modules of transformers call the attention function named in their configuration. During a packed forward it splits the
+sequence into rows, each of which attends over its segment of the KV arena by the model's own function (fused or eager,
+with its windows, soft caps and sinks). The masks passed to the modules are only labels.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from saccade.target.cache import RowCache
 from saccade.target.layout import ALL
 
 FUSED, EAGER = "saccade_packed", "saccade_packed_eager"
-"""Names of the attention functions: for models that run on a fused kernel, and for those that cannot."""
+"""Names of the attention functions of models on a fused kernel, and of models that need eager attention."""
 
 _RUNNING: list[RowCache] = []
 """The cache of the forward under way."""
 
 
 def can_pack(decoder: Any) -> bool:
-    """Whether a decoder calls the attention function that its configuration names."""
+    """Whether a decoder calls the attention function named in its configuration."""
     return bool(getattr(decoder, "_can_set_attn_implementation", lambda: False)())
 
 
-def labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
-    """What modules are given as masks: tensors that say which of a row's masks is meant.
+def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
+    """Return labels that modules receive as masks: each names one kind of a row's masks.
 
     Args:
-        kinds: of layers; () where all are alike.
-        like: for dtype and device.
+        kinds: kinds of layers; () where all are alike.
+        like: tensor of the labels' dtype and device.
     """
 
     def label(kind: str) -> Tensor:
@@ -52,11 +52,11 @@ def labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
 
 @contextmanager
 def packing(decoder: nn.Module, cache: RowCache) -> Iterator[None]:
-    """The decoder's attention runs on packed sequences, as ``cache.layout`` says, while this is open."""
+    """Run the decoder's attention on packed sequences laid out by ``cache.layout`` while the context is open."""
     configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
     if any(str(name).startswith("saccade_probe") for _, name in before):
-        raise ModelError("Attention is probed one row at a time; run the rows one after the other.")
+        raise ModelError("Attention cannot be probed in a packed forward; run the rows one after the other.")
     for config, name in before:
         config._attn_implementation_internal = EAGER if name == "eager" else FUSED
     _RUNNING.append(cache)
@@ -109,7 +109,7 @@ def _eager(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The architecture's own eager attention, row by row."""
+    """Run the architecture's own eager attention, row by row."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     return _by_row(own, module, query, attention_mask, **options)
 

@@ -1,4 +1,4 @@
-"""Attention that a prompt's tokens pay, read while the target prefills."""
+"""Attention statistics of the target's decoder, read during prefill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,41 +18,16 @@ from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
 from saccade.inputs.padded import visual_mask
+from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-
-if TYPE_CHECKING:
-    from saccade.target.context import Context, Prefill
-
-
-@contextmanager
-def reading_attention(context: Context, reader: Prefill, stop: int) -> Iterator[None]:
-    """Read the attention of a prompt's asking tokens in the pass up to ``stop`` that happens while this is open.
-
-    What is read is added to ``reader.result.columns``; `Needs` says which layers and whose attention count.
-    """
-    needs, prompt, at = context.requirements, reader.prompt, reader.at
-    visual = visual_mask(context.target.config, prompt.ids).nonzero()[:, 0].tolist()
-    first = at
-    if needs.queries == "words":
-        first = max(at, min(visual[-1] + 1, len(prompt) - 1)) if visual else stop
-    if not visual or first >= stop:
-        yield
-        return
-    layers = needs.attention or None
-    with AttentionProbe(context.target, queries=range(first - at, stop - at), layers=layers) as probe:
-        yield
-    columns = torch.stack([c[0].to(context.target.device) for c in probe.columns.values()]).mean(0)
-    columns = pad(columns, (0, len(prompt) - columns.shape[0]))
-    known = reader.result.columns
-    reader.result.columns = columns if known is None else known + columns
-
+from saccade.target.forward import Requirements
 
 FUSED, EAGER = "saccade_probe", "saccade_probe_eager"
-"""Names of the probing attention functions: for models that run on a fused kernel, and for those that cannot
+"""Names of the probing attention functions of models on a fused kernel, and of models that need eager attention
 (soft-capping and attention sinks of Gemma 2, gpt-oss)."""
 
 ROWS_AT_ONCE = 64
-"""Query rows whose attention is held in memory at a time."""
+"""Queries whose attention is in memory at a time."""
 
 _PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDictionary()
 
@@ -60,21 +35,21 @@ _PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDicti
 class AttentionProbe:
     """Column sums and entropies of attention in the target's decoder, while the context is open; one row at a time.
 
-    The vision tower keeps its attention; the decoder gets its own back on exit, also after an exception.
+    The vision tower is not probed; the decoder's attention is restored on exit, also after an exception.
 
     Args:
-        target: whose decoder is probed.
-        queries: query rows of the next forwards that are looked at; negative ones count from the end, None
-            means all. They count from the first token that is run, not from the first one in the cache.
-        layers: decoder layers that are looked at; None means all.
+        target: owner of the decoder.
+        queries: probed queries of the next forwards; negative ones count from the end, None means all. They count
+            from the first token that runs, not from the first one in the cache.
+        layers: probed decoder layers; None means all.
 
     Attributes:
-        columns: layer -> ``[B, K]`` attention that each key gets, mean over heads, summed over the queries.
+        columns: layer -> ``[B, K]`` attention that each key receives, mean over heads, summed over the queries.
         entropies: layer -> ``[B, R]`` entropy in nats of each query's attention, mean over heads.
             Both are of the last forward, in fp32, on the layer's device.
 
     Raises:
-        ModelError: there is no such layer; the architecture has attention code of its own; or a probe is open.
+        ModelError: a layer does not exist; the architecture has attention code of its own; or a probe is open.
     """
 
     def __init__(
@@ -105,7 +80,7 @@ class AttentionProbe:
                 f"{type(decoder).__name__} has attention code of its own that cannot be probed; choose a method "
                 "that does not need attention statistics."
             )
-        self._hold.enter_context(self._target.stock())  # a lean decoder has attention of its own
+        self._hold.enter_context(self._target.stock())  # a lean decoder bypasses the attention interface
         configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
         self._before = [(c, c._attn_implementation_internal) for c in configs.values()]
         for config, name in self._before:
@@ -137,30 +112,54 @@ class AttentionProbe:
         return [query % count for query in self._queries]
 
     def _observe(self, layer: int, count: int, attention: Callable[[Tensor], Tensor], device: Any) -> None:
-        """Sum up ``attention(rows)``, which gives ``[B, H, R, K]`` of some rows in fp32."""
+        """Sum up ``attention(rows)``, which returns ``[B, H, R, K]`` of some queries in fp32."""
         columns, entropies = [], []
         for part in torch.tensor(self._rows(count), dtype=torch.long, device=device).split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))
-            logs = weights.clamp(
-                min=torch.finfo(weights.dtype).tiny
-            ).log_()  # half the time of torch.special.entr
+            # half the time of torch.special.entr
+            logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
             entropies.append(logs.mul_(weights).sum(-1).mean(1).neg())
         self.columns[layer] = torch.stack(columns).sum(0)
         self.entropies[layer] = torch.cat(entropies, 1)
 
 
+@contextmanager
+def prompt_attention(
+    target: Target, requirements: Requirements, prompt: Prompt, start: int, stop: int
+) -> Iterator[list[Tensor]]:
+    """Read the attention of a prompt's querying tokens in the pass from ``start`` to ``stop`` inside the context.
+
+    Yields:
+        A list that receives ``[S]`` float32: the attention that each position receives, summed over the querying
+        tokens of the pass, mean over heads and the required layers; empty where none of them runs.
+    """
+    found: list[Tensor] = []
+    visual = visual_mask(target.config, prompt.ids).nonzero()[:, 0].tolist()
+    first = start
+    if requirements.queries == "words":
+        first = max(start, min(visual[-1] + 1, len(prompt) - 1)) if visual else stop
+    if not visual or first >= stop:
+        yield found
+        return
+    queries = range(first - start, stop - start)
+    with AttentionProbe(target, queries=queries, layers=requirements.attention or None) as probe:
+        yield found
+    columns = torch.stack([c[0].to(target.device) for c in probe.columns.values()]).mean(0)
+    found.append(pad(columns, (0, len(prompt) - columns.shape[0])))
+
+
 def attention_rows(
     query: Tensor, key: Tensor, mask: Tensor | None, rows: Tensor, *, scale: float, causal: bool
 ) -> Tensor:
-    """``[B, H, R, K]`` fp32 attention of some query rows, as `scaled_dot_product_attention` weighs them.
+    """Return the fp32 attention ``[B, H, R, K]`` of some queries, as `scaled_dot_product_attention` computes it.
 
     Args:
         query: ``[B, H, Q, D]``.
         key: ``[B, H_kv, K, D]``, not repeated for the query heads that share it.
-        mask: ``[B or 1, 1 or H, Q, K]`` bool (True: seen) or additive; None with ``causal`` False: all seen.
+        mask: ``[B or 1, 1 or H, Q, K]`` bool (True: attended) or additive; None with ``causal`` False: no mask.
         rows: ``[R]`` indices into Q.
-        causal: whether row i sees the keys 0 to i only.
+        causal: whether query i attends to keys 0 to i only.
     """
     batch, heads, _, dim = query.shape
     shared, keys = key.shape[1], key.shape[2]
@@ -175,9 +174,9 @@ def attention_rows(
     return scores.softmax(-1)
 
 
-def _additive(seen: Tensor) -> Tensor:
-    """A mask to add to scores; made once for all heads it costs a fraction of filling each of them."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf"))
+def _additive(mask: Tensor) -> Tensor:
+    """Convert a bool mask to an additive one: one for all heads costs a fraction of filling each of them."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
 
 
 def _fused(
@@ -215,7 +214,7 @@ def _eager(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The architecture's own eager attention, whose weights are there anyway."""
+    """Run the architecture's own eager attention, which returns its weights."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     output, weights = own(module, query, key, value, attention_mask, **kwargs)
     if module in _PROBES:

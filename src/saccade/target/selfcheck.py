@@ -1,4 +1,4 @@
-"""Proof at load that an architecture outside the conformance suite can be verified on trees."""
+"""Check at load that an architecture outside the conformance suite can be verified on trees."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6
 LONGEST = 320
-"""Most tokens of a prompt that is to be longer than a length that the configuration names."""
+"""Longest window that is checked with a prompt longer than it."""
 WINDOW = 4
-"""Put in place of a window for which such a prompt would be too long: masks are made from the configuration."""
+"""Replacement of longer windows during the check; masks follow from the configuration."""
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 LEAVES = (3, 4, 5)
-KEPT = (0, 2, 5)
-"""Nodes of the second branch: keeping them moves cache entries."""
+ACCEPTED = (0, 2, 5)
+"""Nodes of the second branch, whose commit moves cache entries."""
 
 
 @torch.inference_mode()
 def self_check(target: Target) -> None:
-    """Compare a small tree, and the token after an accepted path, with full forwards; nothing for tested families.
+    """Compare a small tree, and the token after an accepted path, with full forwards; skip tested families.
 
-    The text backbone is what is judged, whatever VLM it is in. The prompt is longer than every window that the
-    configuration names, and once more shorter, so that the tree crosses it; positions go beyond every position that it
-    names. Costs four forwards of a few tokens, and four for each window up to `LONGEST`; changes nothing on the model.
+    Checks the text backbone of any VLM. One prompt is longer than every window named in the configuration, another
+    shorter, so that the tree crosses it; positions exceed every position threshold. Costs four forwards of a few
+    tokens, and four for each window up to `LONGEST`; leaves the model unchanged.
 
     Raises:
-        ModelError: the architecture gives other logits on a tree than on the paths of that tree, or its configuration
-            names a length whose meaning is not known here.
+        ModelError: the architecture's logits on a tree differ from those on its paths, or its configuration names a
+            length of unknown meaning.
     """
     if target.family.tested:
         return
@@ -55,11 +55,10 @@ def self_check(target: Target) -> None:
     for length in sorted({PROMPT_LENGTH, *(n + d for n in near for d in (-2, 2))} - {0, 1}):
         _compare(target, length, 0)
     limits = target.family.limits
-    last = limits.turn or limits.context  # new tokens behind it are moved before it
+    last = limits.longrope_threshold or limits.context  # positions of new tokens are clamped to it
     for start in (n for n in thresholds.positions if last is None or n + SHAPE.max_depth + 1 < last):
-        with (
-            _window(target, start + LONGEST) if windows else nullcontext()
-        ):  # which counts tokens, or positions
+        # A window counts tokens in some architectures, positions in others.
+        with _window(target, start + LONGEST) if windows else nullcontext():
             _compare(target, PROMPT_LENGTH, start)
     if len(near) < len(windows):
         with _window(target, WINDOW):
@@ -67,7 +66,7 @@ def self_check(target: Target) -> None:
 
 
 def _compare(target: Target, length: int, start: int) -> None:
-    """One comparison behind a prompt of ``length`` tokens, all new tokens being placed around position ``start``."""
+    """Compare behind a prompt of ``length`` tokens, with all new tokens around position ``start``."""
     with _undisturbed(target):
         ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
         prompt, nodes, after = ids[:length], ids[length:-1], ids[-1]
@@ -77,7 +76,7 @@ def _compare(target: Target, length: int, start: int) -> None:
             theirs = _path_by_path(target, prompt, nodes, after, gap)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever an unknown architecture trips over is a refusal, not a crash
+        except Exception as error:  # any failure of an unknown architecture is a refusal
             raise _refusal(target, f"its forward failed ({type(error).__name__}: {error})") from error
     difference = (ours - theirs).float()
     spread = (theirs - theirs.mean(-1, keepdim=True)).float().norm(dim=-1)
@@ -91,7 +90,7 @@ def _compare(target: Target, length: int, start: int) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest difference of logits, relative to their spread over the vocabulary, that is called rounding.
+    """Largest difference of logits attributed to rounding, relative to their spread over the vocabulary.
 
     The square root of the dtype's resolution: 3e-4 in fp32, 3 % in fp16, 9 % in bf16. Sound architectures stay
     forty times below it (tests/target/test_selfcheck.py); one wrongly visible token shifts logits by 12 % and more.
@@ -102,10 +101,10 @@ def tolerance(dtype: torch.dtype) -> float:
 def _on_a_tree(
     target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0
 ) -> Tensor:
-    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `KEPT`.
+    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `ACCEPTED`.
 
     Args:
-        gap: positions that are left out behind the prompt.
+        gap: positions skipped behind the prompt.
     """
     context = Context(target, 1)
     context.cache.reserve(0, len(prompt) + len(nodes) + 1)
@@ -113,9 +112,9 @@ def _on_a_tree(
     assert first is not None
     parents = torch.tensor([SHAPE.parents], device=target.device)
     depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device) + gap
-    allow = ancestors_of(parents, SHAPE.max_depth)
-    tree = context.forward([0], torch.tensor([nodes], device=target.device), allow, depth)
-    context.commit([0], [KEPT], [[nodes[i] for i in KEPT]])
+    mask = ancestors_of(parents, SHAPE.max_depth)
+    tree = context.forward([0], torch.tensor([nodes], device=target.device), mask, depth)
+    context.commit([0], [ACCEPTED], [[nodes[i] for i in ACCEPTED]])
     last = context.forward([0], torch.tensor([[after]], device=target.device), None, depth[:, :1])
     return torch.cat([first[None], tree.logits[0], last.logits[0]])
 
@@ -123,14 +122,14 @@ def _on_a_tree(
 def _path_by_path(
     target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0
 ) -> Tensor:
-    """The same logits from one forward over whole sequences, one per leaf, without a cache."""
+    """Return the same logits from one forward over whole sequences, one per leaf, without a cache."""
     parents = SHAPE.parents
     rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
     tokens, more = torch.tensor(rows, device=target.device), {}
     if gap:
         places = torch.arange(tokens.shape[1], device=target.device)
         places = (places + gap * (places >= len(prompt))).expand_as(tokens)
-        # With a mask beside them, as gaps would otherwise be taken for the borders of packed sequences.
+        # Without a mask, transformers reads gaps as borders of packed sequences.
         more = {"position_ids": places, "attention_mask": torch.ones_like(tokens)}
     logits = target.model(input_ids=tokens, use_cache=False, **more).logits
     start = len(prompt)
@@ -140,7 +139,7 @@ def _path_by_path(
 
 @contextmanager
 def _undisturbed(target: Target) -> Iterator[None]:
-    """Put back what a plain forward leaves on M-RoPE models: the rope deltas of the last prompt."""
+    """Restore the rope deltas that a plain forward leaves on M-RoPE models."""
     before: list[tuple[Any, Any]] = [
         (m, m.rope_deltas) for m in target.model.modules() if hasattr(m, "rope_deltas")
     ]
@@ -155,7 +154,7 @@ def _undisturbed(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _window(target: Target, length: int) -> Iterator[None]:
-    """Another window in place of the configuration's, from which masks are made for the model and here."""
+    """Replace the window of the configuration and of the target's masks while the context is open."""
     family, own = target.family, target.text_config.sliding_window
     target.text_config.sliding_window = length
     target.family = replace(family, masks=replace(family.masks, window=length))

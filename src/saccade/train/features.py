@@ -207,7 +207,7 @@ def calibrate(target: Target, prompt: Prompt, pruning: Pruning) -> Finding:
     with AttentionProbe(target) as probe:
         context = Context(target, 1)
         context.cache.reserve(0, len(prompt))
-        context.read(0, prompt).run(len(prompt))  # in one forward: the probe has the last one's
+        context.prefill(0, prompt).run(len(prompt))  # in one forward: the probe has the last one's
     entropies = [float(probe.entropies[layer].mean()) for layer in range(len(target.layers))]
     columns = probe.columns[len(target.layers) - 1][0]
     dropped: list[int] = []

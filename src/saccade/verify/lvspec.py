@@ -24,8 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
+from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.loosening import always_strict, longest_path, lowest_share, same_branch, target_tokens
 from saccade.verify.rule import StatelessRule, Verdict, draft_nodes

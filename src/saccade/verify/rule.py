@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
+from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 
 STRICT, LOOSE, SHIFTED = range(3)

@@ -15,7 +15,8 @@ from saccade.inputs.blind import without_media
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
+from saccade.target.prefill import PrefillResult
 
 
 def make_views(

@@ -19,9 +19,10 @@ from saccade.inputs.padded import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache, on_device
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
 from saccade.target.masks import MaskPlan
+from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

@@ -18,7 +18,8 @@ from saccade.errors import ModelError
 from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device
-from saccade.target.context import Context, PrefillResult
+from saccade.target.context import Context
+from saccade.target.prefill import PrefillResult
 
 
 @dataclass(frozen=True, slots=True)
