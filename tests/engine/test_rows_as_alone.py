@@ -149,6 +149,7 @@ def test_a_row_among_others_gives_what_it_gives_alone(method: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("method", METHODS)
 def test_many_rows_among_others_give_what_they_give_alone(method: str) -> None:
     """Over all methods more than 50,000 tokens."""
