@@ -115,7 +115,7 @@ def storm(vlm: VLM, asked: list[Asked], seed: int) -> int:
     rng.shuffle(order)
     tickets: dict[int, Ticket] = {}
     cancelled = set()
-    memory = rng.choice([None, 64 * 2**20])
+    memory = rng.choice([None, 96 * 2**20])
     with vlm.batch(rows, kv_memory=memory, prefill_chunk=rng.choice([48, 160, 512])) as batch:
         while order or not batch.is_idle:
             if order and rng.random() < 0.4:
