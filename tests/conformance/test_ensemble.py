@@ -234,7 +234,7 @@ def test_a_longer_neighbour_s_deeper_guesses_teach_a_row_nothing(new: int) -> No
             pass
         session.drafting.load(0, later, None)
         learned.append(
-            (session.drafting._weights.history.counts([0]), session.drafting._weights.history._kept[0])
+            (session.drafting._weights.history.counts([0]), session.drafting._weights.history._sums[0])
         )
     assert learned[0][0] == learned[1][0] == [new]
     torch.testing.assert_close(learned[0][1], learned[1][1], rtol=1e-5, atol=1e-5)

@@ -183,7 +183,7 @@ def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_deeper_than_the_stacks_is_refused(kind: str) -> None:
     with pytest.raises(
-        ModelError, match=f"This {kind} head guesses 5 tokens ahead, but the tree has up to 6"
+        ModelError, match=f"This {kind} head drafts 5 tokens ahead, but the tree has up to 6"
     ):
         HeadDrafter(random_head("llava", kind), target("llava"), Chain(6))
 
@@ -219,5 +219,5 @@ def test_methods_by_name(kind: str) -> None:
         assert output.tokens == expected.tokens
         assert output.stats.drafted_tokens > 0
     for deep in ({"tree": "sage"}, {"tree": "dynamic", "max_depth": 6}, {"tree": "chain", "gamma": 6}):
-        with pytest.raises(MethodError, match="guesses 5 tokens ahead, but the tree has up to"):
+        with pytest.raises(MethodError, match="drafts 5 tokens ahead, but the tree has up to"):
             build(kind, parts, **deep)
