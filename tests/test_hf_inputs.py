@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -139,6 +140,27 @@ def test_default_positions_and_labels_change_nothing(rows: int) -> None:
     assert ours[:, inputs["input_ids"].shape[1] :].tolist() == FAMILIES["llama"].reference(
         "text", rows, n=NEW
     )
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize("planes", [3, 4])
+def test_default_positions_in_three_dimensions_are_accepted_and_others_refused(
+    planes: int, kind: str
+) -> None:
+    case = FAMILIES["qwen2_5_vl"]
+    inputs, model = case.inputs(kind, 2), case.model()
+    wanted = inspect.signature(model.model.get_rope_index).parameters
+    known = {name: value for name, value in inputs.items() if name in wanted}
+    rotary, _ = model.model.get_rope_index(**known)
+    both_kinds = torch.cat([positions(inputs)[None], rotary])[-planes:]
+    ours = model.generate(
+        **inputs, position_ids=both_kinds, max_new_tokens=NEW, do_sample=False, custom_generate=speculate()
+    )
+    assert ours[:, inputs["input_ids"].shape[1] :].tolist() == case.reference(kind, 2, n=NEW)
+    moved = both_kinds.clone()
+    moved[-1, 0, -1] += 1
+    with pytest.raises(InputError, match="position_ids does not reach the model"):
+        model.generate(**inputs, position_ids=moved, custom_generate=speculate())
 
 
 def test_other_positions_are_refused() -> None:

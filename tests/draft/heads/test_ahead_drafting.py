@@ -182,9 +182,7 @@ def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_deeper_than_the_stacks_is_refused(kind: str) -> None:
-    with pytest.raises(
-        ModelError, match=f"This {kind} head drafts 5 tokens ahead, but the tree has up to 6"
-    ):
+    with pytest.raises(ModelError, match=f"This {kind} head drafts 5 tokens ahead, but the tree has up to 6"):
         HeadDrafter(random_head("llava", kind), target("llava"), Chain(6))
 
 
