@@ -151,7 +151,7 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(
     assert ran.steps
     for counts in ran.steps:
         assert sum(counts.waits.values()) == 1, counts.waits
-        assert "verdicts.py" in next(iter(counts.waits))
+        assert "engine/step.py" in next(iter(counts.waits))
         assert not counts.blocking
     for counts in ran.prefill:
         assert sum(counts.waits.values()) <= PREFILL_WAITS, counts.waits
