@@ -41,15 +41,15 @@ def test_no_chunk_ends_inside_an_image(family: str) -> None:
     prompt = prompts("image", family, 1)[0]
     spans = media_spans(target.config, prompt)
     for size in range(1, len(prompt) + 1):
-        reader = Context(target, 1).read(0, prompt)
+        prefill = Context(target, 1).prefill(0, prompt)
         ends = []
-        while not reader.done:
-            stop = reader.chunk_end(size)
-            assert stop > reader.num_computed
-            reader.num_computed = stop
+        while not prefill.done:
+            stop = prefill.chunk_end(size)
+            assert stop > prefill.num_computed
+            prefill.num_computed = stop
             ends.append(stop)
         assert not any(first < end < last for end in ends for first, last in spans), size
-        if not reader.runs_alone and size < spans[0][0]:
+        if not prefill.runs_alone and size < spans[0][0]:
             assert len(ends) > 1
 
 
