@@ -230,7 +230,7 @@ def test_lvspec_reads_the_visual_tokens_of_every_turn_once() -> None:
     (prompt,) = split(case.model().config, case.inputs("images2"))
     for _ in range(2):
         under_test.generate([Request(prompt)], max_new_tokens=3, session=session)
-        judge: Any = session.judge(False)[1]
+        judge: Any = session._state.judge(False)[1]
         places, kept = judge._visual[0]
         assert places == visual_mask(case.model().config, prompt.ids).nonzero()[:, 0].tolist()
         assert len(kept) == len(places)
