@@ -1,7 +1,7 @@
-"""What changed between two runs, and whether it is more than noise.
+"""Comparison of two runs: differences between methods, with intervals.
 
-Judged is each prompt's time per token, by default divided by plain decoding's of the same run, prompt and repeat: how
-fast the machine happened to be drops out. Prompts are compared with themselves where both runs asked them.
+The compared quantity is the time per token of each prompt, by default relative to plain decoding of the same run,
+prompt and repeat, so that the speed of the machine cancels. Prompts that both runs have are compared in pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESAMPLES = 5000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened to one method from run A to run B.
+    """Change of one method from run A to run B.
 
     Attributes:
         method: label in both runs.
@@ -119,7 +119,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """What a difference has to pass: the level of one interval, and the margin as a logarithm."""
+    """Threshold of a difference: the level of one interval, and the margin as a logarithm."""
 
     level: float
     margin: float

@@ -1,4 +1,4 @@
-"""Where suites come from: the built-in data files, or a file of the user's."""
+"""Built-in suites, and suites from files of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of a run say about its methods: pure functions from records to numbers."""
+"""Metrics of methods: pure functions of a run's records."""
 
 from __future__ import annotations
 

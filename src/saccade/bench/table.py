@@ -1,4 +1,4 @@
-"""What a run comes to, on one screen; the report has the rest."""
+"""Summary of a run on one screen; the report has the details."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def results(run: Run) -> Table:
 
 
 def quality(run: Run) -> Table | None:
-    """What lossy methods cost; None when all are lossless."""
+    """Lines on the score that lossy methods keep; None when all are lossless."""
     lossy = [r for r in _in_order(run) if not r.lossless]
     if not lossy:
         return None

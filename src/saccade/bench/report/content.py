@@ -50,7 +50,7 @@ def usable(run: Run) -> Run:
 
 
 def fault_of(record: Record) -> str | None:
-    """What is wrong with a record; None when nothing is."""
+    """The fault of a record; None for a sound one."""
     for field in fields(Record):
         value = getattr(record, field.name)
         if not isinstance(value, _KINDS[field.name]):

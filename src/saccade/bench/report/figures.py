@@ -50,7 +50,7 @@ def draw(group: Group, prefix: str) -> list[Plot]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How one method is drawn in every figure."""
+    """Style of one method in every figure."""
 
     name: str
     colour: str

@@ -61,7 +61,7 @@ def _hash(script: str) -> str:
 
 
 def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
-    """What the page shows of one run."""
+    """The page's view of one run."""
     header, everything = content.run.header, content.groups[0]
     shown = traces.prompts(content.run, prompts)
     results = everything.results
@@ -123,7 +123,7 @@ def _unequal(content: Content) -> list[str]:
 
 
 def commands(content: Content) -> str:
-    """What to type to run the same again and to see it."""
+    """Commands that repeat the run and show its report."""
     header = content.run.header
     config = header.config
     command = ["saccade", "bench", "--suite", header.suite, "--methods", ",".join(content.groups[0].results)]

@@ -64,7 +64,7 @@ KNOWN_MARKS = {
     "loose": "loosened: drafted, accepted although the target would have said something else",
     "shifted": "shifted: drafted, accepted because the target's token occurs nearby in the draft",
 }
-"""What the marks of `saccade.bench.records.Record` mean."""
+"""Meaning of the marks of `saccade.bench.records.Record`."""
 MEANINGS = {**KNOWN_MARKS, "other": "another mark (point at the token to read it)"}
 
 
@@ -165,7 +165,7 @@ def _summary(record: Record) -> str:
 
 
 def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[str, Any]:
-    """What the script draws: node texts, parents, accepted path, marks of the path and the token after it."""
+    """Data for the page's script: node texts, parents, accepted path, marks of the path and the token after it."""
     path, last = list(tree["path"]), end - 1
     kinds = [m if m in KNOWN_MARKS else "other" for m in record.marks[start:end]]
     bonus = _visible(record.pieces[last]) if end > start else None
