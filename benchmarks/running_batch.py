@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step reads (default: 512)")
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens a step reads (default: 256)")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
     parser.add_argument(
         "--only", choices=("full", "arrivals", "video", "follow"), help="one of the measurements alone"

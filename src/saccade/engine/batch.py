@@ -19,7 +19,7 @@ from saccade.output import FinishReason
 from saccade.target.context import Context
 from saccade.target.media_cache import MEDIA_BYTES
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 256
 """Default number of prompt tokens per step."""
 
 
