@@ -212,7 +212,7 @@ class Family(ABC):
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> Sequence[int]:
         """Ascending indices of the frames to use of a video with ``total`` frames at ``fps`` frames per second."""
-        raise NotImplementedError
+        raise NotImplementedError  # only families with video_defaults are called, and define it
 
     def video_settings(self, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """The family's defaults, overridden by the checkpoint's settings, overridden by the caller's sampling."""
@@ -224,7 +224,7 @@ class Family(ABC):
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Forward arguments of a video, or of each of its frames (``frames_as_images``)."""
-        raise NotImplementedError
+        raise NotImplementedError  # only families with video_defaults are called, and define it
 
     def expand_video(
         self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
