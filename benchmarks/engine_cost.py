@@ -26,7 +26,7 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.target.adapter import Target
 from spans import Spans
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clock import CLOCKS
-from saccade.inputs.padded import join
+from saccade.inputs.batching import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.pocket.tasks.followup import FIRST_TASKS

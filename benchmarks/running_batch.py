@@ -29,7 +29,7 @@ from transformers.utils import logging
 from clock import Clock
 from pocket_pair import FIRST_SEED, add_options, load
 from saccade import VLM
-from saccade.inputs.padded import join, type_ids
+from saccade.inputs.batching import join, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 
@@ -41,7 +41,7 @@ LOADS = (0.5, 1.5, 4.0)
 
 
 @dataclass
-class Asked:
+class Arrival:
     """A request and what became of it, in seconds of the clock."""
 
     prompt: Prompt
@@ -64,7 +64,7 @@ class Figures:
     followup: float
 
     @classmethod
-    def of(cls, requests: Sequence[Asked]) -> Figures:
+    def of(cls, requests: Sequence[Arrival]) -> Figures:
         ends = max(r.chunks[-1][0] for r in requests)
         begins = min(r.arrives for r in requests)
         first = [r.chunks[0][0] - r.arrives for r in requests]
@@ -95,10 +95,10 @@ class Now:
         self._ahead += max(to - self(), 0.0)
 
 
-def questions(vlm: VLM, count: int, seed: int) -> list[Asked]:
+def questions(vlm: VLM, count: int, seed: int) -> list[Arrival]:
     """Pictures, every fifth a video; on every fourth picture a second question, `LATER` requests after the first."""
-    rng, made = random.Random(seed), list[Asked]()
-    number, later = 0, list[tuple[int, Asked]]()
+    rng, made = random.Random(seed), list[Arrival]()
+    number, later = 0, list[tuple[int, Arrival]]()
     while len(made) < count:
         if later and len(made) >= later[0][0]:
             made.append(later.pop(0)[1])
@@ -107,34 +107,34 @@ def questions(vlm: VLM, count: int, seed: int) -> list[Asked]:
         at = FIRST_SEED + 10_000 * seed + number
         if number % 5 == 0:
             sample = draw(at, "video")
-            made.append(Asked(vlm.processor.prompt(sample.messages())))
+            made.append(Arrival(vlm.processor.prompt(sample.messages())))
             continue
         if number % 4 == 0:
             sample = draw(at, "followup")
             turns = sample.messages()
-            made.append(Asked(vlm.processor.prompt(turns[:1])))
-            later.append((len(made) + LATER, Asked(vlm.processor.prompt(turns), follows=True)))
+            made.append(Arrival(vlm.processor.prompt(turns[:1])))
+            later.append((len(made) + LATER, Arrival(vlm.processor.prompt(turns), follows=True)))
             continue
-        made.append(Asked(vlm.processor.prompt(draw(at, rng.choice(TASKS)).messages())))
+        made.append(Arrival(vlm.processor.prompt(draw(at, rng.choice(TASKS)).messages())))
     return made[:count]
 
 
-Serve = Callable[[list[Asked], Now, int], None]
+Serve = Callable[[list[Arrival], Now, int], None]
 
 
 def running(vlm: VLM, rows: int, chunk: int) -> Serve:
     """The running batch."""
 
-    def serve(requests: list[Asked], now: Now, new_tokens: int) -> None:
+    def serve(requests: list[Arrival], now: Now, new_tokens: int) -> None:
         waiting = sorted(requests, key=lambda r: r.arrives)
-        tickets: dict[int, Asked] = {}
+        tickets: dict[int, Arrival] = {}
         with vlm.batch(rows, prefill_chunk=chunk) as batch:
             while waiting or not batch.is_idle:
                 if batch.is_idle:
                     now.jump(waiting[0].arrives)
                 while waiting and waiting[0].arrives <= now():
-                    asked = waiting.pop(0)
-                    tickets[id(batch.add(asked.prompt, max_new_tokens=new_tokens))] = asked
+                    arrival = waiting.pop(0)
+                    tickets[id(batch.add(arrival.prompt, max_new_tokens=new_tokens))] = arrival
                 for ticket, part in batch.step():
                     if ticket.error is not None:
                         raise ticket.error
@@ -147,16 +147,16 @@ def running(vlm: VLM, rows: int, chunk: int) -> Serve:
 def closed(vlm: VLM, rows: int) -> Serve:
     """Whatever has arrived runs as one batch to its end; with one row, one request after the other."""
 
-    def serve(requests: list[Asked], now: Now, new_tokens: int) -> None:
+    def serve(requests: list[Arrival], now: Now, new_tokens: int) -> None:
         waiting = sorted(requests, key=lambda r: r.arrives)
         while waiting:
             now.jump(waiting[0].arrives)
             group = [r for r in waiting if r.arrives <= now()][:rows]
             del waiting[: len(group)]
             for chunk in vlm.stream([r.prompt for r in group], max_new_tokens=new_tokens):
-                for asked, tokens in zip(group, chunk.tokens, strict=True):
+                for arrival, tokens in zip(group, chunk.tokens, strict=True):
                     if tokens:
-                        asked.chunks.append((now(), len(tokens)))
+                        arrival.chunks.append((now(), len(tokens)))
 
     return serve
 
@@ -164,7 +164,7 @@ def closed(vlm: VLM, rows: int) -> Serve:
 def stock(model: Any, rows: int) -> Serve:
     """Hugging Face's `generate` on whatever has arrived, padded on the left."""
 
-    def serve(requests: list[Asked], now: Now, new_tokens: int) -> None:
+    def serve(requests: list[Arrival], now: Now, new_tokens: int) -> None:
         waiting = sorted(requests, key=lambda r: r.arrives)
         while waiting:
             now.jump(waiting[0].arrives)
@@ -174,22 +174,24 @@ def stock(model: Any, rows: int) -> Serve:
             ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
             ended = now()
             ends = model.generation_config.eos_token_id
-            for asked, row in zip(group, ids[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            for arrival, row in zip(group, ids[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
                 count = row.index(ends) + 1 if ends in row else len(row)
-                asked.chunks += [(ended, count)]
+                arrival.chunks += [(ended, count)]
 
     return serve
 
 
-def of_one_length(requests: Sequence[Asked]) -> list[Asked]:
+def of_one_length(requests: Sequence[Arrival]) -> list[Arrival]:
     """The first request and all whose videos have as many frames as its own, or as the first video; `generate` takes no
     others at once."""
-    found, frames = list[Asked](), None
-    for asked in requests:
-        shapes = {m.tensors["pixel_values_videos"].shape[1] for m in asked.prompt.media if m.kind == "video"}
+    found, frames = list[Arrival](), None
+    for arrival in requests:
+        shapes = {
+            m.tensors["pixel_values_videos"].shape[1] for m in arrival.prompt.media if m.kind == "video"
+        }
         if len(shapes) <= 1 and (not shapes or frames in (None, *shapes)):
             frames = next(iter(shapes), frames)
-            found.append(asked)
+            found.append(arrival)
     return found
 
 
@@ -202,18 +204,18 @@ def padded(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, **media, **type_ids(model.config, ids)}
 
 
-def arrivals(requests: Sequence[Asked], rate: float, seed: int) -> list[Asked]:
+def arrivals(requests: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
     """The same requests, arriving at random; a follow-up no earlier than what it follows."""
     rng, at = random.Random(seed), 0.0
     made = []
-    for asked in requests:
+    for arrival in requests:
         at += rng.expovariate(rate)
-        made.append(Asked(asked.prompt, at, follows=asked.follows))
+        made.append(Arrival(arrival.prompt, at, follows=arrival.follows))
     return made
 
 
 def kept_full(
-    vlm: VLM, model: Any, requests: Sequence[Asked], clock: Clock, tokens: int, chunk: int
+    vlm: VLM, model: Any, requests: Sequence[Arrival], clock: Clock, tokens: int, chunk: int
 ) -> dict[str, Any]:
     """Tokens per second with 1, 4 and 8 requests at a time, as multiples of `generate` alone."""
     ways: dict[str, Serve] = {"generate": stock(model, 1)}
@@ -227,7 +229,7 @@ def kept_full(
     parts = [list(requests[at : at + 16]) for at in range(0, len(requests), 16)]
     for part in parts:  # interleaved, so that the machine's moods fall on all
         for name, serve in ways.items():
-            mine, now = [Asked(r.prompt) for r in part], Now(clock)
+            mine, now = [Arrival(r.prompt) for r in part], Now(clock)
             serve(mine, now, tokens)
             seconds[name] += now()
             counts[name] += sum(r.tokens for r in mine)
@@ -317,7 +319,7 @@ def main() -> None:
     vlm = VLM(ours, drafter=draft, method=options.method, gamma=options.gamma)
     clock = Clock(options.clock, torch.device(options.device))
     requests = questions(vlm, options.requests, 1)
-    closed(vlm, 1)([Asked(r.prompt) for r in requests[:2]], Now(clock), 8)  # warm
+    closed(vlm, 1)([Arrival(r.prompt) for r in requests[:2]], Now(clock), 8)  # warm
     measured: dict[str, Any] = {}
     if options.only in (None, "full"):
         full = kept_full(vlm, model, requests, clock, options.new_tokens, options.chunk)
@@ -340,11 +342,11 @@ def main() -> None:
 
 
 def serve_loads(
-    vlm: VLM, model: Any, requests: Sequence[Asked], clock: Clock, options: argparse.Namespace
+    vlm: VLM, model: Any, requests: Sequence[Arrival], clock: Clock, options: argparse.Namespace
 ) -> dict[str, dict[str, Figures]]:
     """Every way to serve, at every load."""
     now = Now(clock)
-    closed(vlm, 1)([Asked(r.prompt) for r in requests], now, options.new_tokens)
+    closed(vlm, 1)([Arrival(r.prompt) for r in requests], now, options.new_tokens)
     rate = len(requests) / now()
     print(f"\none after the other: {rate:.2f} requests/s of the clock")
     ways: dict[str, Serve] = {

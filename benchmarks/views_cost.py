@@ -25,7 +25,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 

@@ -217,7 +217,7 @@ def default_device() -> str | None:
 def adapt(model: Any) -> Target:
     """Return a loaded model behind the adapter, checked where the conformance suite does not cover it."""
     target = Target(model)
-    if not target.family.tested:
+    if not target.traits.tested:
         from saccade.target.selfcheck import self_check
 
         self_check(target)

@@ -13,7 +13,7 @@ from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
-from saccade.inputs.requests import Asked, Question, is_batch, one_or_more, seeds_of
+from saccade.inputs.requests import Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
 from saccade.stream import GenerationOptions
 from saccade.target.media_cache import MEDIA_BYTES
@@ -110,7 +110,7 @@ class Batch:
     def __init__(
         self,
         engine: Engine,
-        request: Callable[[Asked, int], Request],
+        request: Callable[[RowInput, int], Request],
         tokenizer: Any,
         max_rows: int = 8,
         kv_memory: int | None = None,
@@ -153,8 +153,8 @@ class Batch:
         if is_batch(prompt):
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
         sampling = {"num_frames": num_frames, "fps": fps}
-        asked = Asked(prompt, [load_image(i) for i in one_or_more(images)], one_or_more(videos), sampling)
-        request = self._request(asked, seeds_of(seed, 1)[0])
+        given = RowInput(prompt, [load_image(i) for i in one_or_more(images)], one_or_more(videos), sampling)
+        request = self._request(given, seeds_of(seed, 1)[0])
         decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **options)
         row = self._running.add(request, decoding.rows[0], decoding.do_sample)
         ticket = Ticket(self, row, self._tokenizer, self._lossless)

@@ -22,7 +22,7 @@ from saccade.inputs.families import vision_signature
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.requests import Asked, Messages, Question, is_batch, per_row, seeds_of
+from saccade.inputs.requests import Messages, Question, RowInput, is_batch, per_row, seeds_of
 from saccade.loading import (
     adapt,
     check_checkpoint,
@@ -298,7 +298,7 @@ class VLM:
         seeds = seeds_of(seed, len(questions))
         sampling = {"num_frames": num_frames, "fps": fps}
         requests = [
-            self._request(Asked(q, [load_image(x) for x in i], v, sampling), s)
+            self._request(RowInput(q, [load_image(x) for x in i], v, sampling), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
         ]
         tokenizer = self.processor.tokenizer
@@ -353,11 +353,11 @@ class VLM:
         """Open a conversation whose turns reuse the KV cache of the earlier ones."""
         return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
 
-    def _request(self, asked: Asked, seed: int) -> Request:
-        prompt = asked.prompt(self.processor)
-        return Request(prompt, self._draft_prompt(prompt, asked), seed)
+    def _request(self, given: RowInput, seed: int) -> Request:
+        prompt = given.prompt(self.processor)
+        return Request(prompt, self._draft_prompt(prompt, given), seed)
 
-    def _draft_prompt(self, prompt: Prompt, asked: Asked) -> Prompt | None:
+    def _draft_prompt(self, prompt: Prompt, given: RowInput) -> Prompt | None:
         """Return the prompt of the draft model.
 
         Text alone for a language model, and for a ready-made prompt whose media another vision tower prepared.
@@ -369,12 +369,12 @@ class VLM:
         if not prompt.media:
             return prompt
         signature = vision_signature(self.draft_model.config)
-        if isinstance(asked.question, Prompt):
+        if isinstance(given.question, Prompt):
             is_same = signature == vision_signature(self.target.config)
             return prompt if is_same else self.processor.text_only(prompt)
         if signature is None:
             return self.processor.text_only(prompt)
-        return asked.prompt(self._draft_processor)
+        return given.prompt(self._draft_processor)
 
 
 def _processor(given: Any) -> InputProcessor:

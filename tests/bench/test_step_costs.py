@@ -22,7 +22,7 @@ def test_a_drafter_whose_context_is_shorter_than_the_targets_prompt_is_timed_beh
     prompt = vlm.processor.prompt(question.turns[0].messages)
     context = len(prompt) + room
     monkeypatch.setattr(
-        draft, "family", replace(draft.family, limits=replace(draft.family.limits, context=context))
+        draft, "traits", replace(draft.traits, limits=replace(draft.traits.limits, context=context))
     )
     costs = cost.measure(vlm.target, prompt, draft, vlm.processor.text_only(prompt), [6])
     assert list(costs.draft) == [1, 2, 4, 6, 8]

@@ -109,7 +109,7 @@ def test_one_mask_for_both_kinds_of_gemma3_layers_is_noticed(kind: str, policy: 
     for window in (None, 12):
         target = Target(FAMILIES["gemma3"].model())
         plan = _OneMask(window=window, kinds=("full_attention", "sliding_attention"))
-        target.family = replace(target.family, masks=plan)
+        target.traits = replace(target.traits, masks=plan)
         assert answers("gemma3", target, policy, kind) != expected("gemma3", kind)
 
 
@@ -126,7 +126,7 @@ class _OneMask(MaskPlan):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_forgotten_sliding_window_is_noticed(policy: str) -> None:
     target = Target(FAMILIES["mistral"].model())
-    target.family = replace(target.family, masks=replace(target.family.masks, window=None))
+    target.traits = replace(target.traits, masks=replace(target.traits.masks, window=None))
     assert answers("mistral", target, policy) != expected("mistral")
 
 
@@ -142,8 +142,8 @@ def test_a_window_in_slots_instead_of_positions_is_noticed(policy: str) -> None:
             return super().build(allow, lengths, count, pending, torch.arange(pending + count)[None], *more)
 
     target = Target(FAMILIES["mistral"].model())
-    plan = target.family.masks
-    target.family = replace(target.family, masks=Slots(plan.window, plan.kinds))
+    plan = target.traits.masks
+    target.traits = replace(target.traits, masks=Slots(plan.window, plan.kinds))
     assert answers("mistral", target, policy) != expected("mistral")
 
 

@@ -8,7 +8,7 @@ from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, targe
 from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 

@@ -23,7 +23,7 @@ from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.target.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to

@@ -17,9 +17,9 @@ from families import FAMILIES, VISUAL_FAMILIES
 from saccade.draft.ensemble import pooled
 from saccade.draft.ensemble.pooled import HalvedPictures
 from saccade.errors import InputError
+from saccade.inputs.batching import split
 from saccade.inputs.families import family_of
 from saccade.inputs.families.qwen_vl import Qwen2VL
-from saccade.inputs.padded import split
 from saccade.inputs.prompt import Medium, Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))

@@ -21,7 +21,7 @@ from saccade.draft.trees.policy import Growth, Proposer
 from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

@@ -15,7 +15,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

@@ -22,8 +22,8 @@ from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import MethodError
+from saccade.inputs.batching import join, media_spans, split, visual_mask
 from saccade.inputs.families import FAMILIES as REGISTRY
-from saccade.inputs.padded import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context

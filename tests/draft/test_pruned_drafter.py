@@ -17,7 +17,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
-from saccade.inputs.padded import split, visual_mask
+from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import QUANTUM

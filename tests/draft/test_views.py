@@ -12,7 +12,7 @@ from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble.pooled import pooled
 from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views
 from saccade.errors import MethodError
-from saccade.inputs.padded import split, visual_mask
+from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 

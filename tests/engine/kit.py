@@ -14,7 +14,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.generation import plan
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 

@@ -27,7 +27,7 @@ from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine import step_runner as work_module
 from saccade.engine.generation import plan
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
 from saccade.target.adapter import Target

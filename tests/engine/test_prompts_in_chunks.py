@@ -8,7 +8,7 @@ import pytest
 from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
-from saccade.inputs.padded import media_spans
+from saccade.inputs.batching import media_spans
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 

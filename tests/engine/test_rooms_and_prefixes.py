@@ -7,7 +7,7 @@ from kit import add, alone, drain, engine, prompts
 
 from saccade.engine import RunningBatch
 from saccade.errors import InputError
-from saccade.inputs.padded import media_spans
+from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import QUANTUM, round_to_segment
 

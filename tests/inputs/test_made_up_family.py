@@ -20,9 +20,9 @@ from saccade.draft.ensemble.pooled import pooled
 from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
+from saccade.inputs.batching import join, media_spans, split, visual_mask
 from saccade.inputs.families import FAMILIES, family_of, register, vision_signature
 from saccade.inputs.families.family import Family, Features, Kind, Piece, PoolPoint, Tensors, Words
-from saccade.inputs.padded import join, media_spans, split, visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import FAMILIES
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 

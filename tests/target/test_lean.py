@@ -12,7 +12,7 @@ from torch import nn
 from families import FAMILIES
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.target import lean as lean_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context

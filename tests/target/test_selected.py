@@ -12,7 +12,7 @@ from torch import Tensor
 
 from families import FAMILIES, VISUAL_FAMILIES, Inputs
 from saccade.errors import ModelError
-from saccade.inputs.padded import media_spans, split, visual_mask
+from saccade.inputs.batching import media_spans, split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -40,9 +40,9 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
     """What enters and leaves the decoder's layers in a full forward where nothing sees the dropped positions."""
     own = target(name)
     (given,) = split(own.config, inputs)
-    count, window = len(given), own.family.masks.window
+    count, window = len(given), own.traits.masks.window
     seen = [[k <= q for k in range(count)] for q in range(count)]
-    if own.family.bidirectional_images:
+    if own.traits.bidirectional_images:
         for first, last in media_spans(own.config, given):
             for q in range(first, last):
                 seen[q][first:last] = [True] * (last - first)
@@ -57,7 +57,7 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
         name: torch.zeros(1, 1, count, count).masked_fill(~m, torch.finfo().min)
         for name, m in (("full_attention", full), ("sliding_attention", near))
     }
-    more: dict[str, Any] = {"attention_mask": masks if own.family.masks.kinds else masks["sliding_attention"]}
+    more: dict[str, Any] = {"attention_mask": masks if own.traits.masks.kinds else masks["sliding_attention"]}
     positions, _ = own.positions(torch.tensor([given.ids]), given)
     if positions is not None:
         more["position_ids"] = positions

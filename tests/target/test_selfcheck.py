@@ -15,8 +15,8 @@ from saccade.errors import ModelError
 from saccade.loading import adapt
 from saccade.target import adapter, cache, masks, selfcheck
 from saccade.target.adapter import Target
-from saccade.target.families import ordinary_ids
 from saccade.target.selfcheck import self_check, tolerance
+from saccade.target.traits import ordinary_ids
 
 LATENT = {
     "qk_rope_head_dim": 8,
@@ -56,7 +56,7 @@ def untested(model_type: str, **more: Any) -> Target:
 @pytest.mark.parametrize("model_type", SOUND)
 def test_a_sound_architecture_passes(model_type: str) -> None:
     own = untested(model_type, **SOUND[model_type])
-    assert not own.family.tested
+    assert not own.traits.tested
     self_check(own)
 
 
@@ -181,7 +181,7 @@ def test_a_text_backbone_that_cannot_be_verified_is_refused_inside_any_model(nam
 def test_a_known_family_around_an_unknown_text_model_is_checked_and_taken_if_sound() -> None:
     build = _vision_language_model("llava", text={"model_type": "olmo2"}, vision=_CLIP)
     own = Target(sharp(build(2)))
-    assert not own.family.tested
+    assert not own.traits.tested
     self_check(own)
 
 
@@ -193,7 +193,7 @@ def test_a_window_too_long_for_a_prompt_is_checked_as_a_short_one(name: str) -> 
         lambda _, __, kwargs: lengths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     self_check(own)
-    assert own.text_config.sliding_window == own.family.masks.window == 4096
+    assert own.text_config.sliding_window == own.traits.masks.window == 4096
     assert max(lengths) < 20
 
 
@@ -236,7 +236,7 @@ def test_what_begins_behind_a_far_position_is_found() -> None:
 
 def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
     own = Target(FAMILIES["ministral3"].model())
-    object.__setattr__(own.family, "tested", False)
+    object.__setattr__(own.traits, "tested", False)
     self_check(own)
 
 
@@ -292,9 +292,9 @@ def test_the_check_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the global random numbers nor on the rope deltas that M-RoPE models keep."""
     own = Target(FAMILIES["qwen2_5_vl"].model())
     own.model.model.rope_deltas = before = torch.tensor([[7]])
-    family = own.family
-    monkeypatch.setattr(adapter.Family, "tested", property(lambda _: False))
-    assert not family.tested
+    traits = own.traits
+    monkeypatch.setattr(adapter.ModelTraits, "tested", property(lambda _: False))
+    assert not traits.tested
     state = torch.get_rng_state()
     self_check(own)
     assert torch.equal(torch.get_rng_state(), state)

@@ -20,7 +20,7 @@ from heads_kit import POLICIES, recorded
 from families import FAMILIES, reset_rope_deltas
 from saccade.draft.heads.dream import Dream
 from saccade.errors import TrainingError
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train import features as calibration_module
 from saccade.train.feature_cache import FeatureCache

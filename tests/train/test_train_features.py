@@ -10,7 +10,7 @@ from torch import Tensor
 from train_kit import head, prompt, samples, target
 
 from families import FAMILIES
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.train.features import Features, answer_mask, read_features

@@ -213,7 +213,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counte
     tmp_path: Path, fit: bool
 ) -> None:
     own, said = target("llama"), list[str]()
-    short, context = samples("llama", 3), own.family.context
+    short, context = samples("llama", 3), own.traits.context
     assert context is not None
     full = [Prompt((5,) * n) for n in (context - 127, context, context + 1)]
     prompts = [s.prompt for s in short] if fit else []
@@ -231,8 +231,8 @@ def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counte
 
 def test_a_run_whose_prompts_all_fill_the_context_ends_without_a_best(tmp_path: Path) -> None:
     own, said = target("llama"), list[str]()
-    assert own.family.context is not None
-    prompt = Prompt((5, 6) * (own.family.context // 2 - 8))
+    assert own.traits.context is not None
+    prompt = Prompt((5, 6) * (own.traits.context // 2 - 8))
     chosen = replace(
         recipe(), kind="eagle2", loss={}, stages=(Stage(2, 1e-3),), batch_size=2, validate_every=1
     )

@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.train.samples import Listed, Sample

@@ -22,7 +22,7 @@ from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.grammar import Rollback, json_schema
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing, RowProcessing
 

@@ -18,7 +18,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.padded import split, visual_mask
+from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context

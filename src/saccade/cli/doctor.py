@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     from saccade.pocket import draft_path, head_paths, target_path
-    from saccade.target.families import TESTED
+    from saccade.target.traits import TESTED
 
     devices = [f"cpu, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):

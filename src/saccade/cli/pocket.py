@@ -140,7 +140,7 @@ def evaluate_model(
     for task in list(chosen):
         try:
             prompt = vlm.processor.prompt(draw(0, task, grammar).messages())
-            vlm.target.family.limits.check(len(prompt.ids) + WORLD[task].longest)
+            vlm.target.traits.limits.check(len(prompt.ids) + WORLD[task].longest)
         except InputError as problem:
             if tasks:
                 raise

@@ -104,7 +104,7 @@ class RunningBatch:
         """Return a row that can be queued; errors as of `add`."""
         self._check_owner()
         self.engine.rule(do_sample)
-        self.target.family.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
+        self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
         row = Row(request, plan, do_sample, self.target.device)
         self._state.slots.check(row)
         return row

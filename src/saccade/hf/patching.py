@@ -13,8 +13,8 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.utils.generic import TransformersKwargs
 
 from saccade.errors import InputError, SaccadeError
+from saccade.inputs.batching import check
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import check
 from saccade.target.positions import TYPES, check_types
 
 _PATCHED = "_extract_generation_mode_kwargs"

@@ -20,8 +20,8 @@ from saccade.errors import InputError, MethodError
 from saccade.hf.patching import TakesPixels, patch
 from saccade.hf.results import Recorder, Sheet, fill
 from saccade.hf.rows import Rows
+from saccade.inputs.batching import check, media_spans, split
 from saccade.inputs.families import vision_signature, visual_ids
-from saccade.inputs.padded import check, media_spans, split
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import drafters

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.blind import without_media
+from saccade.inputs.batching import media_spans
 from saccade.inputs.chat import Message, Slot, as_text, normalise, render
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import media_spans
 from saccade.inputs.parts import (
     Parts,
     clean_video_settings,
@@ -24,6 +23,7 @@ from saccade.inputs.parts import (
     save_parts,
     settings_digest,
 )
+from saccade.inputs.placeholders import without_media
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.inputs.visuals import Visuals, composite_prompt
 

@@ -24,8 +24,8 @@ Question = str | Messages | Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One row as the caller gave it, images loaded."""
+class RowInput:
+    """One row as the caller gave it: question, loaded images, videos, and frame sampling."""
 
     question: Question
     images: Sequence[Any]

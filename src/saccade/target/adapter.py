@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.padded import join
+from saccade.inputs.batching import join
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device, to_device
-from saccade.target.families import Family
 from saccade.target.forward import (
     ForwardOutput,
     Requirements,
@@ -28,6 +27,7 @@ from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
 from saccade.target.packed import can_pack, mask_labels, packing
 from saccade.target.positions import rope_positions
+from saccade.target.traits import ModelTraits
 
 
 class Target:
@@ -47,7 +47,7 @@ class Target:
         self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
-        self.family = Family.of(self.config)
+        self.traits = ModelTraits.of(self.config)
         self.decoder = _decoder(self.model)
         self.layers: nn.ModuleList = self.decoder.layers
         self._embeddings: Any = self.model.get_input_embeddings()
@@ -56,11 +56,11 @@ class Target:
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self._layer_devices = [_compute_device(layer) for layer in self.layers]
-        self._packs = self.family.tested and can_pack(self.decoder)
+        self._packs = self.traits.tested and can_pack(self.decoder)
         self._stock_contexts = 0
         self._pinned: bool | None = None
         self._lean: LeanDecoder | None = None
-        if lean and self.family.tested:
+        if lean and self.traits.tested:
             self.use_lean()
 
     @property
@@ -126,7 +126,7 @@ class Target:
 
     def check_length(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""
-        self.family.limits.check(length)
+        self.traits.limits.check(length)
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
         """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE."""
@@ -149,7 +149,7 @@ class Target:
             One output per block.
         """
         requirements = requirements or Requirements()
-        if self.family.limits.longrope_threshold is None:
+        if self.traits.limits.longrope_threshold is None:
             return self._run_blocks(cache, blocks, requirements)
         parts = [list(block.split_rows()) for block in blocks]
         singles = [single for part in parts for single in part]
@@ -216,7 +216,7 @@ class Target:
 
     def _is_long(self, cache: RowCache, block: TokenBlock) -> bool:
         """Whether a block's row has passed the longrope threshold once the block has run."""
-        limits = self.family.limits
+        limits = self.traits.limits
         if limits.longrope_threshold is None:
             return False
         # Only prompt tokens bring their positions; those of draft trees behind them start where logits start.
@@ -242,7 +242,7 @@ class Target:
             normed = found.normed if logit_indices is None else found.normed[logit_indices]
             return split_outputs(blocks, self._lean.logits(normed), found.hidden)
         tokens = torch.cat([block.tokens.flatten() for block in blocks])[None]
-        labels = mask_labels(self.family.masks.kinds, x)
+        labels = mask_labels(self.traits.masks.kinds, x)
         inputs = self._stock_inputs(tokens, labels, positions, cache)
         if logit_indices is not None:
             inputs["logits_to_keep"] = logit_indices
@@ -281,7 +281,7 @@ class Target:
         return layout, joint, to_device(torch.cat(indices), self.device)
 
     def _masks(self, cache: RowCache, block: TokenBlock) -> dict[str, Tensor | None]:
-        return self.family.masks.build(
+        return self.traits.masks.build(
             block.attention_mask,
             [cache.lengths[row] for row in block.rows],
             block.count,
@@ -311,7 +311,7 @@ class Target:
         ahead = None
         if max(deltas) > 0:
             ahead = on_device(list(deltas), self.device)[:, None]
-        return self.family.limits.clamp_positions(positions, lengths, ahead)[None]
+        return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
 
     # -- the stock modules, a row at a time ----------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Target:
         masks = {
             kind: m if (m := span.mask(kind)) is not None else self._unmasked(span) for kind in span.masks
         }
-        mask = masks if self.family.masks.kinds else masks[ALL]
+        mask = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
         if block.logits_from:
             inputs["logits_to_keep"] = max(block.count - block.logits_from, 1)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from saccade.inputs.batching import media_spans
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache, on_device
@@ -71,7 +71,7 @@ class Context:
         if prompt.media:
             check_types(self.target.model)
         content, spans = self._contents[row], self._media_spans(prompt)
-        is_long = self.target.family.limits.is_long(len(prompt))
+        is_long = self.target.traits.limits.is_long(len(prompt))
         start = self.shared_prefix(row, prompt) if is_long == content.is_long else 0
         if prompt.media and not family_of(self.target.config).is_known:
             start = 0  # its placeholders cannot be assigned to media

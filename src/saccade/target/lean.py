@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.target.cache import RowCache
-from saccade.target.families import ordinary_ids
 from saccade.target.forward import Requirements, TokenBlock
 from saccade.target.layout import Layout
 from saccade.target.limits import Thresholds
 from saccade.target.module_guard import ModuleGuard
+from saccade.target.traits import ordinary_ids
 from saccade.tree import ancestors_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -238,7 +238,7 @@ def gives_stock_logits(target: Any) -> bool:
     Compares a small tree behind a short prompt and, in the same two forwards, single tokens on both sides of every
     length named in the configuration and over the whole context.
     """
-    limits = target.family.limits
+    limits = target.traits.limits
     far = Thresholds.of(target.text_config).probe_positions(limits.longrope_threshold or limits.context)
     ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
     cache = target.new_cache(1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from saccade.inputs.padded import join, type_ids
+from saccade.inputs.batching import join, type_ids
 from saccade.inputs.prompt import Medium
 from saccade.target.adapter import Target
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
+from saccade.inputs.batching import join, type_ids
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import join, type_ids
 from saccade.inputs.prompt import Prompt
 
 TYPES = ("mm_token_type_ids", "token_type_ids")

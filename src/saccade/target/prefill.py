@@ -161,7 +161,7 @@ class Prefill:
     def _is_indivisible(self) -> bool:
         """Whether it needs a single pass: where the longest position selects the factors (longrope), or where the
         family's placeholders are unknown."""
-        return self._target.family.limits.is_long(len(self.prompt)) or self._is_opaque
+        return self._target.traits.limits.is_long(len(self.prompt)) or self._is_opaque
 
     @property
     def _needs_attention(self) -> bool:
@@ -284,7 +284,7 @@ class Prefill:
     def _finish(self) -> None:
         content, length = self._content, len(self.prompt)
         content.rope_delta, content.prompt_length = self._rope_delta + len(self._dropped), length
-        has_gaps = self._dropped and self._target.family.masks.window is not None
+        has_gaps = self._dropped and self._target.traits.masks.window is not None
         content.slot_shifts = slot_shifts(length, self._dropped) if has_gaps else None
         if self._hidden:
             self.result.hidden = {i: torch.cat([h[i] for h in self._hidden]) for i in self._hidden[0]}
@@ -312,7 +312,7 @@ class Prefill:
 
     def _attention_mask(self, retained: Sequence[int]) -> Tensor | None:
         """``[1, n, n]`` mask in which image tokens attend both ways; None for plain causal attention."""
-        if not self._target.family.bidirectional_images:
+        if not self._target.traits.bidirectional_images:
             return None
         spans = [(a, b) for a, b, _ in self._spans if a >= self.num_computed and a < retained[-1] + 1]
         if not spans:
@@ -333,7 +333,7 @@ class Prefill:
     def _slot_shifts(self) -> Tensor | None:
         """Gaps before this block, if the model has a sliding window."""
         start = self.num_computed
-        if self._target.family.masks.window is None or not any(d < start for d in self._dropped):
+        if self._target.traits.masks.window is None or not any(d < start for d in self._dropped):
             return None
         gaps = slot_shifts(start, self._dropped)
         return torch.tensor([gaps], device=self._target.device, dtype=torch.long)

@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.forward import Requirements

@@ -14,8 +14,8 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.families import LAYER_TYPES, ordinary_ids
 from saccade.target.limits import Thresholds
+from saccade.target.traits import LAYER_TYPES, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6
@@ -41,7 +41,7 @@ def self_check(target: Target) -> None:
         ModelError: the architecture's logits on a tree differ from those on its paths, or its configuration names a
             length of unknown meaning.
     """
-    if target.family.tested:
+    if target.traits.tested:
         return
     unlike = set(getattr(target.text_config, "layer_types", None) or ()) - LAYER_TYPES
     if unlike:
@@ -50,11 +50,11 @@ def self_check(target: Target) -> None:
     if thresholds.unknown:
         named = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
         raise _refusal(target, f"what it does with sequences longer than {named} is not known")
-    windows = [n for n in thresholds.windows if target.family.masks.window is not None]
+    windows = [n for n in thresholds.windows if target.traits.masks.window is not None]
     near = [n for n in windows if n <= LONGEST]
     for length in sorted({PROMPT_LENGTH, *(n + d for n in near for d in (-2, 2))} - {0, 1}):
         _compare(target, length, 0)
-    limits = target.family.limits
+    limits = target.traits.limits
     last = limits.longrope_threshold or limits.context  # positions of new tokens are clamped to it
     for start in (n for n in thresholds.positions if last is None or n + SHAPE.max_depth + 1 < last):
         # A window counts tokens in some architectures, positions in others.
@@ -155,20 +155,20 @@ def _undisturbed(target: Target) -> Iterator[None]:
 @contextmanager
 def _window(target: Target, length: int) -> Iterator[None]:
     """Replace the window of the configuration and of the target's masks while the context is open."""
-    family, own = target.family, target.text_config.sliding_window
+    traits, own = target.traits, target.text_config.sliding_window
     target.text_config.sliding_window = length
-    target.family = replace(family, masks=replace(family.masks, window=length))
+    target.traits = replace(traits, masks=replace(traits.masks, window=length))
     try:
         yield
     finally:
-        target.text_config.sliding_window, target.family = own, family
+        target.text_config.sliding_window, target.traits = own, traits
 
 
 def _refusal(target: Target, why: str) -> ModelError:
-    family = target.family
-    name = repr(family.model_type)
-    if family.text_type not in (family.model_type, f"{family.model_type}_text"):
-        name += f" around {family.text_type!r}"
+    traits = target.traits
+    name = repr(traits.model_type)
+    if traits.text_type not in (traits.model_type, f"{traits.model_type}_text"):
+        name += f" around {traits.text_type!r}"
     return ModelError(
         f"The architecture {name} cannot be verified on trees: {why}; use one of the tested "
         "families or plain generation."

@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.errors import InputError, TrainingError
+from saccade.inputs.batching import type_ids
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 

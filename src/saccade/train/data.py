@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from saccade.distill.folder import ANSWERS, HEADER
 from saccade.errors import InputError, SaccadeError, TrainingError
+from saccade.inputs.batching import visual_mask
 from saccade.inputs.chat import normalise
 from saccade.inputs.conversations import resolve
-from saccade.inputs.padded import visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.train.samples import Sample
 

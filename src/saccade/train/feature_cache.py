@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.errors import TrainingError
 from saccade.files import write_file, writing
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.target.adapter import Target
 from saccade.train.features import Features, Needed
 

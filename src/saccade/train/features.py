@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from saccade.draft.pruning import Pruning
 from saccade.errors import TrainingError
 from saccade.files import writing
-from saccade.inputs.padded import media_spans, visual_mask
+from saccade.inputs.batching import media_spans, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context

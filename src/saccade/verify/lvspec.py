@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput

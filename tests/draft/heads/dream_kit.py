@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from families import FAMILIES, Inputs, reset_rope_deltas
 from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.engine import RunningBatch
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.output import Output
 
 

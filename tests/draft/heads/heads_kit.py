@@ -21,7 +21,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request, RunningBatch
 from saccade.engine.generation import plan
-from saccade.inputs.padded import split, visual_mask
+from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target.adapter import Target

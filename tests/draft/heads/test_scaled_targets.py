@@ -15,7 +15,7 @@ from saccade.draft.heads.head import build_head, logits_scale
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.inputs.padded import split
+from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.train.features import read_features

@@ -14,8 +14,8 @@ from PIL import Image
 
 from saccade.draft.ensemble.view import PlainView
 from saccade.errors import InputError, ModelError
-from saccade.inputs.blind import spans_with_wrappers
 from saccade.inputs.families import family_of, visual_ids
+from saccade.inputs.placeholders import spans_with_wrappers
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt, check_checkpoint, load_model

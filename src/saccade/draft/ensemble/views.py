@@ -11,7 +11,7 @@ from saccade.draft.ensemble.view import PlainView, View
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pruning import Pruning, positions_to_drop, request_attention
 from saccade.errors import MethodError
-from saccade.inputs.blind import without_media
+from saccade.inputs.placeholders import without_media
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

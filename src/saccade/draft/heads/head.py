@@ -17,7 +17,7 @@ from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.context import Context
-from saccade.target.families import ordinary_ids
+from saccade.target.traits import ordinary_ids
 
 
 def logits_scale(target: Target) -> float:

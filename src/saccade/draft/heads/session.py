@@ -15,7 +15,7 @@ from saccade.draft.heads.head import Head, logits_scale, read_at
 from saccade.draft.heads.registry import session_class
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
 from saccade.errors import ModelError
-from saccade.inputs.padded import visual_mask
+from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache, on_device

@@ -15,7 +15,7 @@ from saccade.draft.heads.cross import CrossBlock
 from saccade.draft.heads.head import Head, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
-from saccade.inputs.padded import media_spans
+from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache, on_device
 from saccade.target.context import Context

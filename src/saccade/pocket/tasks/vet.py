@@ -23,11 +23,11 @@ from saccade.pocket.words import (
 _EDGES = {"furthest left": ("x", 1), "furthest right": ("x", -1), "highest": ("y", 1), "lowest": ("y", -1)}
 _CLEAR = 6  # pixels between the shape in question and the next one, so that the answer is unambiguous
 
-# Facts of a question; `steps` are the (what, value) pairs on the way to the result.
-Asked = dict[str, Any]
+QuestionFacts = dict[str, Any]
+"""Facts of a question; `steps` are the (subject, value) pairs on the way to the result."""
 
 
-def _sum_of_bars(rng: Random) -> tuple[Picture, Asked]:
+def _sum_of_bars(rng: Random) -> tuple[Picture, QuestionFacts]:
     picture = chart.paint(rng)
     hues, values = picture.facts["colours"], picture.facts["values"]
     chosen = rng.sample(range(len(hues)), 2)
@@ -38,7 +38,7 @@ def _sum_of_bars(rng: Random) -> tuple[Picture, Asked]:
     return picture, {"kind": "bars", "steps": steps, "aside": aside, "result": total}
 
 
-def _high_bars(rng: Random) -> tuple[Picture, Asked]:
+def _high_bars(rng: Random) -> tuple[Picture, QuestionFacts]:
     while True:
         picture = chart.paint(rng)
         bound = rng.randint(2, 6)
@@ -51,7 +51,7 @@ def _high_bars(rng: Random) -> tuple[Picture, Asked]:
             return picture, {**facts, "result": NUMBERS[len(steps)]}
 
 
-def _shopping(rng: Random) -> tuple[Picture, Asked]:
+def _shopping(rng: Random) -> tuple[Picture, QuestionFacts]:
     picture = receipt.paint(rng)
     goods, prices = picture.facts["goods"], picture.facts["prices"]
     i, j = rng.sample(range(len(goods)), 2)
@@ -67,7 +67,7 @@ def _shopping(rng: Random) -> tuple[Picture, Asked]:
     return picture, {**facts, "result": "yes" if purse >= total else "no"}
 
 
-def _extreme_shape(rng: Random) -> tuple[Picture, Asked]:
+def _extreme_shape(rng: Random) -> tuple[Picture, QuestionFacts]:
     while True:
         picture = scene.paint(rng)
         edge = rng.choice(list(_EDGES))
@@ -86,7 +86,7 @@ def _extreme_shape(rng: Random) -> tuple[Picture, Asked]:
             }
 
 
-def _first_train(rng: Random) -> tuple[Picture, Asked]:
+def _first_train(rng: Random) -> tuple[Picture, QuestionFacts]:
     while True:
         picture = document.paint(rng)
         if picture.facts["kind"] != "trains":

@@ -25,8 +25,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Traits of one loaded model.
+class ModelTraits:
+    """Masks, limits and names of one loaded model.
 
     Attributes:
         model_type: of the top-level configuration.
@@ -50,7 +50,7 @@ class Family:
         return self.limits.context
 
     @classmethod
-    def of(cls, config: Any) -> Family:
+    def of(cls, config: Any) -> ModelTraits:
         """Read a Hugging Face configuration."""
         text = config.get_text_config(decoder=True)
         types = set(getattr(text, "layer_types", None) or ())

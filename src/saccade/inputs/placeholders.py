@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from saccade.inputs.batching import media_spans
 from saccade.inputs.families import family_of
-from saccade.inputs.padded import media_spans
 from saccade.inputs.prompt import Prompt
 
 
