@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import saccade
-from saccade.pocket.evaluate import answer
+from saccade.bench.pocket_accuracy import answer
 from saccade.pocket.sample import Sample, draw
 from saccade.train.precision import fast_products
 from tools.pocket.batches import FIRST_TRAINING_SEED, Batch, batch_of, length_of, sorted_batch, thinned

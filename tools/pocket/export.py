@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
 import saccade
+from saccade.bench.pocket_accuracy import measure, table
 from saccade.files import write_folder
-from saccade.pocket.evaluate import measure, table
 from saccade.pocket.sample import WORLD
 from tools.pocket.batches import FIRST_TRAINING_SEED
 from tools.pocket.models import CONTEXT, PocketModel

@@ -19,6 +19,7 @@ from saccade.bench import metrics
 from saccade.bench.records import Record, Run
 from saccade.bench.statistics import Array, Estimate
 from saccade.bench.suite import BASELINE
+from saccade.formats import differences
 
 Verdict = Literal["faster", "slower", "no difference", "too few prompts", "yardstick"]
 RESAMPLES = 5000
@@ -243,32 +244,16 @@ def _same_prompts(a: Run, b: Run) -> set[str]:
 def _settings(a: Run, b: Run) -> list[tuple[str, Any, Any]]:
     before, after = (
         {"suite": run.header.suite}
-        | _flat(run.header.config)
-        | _flat(run.header.models)
-        | _flat(run.header.environment)
+        | {key: _by_name(value) for key, value in run.header.config.items()}
+        | run.header.models
+        | run.header.environment
         for run in (a, b)
     )
-    return [
-        (name, before.get(name), after.get(name))
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    ]
+    return list(differences(before, after))
 
 
-def _flat(content: Any, above: str = "") -> dict[str, Any]:
-    """Nested settings by their path; entries of lists by their name or place."""
-    if isinstance(content, Mapping):
-        items = [(str(name), value) for name, value in content.items()]
-    elif isinstance(content, list) and any(isinstance(item, Mapping) for item in content):
-        items = [
-            (
-                str(item.get("label") or item.get("name") or place)
-                if isinstance(item, Mapping)
-                else str(place),
-                item,
-            )
-            for place, item in enumerate(content)
-        ]
-    else:
-        return {above: content}
-    return {k: v for name, value in items for k, v in _flat(value, f"{above} {name}".strip()).items()}
+def _by_name(value: Any) -> Any:
+    """A list of methods or tasks as a dictionary by label or name; other values as they are."""
+    if not (isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)):
+        return value
+    return {entry.get("label") or entry.get("name"): entry for entry in value}

@@ -130,8 +130,8 @@ def evaluate_model(
     Example: `saccade pocket eval target --task chart --samples 1000`
     """
     import saccade
+    from saccade.bench.pocket_accuracy import measure, table
     from saccade.pocket import WORLD, draft_path, draw, target_path
-    from saccade.pocket.evaluate import measure, table
 
     chosen = _checked(tasks, grammar)
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))

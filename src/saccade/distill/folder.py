@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from saccade.distill.pocket_source import FILE as DRAWN
 from saccade.errors import SaccadeError
 from saccade.files import write_file
-from saccade.formats import shortened
+from saccade.formats import differences, shortened
 from saccade.inputs.conversations import Messages, resolve_media
 
 HEADER = "distill.json"
@@ -163,9 +163,12 @@ class Folder:
         if not self._binds():
             return
         for group in _COMPARED:
-            for key, old, new in _differences(theirs.get(group), self._header.get(group), group):
+            for key, old, new in differences(theirs.get(group), self._header.get(group)):
+                if key == "name":  # of a model's folder, whatever the model
+                    continue
+                label = key if group == "options" else f"{group}'s {key}" if key else group
                 raise SaccadeError(
-                    f"{self.path} holds a run with another {key} ({shortened(old)} there, {shortened(new)} now); "
+                    f"{self.path} holds a run with another {label} ({shortened(old)} there, {shortened(new)} now); "
                     "repeat its command to resume, or choose another folder."
                 )
 
@@ -204,17 +207,6 @@ def _after_newline(file: Any, end: int) -> int:
             return int(start + at + 1)
         end = start
     return 0
-
-
-def _differences(theirs: Any, ours: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for name in dict.fromkeys([*theirs, *ours]):
-            if name == "name":  # what a model's folder is called says nothing about the model
-                continue
-            label = str(name) if key == "options" else f"{key}'s {name}"
-            yield from _differences(theirs.get(name), ours.get(name), label)
-    elif theirs != ours:
-        yield key, theirs, ours
 
 
 _BLOCK = 1 << 22
