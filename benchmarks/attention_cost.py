@@ -1,4 +1,4 @@
-"""What attention costs on a CPU by number format and form: the figures that the code's choices rest on.
+"""Cost of attention on a CPU by number format and form: the figures behind the choices of the code.
 
 First one new token over a cache (what a step of plain decoding does), then several, then a training batch forward and
 backward. Minima of many, so that other work on the machine counts little.

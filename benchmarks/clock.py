@@ -1,4 +1,4 @@
-"""The clock that a measurement uses."""
+"""Clock of a measurement."""
 
 from __future__ import annotations
 

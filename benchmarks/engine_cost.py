@@ -1,4 +1,4 @@
-"""What the engine adds to the models it runs: step time against bare forwards, where the rest goes, and memory.
+"""Overhead of the engine: step time against bare forwards, the parts of the rest, and memory.
 
 Time: after every step of a chain, the same forwards run again on prepared tensors and a cache of the same size, once
 through the stock Hugging Face model and once through the lean decoder that the engine uses. Ratios are medians over
@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from clock import Clock
-from pocket_pair import Inputs, add_options, add_step_options, load, prompts
-from replay import Replay
+from benchmarks.clock import Clock
+from benchmarks.pocket_pair import Inputs, add_options, add_step_options, load, prompts
+from benchmarks.replay import Replay
+from benchmarks.spans import Spans
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.target.adapter import Target
-from spans import Spans
 
 LIMIT = 1.10
 """A step may take this many times its bare forwards."""

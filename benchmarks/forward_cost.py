@@ -1,4 +1,4 @@
-"""What a forward costs by the number of tokens that it verifies, through the stock modules and the lean decoder.
+"""Cost of a forward by the number of tokens that it verifies, through the stock modules and the lean decoder.
 
 The prompt is a question about a picture; the new tokens are a chain behind it. Both ways run in turns on one cache;
 medians of many.
@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from clock import Clock
-from pocket_pair import load
+from benchmarks.clock import Clock
+from benchmarks.pocket_pair import load
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target.adapter import Target

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pocket_pair import Inputs
+from benchmarks.pocket_pair import Inputs
 
 
 @contextmanager

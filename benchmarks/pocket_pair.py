@@ -1,4 +1,4 @@
-"""The pair of models and the prompts that the benchmarks here share."""
+"""The pair of models and the prompts that all measurements share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from clock import CLOCKS
+from benchmarks.clock import CLOCKS
 from saccade.inputs.batching import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path

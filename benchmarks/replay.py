@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clock import Clock
+from benchmarks.clock import Clock
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.forward import TokenBlock

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from clock import Clock
-from pocket_pair import FIRST_SEED, add_options, load
+from benchmarks.clock import Clock
+from benchmarks.pocket_pair import FIRST_SEED, add_options, load
 from saccade import VLM
 from saccade.inputs.batching import join, type_ids
 from saccade.inputs.prompt import Prompt

@@ -21,8 +21,8 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from hf_assisted import assistant
-from pocket_pair import Inputs, add_options, load, prompts
+from benchmarks.hf_assisted import assistant
+from benchmarks.pocket_pair import Inputs, add_options, load, prompts
 from saccade.hf import Speculation, speculate
 
 BASELINE = "hf generate"

@@ -1,4 +1,4 @@
-"""Where a step's time goes, by function."""
+"""Time of a step by function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import saccade.engine.step
 import saccade.engine.step_runner
-from clock import Clock
+from benchmarks.clock import Clock
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.trees.static import _StaticGrowth
 from saccade.engine.batch import RunningBatch

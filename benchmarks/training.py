@@ -1,4 +1,4 @@
-"""What a training step costs, part by part: `python benchmarks/training.py --target pocket --data ANSWERS`.
+"""Cost of a training step by part: `python -m benchmarks.training --target pocket --data ANSWERS`.
 
 Every setting is measured in turn, round after round in one process; medians over rounds, in milliseconds per sample.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import saccade
-from clock import CLOCKS, Clock
+from benchmarks.clock import CLOCKS, Clock
 from saccade import pocket
 from saccade.train.data import Answers
 from saccade.train.objectives.entries import lm_head_of

@@ -1,4 +1,4 @@
-"""What several views of a prompt cost beside one: drafting per step, the search for their weights, and prefill.
+"""Cost of several views of a prompt beside one: drafting per step, the search for their weights, and prefill.
 
 All methods take their steps in turns on the same prompt. A step of several views is compared with the step of one
 view that was taken beside it, so that both meet the same machine; ratios are medians over steps.
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from clock import Clock
-from pocket_pair import Inputs, add_options, add_step_options, load, prompts
+from benchmarks.clock import Clock
+from benchmarks.pocket_pair import Inputs, add_options, add_step_options, load, prompts
 from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, EnsembleSession
 from saccade.draft.ensemble.views import make_views
