@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Unpack
 
 from saccade.errors import InputError
-from saccade.inputs.media import load_image
+from saccade.inputs.media import LOCAL, MediaLimits, load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.requests import kept_video, one_or_more
 from saccade.output import Output
@@ -46,10 +46,13 @@ class Chat:
         seed: int | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
+        limits: MediaLimits = LOCAL,
         **options: Unpack[GenerationOptions],
     ) -> Output:
         """Send a user message and return the answer; arguments as of `VLM.generate`."""
-        turn = self.stream(text, images, videos, seed=seed, num_frames=num_frames, fps=fps, **options)
+        turn = self.stream(
+            text, images, videos, seed=seed, num_frames=num_frames, fps=fps, limits=limits, **options
+        )
         for _ in turn:
             pass
         return turn.output
@@ -65,6 +68,7 @@ class Chat:
         trace: bool = False,
         num_frames: int | None = None,
         fps: float | None = None,
+        limits: MediaLimits = LOCAL,
         **options: Unpack[GenerationOptions],
     ) -> Turn:
         """Send a user message and stream the answer; arguments as of `VLM.stream`.
@@ -73,15 +77,22 @@ class Chat:
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
         stopped before its first token, or is overtaken by another one, leaves the conversation unchanged.
         """
-        films = [kept_video(self._processor, video, num_frames, fps) for video in one_or_more(videos)]
+        films = [kept_video(self._processor, video, num_frames, fps, limits) for video in one_or_more(videos)]
         content: list[dict[str, Any]] = [
-            *({"type": "image", "image": load_image(i)} for i in one_or_more(images)),
+            *({"type": "image", "image": load_image(i, limits)} for i in one_or_more(images)),
             *({"type": "video", "video": film} for film in films),
             {"type": "text", "text": text},
         ]
         messages = [*self.messages, {"role": "user", "content": content}]
         stream = self._stream(
-            messages, seed=seed, streamer=streamer, trace=trace, num_frames=num_frames, fps=fps, **options
+            messages,
+            seed=seed,
+            streamer=streamer,
+            trace=trace,
+            num_frames=num_frames,
+            fps=fps,
+            limits=limits,
+            **options,
         )
         return Turn(self, messages, stream)
 

@@ -12,7 +12,7 @@ from saccade.engine.generation import plan
 from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
-from saccade.inputs.media import load_image
+from saccade.inputs.media import LOCAL, MediaLimits, load_image
 from saccade.inputs.requests import Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
 from saccade.stream import GenerationOptions
@@ -137,13 +137,14 @@ class Batch:
         seed: int | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
+        limits: MediaLimits = LOCAL,
         **options: Unpack[GenerationOptions],
     ) -> Ticket:
         """Submit one request.
 
         Args:
             prompt: a string, a conversation, or a `Prompt`.
-            images, videos, num_frames, fps: as of `VLM.generate`.
+            images, videos, num_frames, fps, limits: as of `VLM.generate`.
             seed: of its random generator when sampling; None: drawn from torch's global generator.
             options: as of `VLM.generate`, for this request alone.
 
@@ -152,8 +153,9 @@ class Batch:
         """
         if is_batch(prompt):
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
-        sampling = {"num_frames": num_frames, "fps": fps}
-        given = RowInput(prompt, [load_image(i) for i in one_or_more(images)], one_or_more(videos), sampling)
+        reading = {"num_frames": num_frames, "fps": fps, "limits": limits}
+        loaded = [load_image(image, limits) for image in one_or_more(images)]
+        given = RowInput(prompt, loaded, one_or_more(videos), reading)
         request = self._request(given, seeds_of(seed, 1)[0])
         decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **options)
         row = self._running.add(request, decoding.rows[0], decoding.do_sample)

@@ -19,7 +19,7 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
 from saccade.errors import InputError
 from saccade.inputs.families import vision_signature
-from saccade.inputs.media import load_image
+from saccade.inputs.media import LOCAL, MediaLimits, load_image
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.requests import Messages, Question, RowInput, is_batch, per_row, seeds_of
@@ -202,6 +202,7 @@ class VLM:
         streamer: Any = ...,
         num_frames: int | None = ...,
         fps: float | None = ...,
+        limits: MediaLimits = ...,
         **options: Unpack[GenerationOptions],
     ) -> Output: ...
 
@@ -217,6 +218,7 @@ class VLM:
         streamer: Any = ...,
         num_frames: int | None = ...,
         fps: float | None = ...,
+        limits: MediaLimits = ...,
         **options: Unpack[GenerationOptions],
     ) -> list[Output]: ...
 
@@ -231,6 +233,7 @@ class VLM:
         streamer: Any = None,
         num_frames: int | None = None,
         fps: float | None = None,
+        limits: MediaLimits = LOCAL,
         **options: Unpack[GenerationOptions],
     ) -> Output | list[Output]:
         """Generate the answer to one prompt, or to each of a batch.
@@ -245,6 +248,7 @@ class VLM:
             streamer: a Hugging Face `BaseStreamer` (one row only).
             num_frames: frames sampled from a video file, instead of the checkpoint's own setting.
             fps: frames per second sampled from a video file, likewise.
+            limits: accepted places, formats and sizes of images and videos.
             options: of Hugging Face's `GenerationConfig`; see `GenerationOptions`.
 
         Returns:
@@ -262,6 +266,7 @@ class VLM:
             streamer=streamer,
             num_frames=num_frames,
             fps=fps,
+            limits=limits,
             **options,
         )
         for _ in stream:
@@ -280,13 +285,14 @@ class VLM:
         trace: bool = False,
         num_frames: int | None = None,
         fps: float | None = None,
+        limits: MediaLimits = LOCAL,
         **options: Unpack[GenerationOptions],
     ) -> Stream:
         """Generate step by step: iterate the result, then read its `outputs`.
 
         Args:
             trace: attach the verified trees to every chunk.
-            prompt, images, videos, seed, session, streamer, num_frames, fps, options: as of `generate`.
+            prompt, images, videos, seed, session, streamer, num_frames, fps, limits, options: as of `generate`.
         """
         batch = is_batch(prompt)
         questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
@@ -296,9 +302,9 @@ class VLM:
         if streamer is not None and len(questions) > 1:
             raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
         seeds = seeds_of(seed, len(questions))
-        sampling = {"num_frames": num_frames, "fps": fps}
+        reading = {"num_frames": num_frames, "fps": fps, "limits": limits}
         requests = [
-            self._request(RowInput(q, [load_image(x) for x in i], v, sampling), s)
+            self._request(RowInput(q, [load_image(x, limits) for x in i], v, reading), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
         ]
         tokenizer = self.processor.tokenizer

@@ -19,7 +19,7 @@ from saccade.bench.preparing import prepare
 from saccade.bench.questions import Question, Turn, gather, reference_score
 from saccade.bench.runner import Runner
 from saccade.errors import SaccadeError
-from saccade.inputs.video import load_video
+from saccade.inputs.media import load_video
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torchvision_free import VIDEO_PROCESSORS
 from transformers.video_utils import VideoMetadata
 
 from saccade.inputs.batching import check, join, split, type_ids
+from saccade.inputs.media import Video
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.video import Video
 
 PIXELS = 2e-6
 """Float tolerance: both sides resize with Pillow and normalise in float32, in a different order."""

@@ -19,7 +19,7 @@ from transformers.video_utils import VideoMetadata
 from saccade.errors import InputError
 from saccade.inputs.families import FAMILIES
 from saccade.inputs.families.idefics import number_words
-from saccade.inputs.video import Video, load_video
+from saccade.inputs.media import Video, load_video
 
 
 def write(path: Path, codec: str, frames: list[np.ndarray[Any, Any]]) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from saccade.cli.pocket import app
 from saccade.errors import SaccadeError
-from saccade.inputs.video import load_video
+from saccade.inputs.media import load_video
 from saccade.pocket import WORLD, draw
 from saccade.pocket.contact_sheet import LEAST_PSNR, psnr, write_video
 from saccade.pocket.film import FPS

@@ -11,8 +11,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.bench.questions import Question
-from saccade.inputs.media import load_image, read_source
-from saccade.inputs.video import Video
+from saccade.inputs.media import Video, load_image, read_source
 
 _MEDIA = ("image", "video")
 

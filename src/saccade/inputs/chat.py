@@ -68,6 +68,24 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
     return out, slots
 
 
+def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dict[str, Any]]:
+    """Put the sources of images and videos back into messages from `normalise`."""
+    media = iter(slots)
+
+    def part(given: Mapping[str, Any]) -> dict[str, Any]:
+        if given["type"] == "text":
+            return {**given}
+        slot = next(media)
+        return {"type": slot.kind, slot.kind: slot.source}
+
+    return [
+        {**m, "content": [part(given) for given in m["content"]]}
+        if isinstance(m.get("content"), list)
+        else {**m}
+        for m in messages
+    ]
+
+
 def as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Join lists of text parts into strings, for the templates of language models."""
     return [

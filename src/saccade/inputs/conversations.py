@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from saccade.errors import InputError
-from saccade.inputs.chat import normalise
+from saccade.inputs.chat import normalise, with_sources
 
 Messages = list[dict[str, Any]]
 _MARK = re.compile(r"(<image>|<video>)\n?")
@@ -171,17 +171,15 @@ def _openai(given: Any) -> Messages:
         messages, slots = normalise(given)
     except InputError as problem:
         raise InputError(str(problem).rstrip(".")) from problem
-    media = iter(slots)
-    filled = []
-    for message in messages:
-        content = message.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-        for index, part in enumerate(parts):
-            if part["type"] != "text":
-                slot = next(media)
-                parts[index] = {"type": slot.kind, slot.kind: slot.source}
-        filled.append({**message, "content": parts})
-    return filled
+    return [
+        {
+            **m,
+            "content": [{"type": "text", "text": m["content"]}]
+            if isinstance(m.get("content"), str)
+            else m.get("content") or [],
+        }
+        for m in with_sources(messages, slots)
+    ]
 
 
 def _llava(row: Mapping[str, Any]) -> Messages:

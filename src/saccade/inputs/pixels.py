@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saccade.errors import ModelError
-from saccade.inputs.video import Frames
+from saccade.inputs.media import Frames
 
 BICUBIC, LANCZOS = int(Image.Resampling.BICUBIC), int(Image.Resampling.LANCZOS)
 

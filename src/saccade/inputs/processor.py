@@ -13,8 +13,9 @@ from torch import Tensor
 
 from saccade.errors import InputError, ModelError
 from saccade.inputs.batching import media_spans
-from saccade.inputs.chat import Message, Slot, as_text, normalise, render
+from saccade.inputs.chat import Message, Slot, as_text, normalise, render, with_sources
 from saccade.inputs.families import family_of
+from saccade.inputs.media import LOCAL, SERVER, MediaLimits
 from saccade.inputs.parts import (
     Parts,
     clean_video_settings,
@@ -25,7 +26,7 @@ from saccade.inputs.parts import (
 )
 from saccade.inputs.placeholders import without_media
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.visuals import Visuals, composite_prompt
+from saccade.inputs.visuals import Visuals, composite_prompt, load_slots
 
 
 class InputProcessor:
@@ -105,6 +106,7 @@ class InputProcessor:
         num_frames: int | None = None,
         fps: float | None = None,
         template_options: Mapping[str, Any] | None = None,
+        limits: MediaLimits = LOCAL,
     ) -> Prompt:
         """Make one row's prompt.
 
@@ -114,11 +116,12 @@ class InputProcessor:
                 template is taken as it is, the placeholders in front.
             images: for the places of messages that carry no image themselves, in order; see
                 :func:`~saccade.inputs.media.load_image` for what each can be.
-            videos: likewise; see :func:`~saccade.inputs.video.load_video`.
+            videos: likewise; see :func:`~saccade.inputs.media.load_video`.
             add_generation_prompt: whether an answer follows.
             num_frames: frames taken of a video file, in place of the checkpoint's own setting.
             fps: frames a second taken of a video file, likewise.
             template_options: further variables of the chat template.
+            limits: accepted places, formats and sizes of images and videos.
 
         Returns:
             ids with every placeholder expanded, and the media in the order of their placeholders. Families
@@ -133,6 +136,7 @@ class InputProcessor:
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
         slots = _fill(slots, images, videos)
         self._refuse(slots)
+        slots = load_slots(self._family, self.parts, slots, sampling, limits)
         template = self._template(slots)
         if template is None:
             text = self._bare(text_or_messages, slots)
@@ -148,6 +152,33 @@ class InputProcessor:
         prompt = Prompt(tuple(ids), tuple(media))
         media_spans(self.config, prompt)  # raises unless every medium has found its tokens
         return prompt
+
+    def load_media(
+        self,
+        messages: Sequence[Message],
+        limits: MediaLimits = SERVER,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Load the images and videos of messages, beside the thread that runs the batch.
+
+        Args:
+            messages: as of `prompt`, every place with a source of its own.
+            limits: accepted places, formats and sizes.
+            num_frames, fps: as of `prompt`, which later takes all frames that are left.
+
+        Returns:
+            The messages with RGB images and `Video` in the places of their sources.
+
+        Raises:
+            InputError: as of `prompt`.
+        """
+        sampling = _sampling(num_frames, fps)
+        messages, slots = normalise(messages)
+        slots = _fill(slots, [], [])
+        self._refuse(slots)
+        return with_sources(messages, load_slots(self._family, self.parts, slots, sampling, limits))
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Text of answer ids, special tokens left out."""

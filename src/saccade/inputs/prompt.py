@@ -1,7 +1,8 @@
-"""Prompts: token ids with placeholders, and the media that fill them."""
+"""Prompts: token ids with placeholders, the media that fill them, and digests of these."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -60,3 +61,19 @@ class Prompt:
             else:
                 found.append((medium,))
         return found
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash tensors by name, dtype, shape and bytes (BLAKE2b, 32 hex digits).
+
+    ``batch_num_images`` counts as one or several: LLaVA-OneVision tiles an image only when it is alone, how many
+    others there are makes no difference, and a conversation that gains an image keeps its earlier ones.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        if name == "batch_num_images":
+            tensor = tensor.clamp(max=2)
+        hasher.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()

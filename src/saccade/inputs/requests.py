@@ -11,9 +11,9 @@ from numpy import integer
 
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
+from saccade.inputs.media import LOCAL, MediaLimits
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.video import load_video
 from saccade.inputs.visuals import sampled_video
 
 Messages = Sequence[Mapping[str, Any]]
@@ -25,12 +25,18 @@ Question = str | Messages | Prompt
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """One row as the caller gave it: question, loaded images, videos, and frame sampling."""
+    """One row as the caller gave it, images loaded.
+
+    Attributes:
+        question: string, messages or `Prompt`.
+        images, videos: beside the question.
+        options: of `InputProcessor.prompt`: sampling of videos, limits of media, control tokens as text.
+    """
 
     question: Question
     images: Sequence[Any]
     videos: Sequence[Any]
-    sampling: Mapping[str, Any]
+    options: Mapping[str, Any]
 
     def prompt(self, processor: InputProcessor) -> Prompt:
         """Prompt for one model."""
@@ -38,7 +44,7 @@ class RowInput:
             if self.images or self.videos:
                 raise InputError("A Prompt holds its media already; leave images and videos out.")
             return self.question
-        return processor.prompt(self.question, self.images, self.videos, **self.sampling)
+        return processor.prompt(self.question, self.images, self.videos, **self.options)
 
 
 def is_batch(prompt: Any) -> bool:
@@ -91,7 +97,11 @@ def _is_seed(seed: Any) -> bool:
 
 
 def kept_video(
-    processor: InputProcessor, source: Any, num_frames: float | None = None, fps: float | None = None
+    processor: InputProcessor,
+    source: Any,
+    num_frames: float | None = None,
+    fps: float | None = None,
+    limits: MediaLimits = LOCAL,
 ) -> Any:
     """Load the frames that a prompt with this sampling uses, so that later prompts use the same ones.
 
@@ -102,12 +112,12 @@ def kept_video(
         InputError: the video cannot be read.
     """
     family = family_of(processor.config)
-    if family.is_composite:  # its own processor takes all frames
-        return load_video(source)
     given = {name: n for name, n in (("num_frames", num_frames), ("fps", fps)) if n is not None}
-    if family.video_defaults is None or len(given) > 1 or any(n <= 0 for n in given.values()):
+    if not family.is_composite and (
+        family.video_defaults is None or len(given) > 1 or any(n <= 0 for n in given.values())
+    ):
         return source
-    return sampled_video(family, processor.parts, source, given)[0]
+    return sampled_video(family, processor.parts, source, given, limits)
 
 
 def one_or_more(media: Any) -> list[Any]:

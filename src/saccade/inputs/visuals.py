@@ -13,10 +13,9 @@ from saccade.inputs.chat import Slot
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Family, Features, Words
 from saccade.inputs.families.other import Unknown
-from saccade.inputs.media import load_image
+from saccade.inputs.media import LOCAL, MediaLimits, Video, load_image, load_video
 from saccade.inputs.parts import Parts
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.video import Video, load_video
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
@@ -48,27 +47,23 @@ class Visuals:
     family: Family
     words: Words
 
-    def images(self, sources: Sequence[Any]) -> list[Placed]:
+    def images(self, images: Sequence[Image.Image]) -> list[Placed]:
         """Make all images of the row together, because their number can change what each becomes.
 
         Raises:
-            InputError: an image cannot be read or has a shape that the family does not take.
+            InputError: an image has a shape that the family does not take.
         """
-        images = [load_image(source) for source in sources]
         return [self._image(f) for f in self.family.prepare_images(self._features, images)]
 
-    def video(self, source: Any, sampling: Mapping[str, Any]) -> Placed:
-        """Make one video.
+    def video(self, video: Video, sampling: Mapping[str, Any]) -> Placed:
+        """Make one video of its sampled frames.
 
         Args:
-            source: as for :func:`~saccade.inputs.video.load_video`.
+            video: from `load_slots`.
             sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
-
-        Raises:
-            InputError: the video cannot be read.
         """
         family = self.family
-        video, settings = sampled_video(family, self.parts, source, sampling)
+        settings = family.video_settings(self.parts.video_settings, sampling)
         tensors = family.video_tensors(video, settings)
         text = family.expand_video(self.words, tensors, video, settings)
         if family.frames_as_images:
@@ -94,19 +89,65 @@ class Visuals:
             ) from error
 
 
-def sampled_video(
-    family: Family, parts: Parts, source: Any, sampling: Mapping[str, Any]
-) -> tuple[Video, dict[str, Any]]:
-    """Load a video with the frames that a family uses; also returns its video settings.
+def load_slots(
+    family: Family, parts: Parts, slots: Sequence[Slot], sampling: Mapping[str, Any], limits: MediaLimits
+) -> list[Slot]:
+    """Load the images of a conversation and those frames of its videos that a family uses.
 
     Args:
-        source, sampling: as for `Visuals.video`.
+        slots: places with their sources, as for :func:`~saccade.inputs.media.load_image` and
+            :func:`~saccade.inputs.media.load_video`.
+        sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
+        limits: of the reader.
+
+    Returns:
+        The places with RGB images and `Video` as sources.
+
+    Raises:
+        InputError: a medium cannot be read, or they are too many or too large together.
+    """
+    if len(slots) > limits.media:
+        raise InputError(
+            f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted."
+        )
+    loaded = []
+    pixels = 0
+    for slot in slots:
+        source: Image.Image | Video
+        if slot.kind == "image":
+            source = load_image(slot.source, limits)
+            pixels += source.width * source.height
+        else:
+            source = sampled_video(family, parts, slot.source, sampling, limits)
+            pixels += source.frames.size // 3
+        if pixels > limits.total_pixels:
+            raise InputError(
+                f"The images and sampled frames have more than {limits.total_pixels} pixels together; send fewer or "
+                "smaller ones."
+            )
+        loaded.append(Slot(slot.kind, source))
+    return loaded
+
+
+def sampled_video(
+    family: Family,
+    parts: Parts,
+    source: Any,
+    sampling: Mapping[str, Any],
+    limits: MediaLimits = LOCAL,
+) -> Video:
+    """Load a video with the frames that a family uses; all of them where its own processor samples.
+
+    Args:
+        source, sampling, limits: as of `load_slots`.
 
     Raises:
         InputError: the video cannot be read.
     """
+    if family.is_composite:
+        return load_video(source, limits=limits)
     settings = family.video_settings(parts.video_settings, sampling)
-    return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings)), settings
+    return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings), limits)
 
 
 def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special_tokens: bool) -> Prompt:
@@ -117,7 +158,7 @@ def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special
     Args:
         parts: of a checkpoint with a composite processor.
         text: the rendered prompt, one placeholder per image or video.
-        slots: images and videos of the placeholders.
+        slots: images and videos of the placeholders, loaded.
         add_special_tokens: whether the tokenizer adds its own.
 
     Raises:
@@ -129,8 +170,8 @@ def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special
     if parts.composite is None:
         raise ModelError(f"The family {family.name} is not built in; load its processor from a checkpoint.")
     media = {
-        "images": [load_image(s.source) for s in slots if s.kind == "image"],
-        "videos": [load_video(s.source).frames for s in slots if s.kind == "video"],
+        "images": [s.source for s in slots if s.kind == "image"],
+        "videos": [s.source.frames for s in slots if s.kind == "video"],
     }
     try:
         made = parts.composite(

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from saccade.errors import InputError, MethodError, ModelError
-from saccade.inputs.media import digest
-from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.video import Video
+from saccade.inputs.media import Video
+from saccade.inputs.prompt import Medium, Prompt, digest
 
 Kind = Literal["image", "video"]
 Tensors = Mapping[str, Tensor]

@@ -25,9 +25,9 @@ from saccade.inputs.families.family import (
     runs_of,
     side_of,
 )
+from saccade.inputs.media import Video
 from saccade.inputs.pixels import LANCZOS, normalise, resize_frames
 from saccade.inputs.prompt import Medium
-from saccade.inputs.video import Video
 
 _MOST_TILES = 20
 """More rows or columns of tiles than any Idefics3 image has."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from saccade.inputs.families.family import Family, Features, Kind, Piece, PoolPoint, Tensors, Words, runs_of
+from saccade.inputs.media import Video, wanted_frames
 from saccade.inputs.pixels import BICUBIC, square_frames
 from saccade.inputs.prompt import Medium
-from saccade.inputs.video import Video, wanted_frames
 
 
 class InternVL(Family):

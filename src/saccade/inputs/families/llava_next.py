@@ -25,9 +25,9 @@ from saccade.inputs.families.family import (
     side_of,
     square_grid,
 )
+from saccade.inputs.media import Video, wanted_frames
 from saccade.inputs.pixels import BICUBIC, square_frames
 from saccade.inputs.prompt import Medium
-from saccade.inputs.video import Video, wanted_frames
 
 
 class LlavaNext(Family):

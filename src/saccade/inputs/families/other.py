@@ -11,8 +11,7 @@ from torch import Tensor
 
 from saccade.errors import InputError
 from saccade.inputs.families.family import Family, Grid, Kind, Piece, Tensors
-from saccade.inputs.media import digest
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.prompt import Medium, Prompt, digest
 
 
 class Text(Family):

@@ -19,9 +19,9 @@ from transformers.image_utils import (
 
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families.family import Family, Grid, Kind, Piece, Tensors, Words, need
+from saccade.inputs.media import ASSUMED_FPS, Frames, Video
 from saccade.inputs.pixels import BICUBIC, half, normalise, resample, resize_frames
 from saccade.inputs.prompt import Medium
-from saccade.inputs.video import ASSUMED_FPS, Frames, Video
 
 _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}

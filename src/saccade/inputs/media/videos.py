@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from saccade.errors import InputError
-from saccade.inputs.media import load_image, read_source, to_uint8
+from saccade.inputs.media.bounds import LOCAL, MediaLimits
+from saccade.inputs.media.images import load_image, to_uint8
+from saccade.inputs.media.sources import read_source
 
 ASSUMED_FPS = 24.0
 """Frames per second of videos of unknown rate (the value that transformers assumes)."""
@@ -57,7 +59,7 @@ def wanted_frames(total: int, fps: float, settings: Mapping[str, Any]) -> int:
     return max(1, min(int(count), total))
 
 
-def load_video(source: Any, choose: Choose | None = None) -> Video:
+def load_video(source: Any, choose: Choose | None = None, limits: MediaLimits = LOCAL) -> Video:
     """Load the frames of a video.
 
     Args:
@@ -65,6 +67,7 @@ def load_video(source: Any, choose: Choose | None = None) -> Video:
             already: a list of images (each as :func:`load_image` takes it), an array ``[T, H, W, 3]`` of
             uint8 or of floats from 0 to 1, or a :class:`Video`. Given frames are all kept.
         choose: (total frames, frames per second) -> numbers of the frames to keep; None keeps all.
+        limits: accepted places, containers and sizes.
 
     Raises:
         InputError: the source is missing, empty, damaged or of another kind, or PyAV is not installed.
@@ -74,8 +77,8 @@ def load_video(source: Any, choose: Choose | None = None) -> Video:
     if isinstance(source, np.ndarray):
         return _given(_array_frames(source))
     if isinstance(source, (list, tuple)):
-        return _given(_list_frames(source))
-    name, data = read_source(source, "video")
+        return _given(_list_frames(source, limits))
+    name, data = read_source(source, "video", limits)
     return _decode(name, data, choose)
 
 
@@ -92,10 +95,23 @@ def _array_frames(array: np.ndarray[Any, Any]) -> Frames:
     return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:3], 3)))
 
 
-def _list_frames(source: Sequence[Any]) -> Frames:
+def _list_frames(source: Sequence[Any], limits: MediaLimits) -> Frames:
     if not source:
         raise InputError("The list of video frames is empty; give at least one frame.")
-    frames = [np.asarray(load_image(frame)) for frame in source]
+    if len(source) > limits.video_frames:
+        raise InputError(
+            f"The list has {len(source)} video frames; at most {limits.video_frames} are accepted."
+        )
+    frames = []
+    pixels = 0
+    for entry in source:
+        frame = np.asarray(load_image(entry, limits))
+        frames.append(frame)
+        pixels += frame.size // 3
+        if pixels > limits.total_pixels:
+            raise InputError(
+                f"The video's frames have more than {limits.total_pixels} pixels together; send fewer or smaller ones."
+            )
     shapes = {frame.shape[:2] for frame in frames}
     if len(shapes) > 1:
         raise InputError(

@@ -1,0 +1,127 @@
+"""RGB images from paths, bytes, URIs, PIL images and arrays, within limits."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from saccade.errors import InputError
+from saccade.inputs.media.bounds import LOCAL, MediaLimits
+from saccade.inputs.media.sources import read_source
+
+
+def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
+    """Load an upright RGB image.
+
+    Transparent images are laid over white, as the Hugging Face image processors do.
+
+    Args:
+        source: a path, a ``file://`` or ``data:`` URI, the bytes of an image file, a PIL image, or an array
+            ``[H, W]``, ``[H, W, 1]``, ``[H, W, 3]`` or ``[H, W, 4]`` of uint8 or of floats from 0 to 1.
+        limits: accepted places, formats and sizes.
+
+    Returns:
+        A decoded image in mode RGB with its EXIF orientation applied; the first one of an animation.
+
+    Raises:
+        InputError: the source is missing, empty, corrupt, too large or of another kind.
+    """
+    if isinstance(source, Image.Image):
+        return _rgb(source, f"The PIL image of size {source.size}", limits)
+    if isinstance(source, np.ndarray):
+        return _rgb(Image.fromarray(_pixels(source)), "The image array", limits)
+    name, data = read_source(source, "image", limits)
+    if size := _webp_size(data):  # Pillow's decoder allocates the whole canvas when it opens the file
+        _check_size(size, name, limits)
+    # Pillow warns of images that it deems large, where a larger limit says otherwise.
+    is_quiet = limits.image_pixels > (Image.MAX_IMAGE_PIXELS or 0)
+    try:
+        with warnings.catch_warnings() if is_quiet else nullcontext():
+            if is_quiet:
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=limits.formats)
+    except Image.DecompressionBombError:
+        raise _too_many(name, limits) from None
+    except Exception:  # decoders of damaged files raise anything
+        raise InputError(
+            f"{name} is not an image in an accepted format; give one of {', '.join(limits.formats)}."
+        ) from None
+    return _rgb(image, name, limits)
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a WebP file's canvas; None for other files."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    kind, body = data[12:16], data[20:30].ljust(10, b"\0")
+    if kind == b"VP8X":
+        return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
+    if kind == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
+
+
+def _too_many(name: str, limits: MediaLimits) -> InputError:
+    return InputError(f"{name} has more than {limits.image_pixels} pixels; scale it down first.")
+
+
+def _check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:
+    if size[0] * size[1] > limits.image_pixels:
+        raise _too_many(name, limits)
+
+
+def _rgb(image: Image.Image, name: str, limits: MediaLimits) -> Image.Image:
+    _check_size(image.size, name, limits)
+    if not image.width or not image.height:
+        raise InputError(f"{name} has no pixels; give one of at least 1x1.")
+    try:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit grey, which convert() would clip
+            wide = np.asarray(image).astype(np.int64)
+            image = Image.fromarray((np.clip(wide, 0, 65535) >> 8).astype(np.uint8))
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+        return image.convert("RGB")
+    except Exception:  # decoders of damaged files raise anything
+        raise InputError(f"{name} is damaged; give a complete image file.") from None
+
+
+def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """``[H, W]`` or ``[H, W, 1 | 3 | 4]``, uint8 or floats from 0 to 1 -> ``[H, W, 3 | 4]`` uint8."""
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
+        raise InputError(
+            f"An image array of shape {array.shape} is not usable; expected [H, W], [H, W, 1], [H, W, 3] or "
+            "[H, W, 4], channels last."
+        )
+    array = to_uint8(array, "image")
+    if array.shape[2] == 4:
+        return array
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
+
+
+def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+    """Pixels as uint8 from uint8, bool or floats between 0 and 1.
+
+    Raises:
+        InputError: another type, or floats outside 0..1.
+    """
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8) * 255
+    if np.issubdtype(array.dtype, np.floating):
+        if not bool(np.all((array >= 0) & (array <= 1))):
+            raise InputError(
+                f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255."
+            )
+        return np.round(array * 255).astype(np.uint8)
+    raise InputError(f"The {what} array is of type {array.dtype}; give uint8, or floats from 0 to 1.")
