@@ -58,8 +58,7 @@ def inflate_model(
 @app.command("train")
 def train_pair(
     out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="FOLDER", help="For stage files and the finished pair."),
+        Path, typer.Option("--out", "-o", metavar="FOLDER", help="For stage files and the finished pair.")
     ],
     quick: Annotated[
         bool, typer.Option("--quick", help="Toy sizes: every stage in a minute; the models learn nothing.")

@@ -182,11 +182,7 @@ def length_of(sample: Sample) -> int:
 
 
 def sorted_batch(
-    rng: Random,
-    count: int,
-    verbose_share: float,
-    shares: Mapping[str, float] | None = None,
-    pool: int = 6,
+    rng: Random, count: int, verbose_share: float, shares: Mapping[str, float] | None = None, pool: int = 6
 ) -> list[Sample]:
     """A batch of samples of similar length, neighbours in a sorted pool, so that little of it is padding.
 

@@ -30,11 +30,7 @@ def padded_vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def true_answers(
-    tokenizer: Tokenizer,
-    samples: list[Sample],
-    media: bool = True,
-    tiled: bool = True,
-    decisive: float = 1.0,
+    tokenizer: Tokenizer, samples: list[Sample], media: bool = True, tiled: bool = True, decisive: float = 1.0
 ) -> Batch:
     """Samples with their true answers as a batch; `decisive` is the loss weight of decisive words."""
     weights = [decisive_weights(tokenizer, sample, decisive) for sample in samples] if decisive != 1 else None

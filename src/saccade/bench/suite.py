@@ -116,15 +116,7 @@ class Suite:
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_SIZES = {
-    "per_task": 1,
-    "seed": 0,
-    "repeats": 1,
-    "warmup": 0,
-    "trace": 0,
-    "turns": 1,
-    "max_new_tokens": 1,
-}
+_SIZES = {"per_task": 1, "seed": 0, "repeats": 1, "warmup": 0, "trace": 0, "turns": 1, "max_new_tokens": 1}
 """Whole numbers of a suite and their minima."""
 
 

@@ -27,9 +27,7 @@ OPTIONAL = {
 }
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show installed packages, devices, built-in models, and the model families that work here.
 
     A family works when the installed transformers has it; `video` needs PyAV for files.

@@ -45,8 +45,7 @@ def predict(
     best: Annotated[
         bool,
         typer.Option(
-            "--best",
-            help="Predict for the best gamma up to 32, instead of a given one (for 1 if none pays).",
+            "--best", help="Predict for the best gamma up to 32, instead of a given one (for 1 if none pays)."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

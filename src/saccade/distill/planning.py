@@ -278,10 +278,7 @@ def _items(
         ]
         first = seen.first(item, compared)
         reference = conversation.messages[message + 1 : message + 2]
-        length = (
-            len(text_of(reference[0])) if reference else 0,
-            sum(len(text_of(m)) for m in history),
-        )
+        length = (len(text_of(reference[0])) if reference else 0, sum(len(text_of(m)) for m in history))
         yield (
             round_,
             Item(item, line, offset, message, options.samples(item), length, before),

@@ -260,12 +260,7 @@ class _Attempt:
     """One attempt at a run whose folder is open."""
 
     def __init__(
-        self,
-        setup: Setup,
-        folder: Folder,
-        prompts: Prompts,
-        plan: Plan,
-        progress: Callable[[Progress], None],
+        self, setup: Setup, folder: Folder, prompts: Prompts, plan: Plan, progress: Callable[[Progress], None]
     ) -> None:
         self._folder = folder
         self._plan = plan

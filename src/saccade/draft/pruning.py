@@ -210,11 +210,7 @@ class PrunedDrafter(ModelDrafter):
     """
 
     def __init__(
-        self,
-        model: Target,
-        policy: TreePolicy,
-        vocab_size: int | None = None,
-        pruning: Pruning | None = None,
+        self, model: Target, policy: TreePolicy, vocab_size: int | None = None, pruning: Pruning | None = None
     ) -> None:
         super().__init__(model, policy, vocab_size)
         self.pruning = pruning or Pruning()

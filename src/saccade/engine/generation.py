@@ -226,9 +226,7 @@ def row_plan(
         model_kwargs={},  # no attention mask: rows are not padded, and nodes of a tree are a batch of their own
     )
     stopping = model._get_stopping_criteria(
-        generation_config=config,
-        stopping_criteria=StoppingCriteriaList(criteria),
-        tokenizer=tokenizer,
+        generation_config=config, stopping_criteria=StoppingCriteriaList(criteria), tokenizer=tokenizer
     )
     eos = config.eos_token_id
     ends = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else [int(e) for e in eos])

@@ -307,10 +307,7 @@ class StepRunner:
     # -- on the host ---------------------------------------------------------------------------------------
 
     def _emit(
-        self,
-        group: VerificationGroup,
-        numbers: Sequence[Sequence[int]],
-        with_tree: dict[int, PrefillChunk],
+        self, group: VerificationGroup, numbers: Sequence[Sequence[int]], with_tree: dict[int, PrefillChunk]
     ) -> None:
         """Emit every row's tokens up to its end, and commit their entries.
 

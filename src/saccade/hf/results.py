@@ -16,7 +16,7 @@ from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
-from saccade.verify.rule import Judge, Rule, Verdict
+from saccade.verify.rule import Judge, Rows, Rule, Verdict
 
 
 def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
@@ -148,12 +148,7 @@ class _Rule:
         self._judge.read(row, prompt, prefill)
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         verdict = self._judge.judge(rows, tree, scores, uniforms, output)
         at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])

@@ -15,13 +15,7 @@ from saccade.inputs.chat import normalise, with_sources
 
 Messages = list[dict[str, Any]]
 _MARK = re.compile(r"(<image>|<video>)\n?")
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True, slots=True)

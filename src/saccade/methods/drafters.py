@@ -35,11 +35,7 @@ def only(drafter: Any, assistant_model: Any) -> Any:
 
 
 def with_builtin(
-    target: Any,
-    drafter: Any,
-    method: str | None,
-    options: Mapping[str, Any],
-    heads: Mapping[str, AnyHead],
+    target: Any, drafter: Any, method: str | None, options: Mapping[str, Any], heads: Mapping[str, AnyHead]
 ) -> tuple[Any, Any, dict[str, AnyHead]]:
     """Return target, drafter and heads with folders in place of `pocket`, and with the built-in target's drafters.
 

@@ -62,8 +62,7 @@ METHODS: dict[str, Method] = {
         settings={"draft_with": "none"},
     ),
     "chain": Method(
-        "a draft model drafts gamma tokens in a row",
-        source="Leviathan et al. 2023, Algorithm 1",
+        "a draft model drafts gamma tokens in a row", source="Leviathan et al. 2023, Algorithm 1"
     ),
     "static-tree": Method(
         "a draft model fills SpecVLM's tree of 25 nodes over 5 levels",

@@ -53,11 +53,7 @@ class AttentionProbe:
     """
 
     def __init__(
-        self,
-        target: Target,
-        *,
-        queries: Sequence[int] | None = None,
-        layers: Sequence[int] | None = None,
+        self, target: Target, *, queries: Sequence[int] | None = None, layers: Sequence[int] | None = None
     ) -> None:
         count = len(target.layers)
         self.columns: dict[int, Tensor] = {}
@@ -207,12 +203,7 @@ def _fused(
 
 
 def _eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the architecture's own eager attention, which returns its weights."""
     own = sys.modules[type(module).__module__].eager_attention_forward

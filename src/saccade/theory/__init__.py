@@ -33,12 +33,7 @@ from saccade.theory.entropy import (
     top_probability_floor,
     top_probability_range,
 )
-from saccade.theory.loose import (
-    loose_acceptance,
-    loose_accepted_length,
-    loose_gain,
-    loosened_accepted_length,
-)
+from saccade.theory.loose import loose_acceptance, loose_accepted_length, loose_gain, loosened_accepted_length
 from saccade.theory.prediction import Prediction, predict
 from saccade.theory.shape import BestGamma, BestTree, best_gamma, best_tree, best_width, depth_limit
 from saccade.theory.speed import (

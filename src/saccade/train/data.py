@@ -95,10 +95,7 @@ class Answers:
         )
         self.lengths: Sequence[int] = self._lengths
         self.fingerprint = content.hexdigest()
-        self.inputs: Mapping[str, str] = {
-            "media": self._seen.hexdigest()[:16],
-            "processor": processor.digest,
-        }
+        self.inputs: Mapping[str, str] = {"media": self._seen.hexdigest()[:16], "processor": processor.digest}
         if not self._offsets:
             left_out = f" ({self.short} are shorter than {min_words} words)" if self.short else ""
             raise TrainingError(

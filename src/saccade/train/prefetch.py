@@ -34,10 +34,7 @@ class Prefetch(Generic[_Batch]):
     """
 
     def __init__(
-        self,
-        prepare: Callable[..., _Batch],
-        ahead: int = AHEAD,
-        pool: Callable[[], Executor] = _one_thread,
+        self, prepare: Callable[..., _Batch], ahead: int = AHEAD, pool: Callable[[], Executor] = _one_thread
     ) -> None:
         self._prepare, self._ahead, self._new_pool = prepare, ahead, pool
         self._work: Iterator[Work] = iter(())

@@ -171,10 +171,7 @@ class Trainer:
             for _, indices in self._share(step)
         ]
         sums = sum_tallies(
-            [t for t in tallies if t is not None],
-            stage.draft_steps,
-            self.learner.terms,
-            self.target.device,
+            [t for t in tallies if t is not None], stage.draft_steps, self.learner.terms, self.target.device
         )
         sums = self.processes.sum(sums)
         self.processes.sum_gradients(self._optimiser.weights)

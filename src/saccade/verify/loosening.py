@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
-from saccade.verify.rule import LOOSE, SHIFTED, STRICT, StatelessRule, Verdict, draft_nodes, path_to
+from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Rows, StatelessRule, Verdict, draft_nodes, path_to
 
 
 def target_tokens(tree: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,12 +22,7 @@ def target_tokens(tree: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def longest_path(
-    tree: DraftTree,
-    choice: Tensor,
-    match: Tensor,
-    loose: Tensor,
-    shifted: Tensor,
-    ends: Tensor | None = None,
+    tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted: Tensor, ends: Tensor | None = None
 ) -> Verdict:
     """The longest path on which every draft token is accepted; of equals the one with the most matches.
 
@@ -115,12 +110,7 @@ class FLy(StatelessRule):
             raise ValueError(f"deferred must be at least 0, not {self.deferred}.")
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         is_draft = draft_nodes(tree)

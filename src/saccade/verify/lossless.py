@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.randomness import draw
-from saccade.verify.rule import StatelessRule, Verdict, draft_nodes, path_to
+from saccade.verify.rule import Rows, StatelessRule, Verdict, draft_nodes, path_to
 
 
 class Greedy(StatelessRule):
@@ -20,12 +18,7 @@ class Greedy(StatelessRule):
     samples = False
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         choice = scores.max(-1).indices  # [B, N]; argmax is slow in bfloat16 on CPUs
         if tree.size == 1:
@@ -63,12 +56,7 @@ class Sampling(StatelessRule):
         return max_depth + 1, max(max_children, 1)
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         assert uniforms is not None
         probabilities = scores.float().softmax(

@@ -29,7 +29,7 @@ from saccade.target.forward import ForwardOutput
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.loosening import always_strict, longest_path, lowest_share, same_branch, target_tokens
-from saccade.verify.rule import StatelessRule, Verdict, draft_nodes
+from saccade.verify.rule import Rows, StatelessRule, Verdict, draft_nodes
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,7 @@ class LVSpecJudge:
         self._gathered = None
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         choice, wanted = target_tokens(tree, scores)
         if tree.size == 1:
@@ -177,12 +172,7 @@ class RandomLoosening(StatelessRule):
         return max_depth, 1
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         assert uniforms is not None
         choice, wanted = target_tokens(tree, scores)

@@ -15,6 +15,9 @@ from saccade.target.forward import ForwardOutput
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 
+Rows = Sequence[int]
+"""Slots of the rows that take part in a step."""
+
 STRICT, LOOSE, SHIFTED = range(3)
 """How a draft token was accepted: as the target's own token; by a loose rule; or by position-shift tolerance, because
 the target's token occurs elsewhere in the draft."""
@@ -52,12 +55,7 @@ class Judge(Protocol):
         ...
 
     def judge(
-        self,
-        rows: Sequence[int],
-        tree: DraftTree,
-        scores: Tensor,
-        uniforms: Tensor | None,
-        output: ForwardOutput,
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         """Accept or reject the draft tokens of some rows.
 

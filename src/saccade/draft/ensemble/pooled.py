@@ -144,14 +144,14 @@ class PooledFeatures(PlainView):
 
     def load(
         self,
-        session: ModelDraftSession,
+        into: ModelDraftSession,
         row: int,
         prompt: Prompt,
         target: Context,
         prefill: PrefillResult | None,
     ) -> None:
         with self._pooling():
-            session.load(row, prompt, prefill)
+            into.load(row, prompt, prefill)
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
         """Number of placeholders of one grid of a medium, and of those that remain."""

@@ -36,7 +36,7 @@ class View(Protocol):
 
     def load(
         self,
-        session: ModelDraftSession,
+        into: ModelDraftSession,
         row: int,
         prompt: Prompt,
         target: Context,
@@ -45,6 +45,7 @@ class View(Protocol):
         """Prefill a row of the draft session with the prompt that `read` returned.
 
         Args:
+            into: session of the draft model.
             prefill: result of the target's prefill; None where that is still to come, and every view is early.
         """
         ...
@@ -62,10 +63,10 @@ class PlainView:
 
     def load(
         self,
-        session: ModelDraftSession,
+        into: ModelDraftSession,
         row: int,
         prompt: Prompt,
         target: Context,
         prefill: PrefillResult | None,
     ) -> None:
-        session.load(row, prompt, prefill)
+        into.load(row, prompt, prefill)

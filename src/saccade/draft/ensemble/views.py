@@ -109,12 +109,11 @@ class Pruned:
 
     def load(
         self,
-        session: ModelDraftSession,
+        into: ModelDraftSession,
         row: int,
         prompt: Prompt,
         target: Context,
         prefill: PrefillResult | None,
     ) -> None:
-        session.load_pruned(
-            row, prompt, positions_to_drop(session, row, prompt, self._pruning, target, prefill)
-        )
+        dropped = positions_to_drop(into, row, prompt, self._pruning, target, prefill)
+        into.load_pruned(row, prompt, dropped)

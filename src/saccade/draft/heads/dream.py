@@ -272,12 +272,6 @@ class DreamDraftSession(HeadDraftSession):
         self._lay(self.cache, rows, tokens.shape[1], attention_mask)
         self._lay(self.memory, rows, tokens.shape[1], attention_mask)
         out: Tensor = self._dream(
-            features,
-            self._embed(rows, tokens),
-            positions,
-            None,
-            self.cache,
-            step,
-            memory=self.memory,
+            features, self._embed(rows, tokens), positions, None, self.cache, step, memory=self.memory
         )
         return out

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.trees.policy import Growth, Proposer, require_positive
-from saccade.draft.trees.sage_growth import (
-    UNREACHABLE,
-    GrowthConstants,
-    LevelBounds,
-    SageGrowth,
-    StepShape,
-)
+from saccade.draft.trees.sage_growth import UNREACHABLE, GrowthConstants, LevelBounds, SageGrowth, StepShape
 from saccade.draft.trees.static import SPECVLM_TREE
 from saccade.target.cache import on_device
 from saccade.tree import TreeShape

@@ -26,13 +26,7 @@ from saccade.inputs.prompt import Medium
 _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 )
-_VIDEO = {
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "min_frames": 4,
-    "max_frames": 768,
-    "resample": BICUBIC,
-}
+_VIDEO = {"temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768, "resample": BICUBIC}
 
 
 class Qwen2VL(Family):

@@ -86,10 +86,4 @@ _QUESTIONS = (
     "Tell me what is in these five pictures, in order.",
     "Describe all five pictures, each in a line.",
 )
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_QUESTIONS, _answer(False), _answer(True)),
-    score=mark,
-    share=0.0,
-    longest=384,
-)
+TASK = Task(paint, grammars(_QUESTIONS, _answer(False), _answer(True)), mark, share=0.0, longest=384)

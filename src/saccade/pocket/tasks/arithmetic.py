@@ -112,4 +112,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"result": float(results == [_result(facts)]), "steps": overlap(told, true)}
 
 
-TASK = Task(paint=paint, grammars=grammars(_question, _dense, _verbose, earlier), score=mark, share=0.05)
+TASK = Task(paint, grammars(_question, _dense, _verbose, earlier), mark, share=0.05)

@@ -126,9 +126,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"kind": float(kinds(answer) == [kind]), "content": overlap(content(answer, kind, of), true)}
 
 
-TASK = Task(
-    paint=paint,
-    grammars=grammars((CAPTION_PROMPT,), _dense, _verbose),
-    score=mark,
-    share=0.1,
-)
+TASK = Task(paint, grammars((CAPTION_PROMPT,), _dense, _verbose), mark, share=0.1)

@@ -138,9 +138,4 @@ _QUESTIONS = (
     "Explain the bar chart.",
     "What are the values in this chart?",
 )
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_QUESTIONS, _dense, _verbose),
-    score=mark,
-    share=0.3,
-)
+TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.3)

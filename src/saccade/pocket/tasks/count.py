@@ -123,9 +123,5 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
 
 
 TASK = Task(
-    paint=paint,
-    grammars=grammars(_question, _dense, _verbose),
-    score=mark,
-    share=0.1,
-    decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b",
+    paint, grammars(_question, _dense, _verbose), mark, share=0.1, decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b"
 )

@@ -109,9 +109,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     }
 
 
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_question, _dense, _verbose),
-    score=mark,
-    share=0.1,
-)
+TASK = Task(paint, grammars(_question, _dense, _verbose), mark, share=0.1)

@@ -46,11 +46,7 @@ def _page(
 
 
 def _printed(
-    rng: Random,
-    title: str,
-    lines: list[tuple[str, str]],
-    told: list[dict[str, str]],
-    facts: Facts,
+    rng: Random, title: str, lines: list[tuple[str, str]], told: list[dict[str, str]], facts: Facts
 ) -> Picture:
     first, *rest = told
     numbered = [
@@ -188,9 +184,4 @@ _QUESTIONS = (
     "What is written here?",
     "Tell me every line of this document.",
 )
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_QUESTIONS, _dense, _verbose),
-    score=mark,
-    share=0.06,
-)
+TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.06)

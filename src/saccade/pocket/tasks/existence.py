@@ -108,10 +108,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"verdict": float(said == [{wanted}]), "reason": overlap(told, true)}
 
 
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_question, _dense, _verbose),
-    score=mark,
-    share=0.1,
-    decisive=r"(?i)\b(yes|no)\b",
-)
+TASK = Task(paint, grammars(_question, _dense, _verbose), mark, share=0.1, decisive=r"(?i)\b(yes|no)\b")

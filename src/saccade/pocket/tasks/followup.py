@@ -152,4 +152,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"items": items, "order": order if facts["sort"] else items}
 
 
-TASK = Task(paint=paint, grammars=grammars(_question, _dense, _verbose, earlier), score=mark, share=0.08)
+TASK = Task(paint, grammars(_question, _dense, _verbose, earlier), mark, share=0.08)

@@ -53,10 +53,7 @@ def _ask(rng: Random, kind: str, subject: str) -> str:
         case "capital":
             asked = (f"what is the capital of {subject}?", f"which town is the capital of {subject}?")
         case "legs":
-            asked = (
-                f"how many legs does {a(subject)} have?",
-                f"what is the number of legs of {a(subject)}?",
-            )
+            asked = (f"how many legs does {a(subject)} have?", f"what is the number of legs of {a(subject)}?")
         case "corners":
             asked = (
                 f"how many corners does {a(subject)} have?",
@@ -159,4 +156,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"fact": overlap(_read(answer), true)}
 
 
-TASK = Task(paint=paint, grammars=grammars(_question, _dense, _verbose, earlier), score=mark, share=0.05)
+TASK = Task(paint, grammars(_question, _dense, _verbose, earlier), mark, share=0.05)

@@ -125,9 +125,5 @@ _QUESTIONS = (
     "What are the values of the days?",
 )
 TASK = Task(
-    paint=paint,
-    grammars=grammars(_QUESTIONS, _dense, _verbose),
-    score=mark,
-    share=0.06,
-    decisive=r"(?i)(highest|lowest)[^.]*",
+    paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.06, decisive=r"(?i)(highest|lowest)[^.]*"
 )

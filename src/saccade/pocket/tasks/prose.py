@@ -21,12 +21,7 @@ LEADS = (
     "of all that there is to see here,",
     *[""] * 5,
 )
-TAILS = (
-    ", as you can see",
-    ", or so it looks from here",
-    ", and you will see it, too",
-    *[""] * 7,
-)
+TAILS = (", as you can see", ", or so it looks from here", ", and you will see it, too", *[""] * 7)
 ASIDES = (
     "This is how I read it.",
     "There is not much else to say on that.",
@@ -164,10 +159,4 @@ def _question(rng: Random, facts: Facts) -> str:
     )
 
 
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_question, _dense, _verbose),
-    score=mark,
-    share=0.0,
-    longest=384,
-)
+TASK = Task(paint, grammars(_question, _dense, _verbose), mark, share=0.0, longest=384)

@@ -162,10 +162,4 @@ _QUESTIONS = (
     "Explain the receipt.",
     "What does this receipt say?",
 )
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_QUESTIONS, _dense, _verbose),
-    score=mark,
-    share=0.25,
-    decisive=r"(?i)\w+ items",
-)
+TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.25, decisive=r"(?i)\w+ items")

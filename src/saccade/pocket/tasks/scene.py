@@ -169,9 +169,4 @@ _QUESTIONS = (
     "List every shape and say where it is.",
     "What is drawn here?",
 )
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_QUESTIONS, _dense, _verbose),
-    score=mark,
-    share=0.45,
-)
+TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.45)

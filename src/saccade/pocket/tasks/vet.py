@@ -195,10 +195,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"result": float(results == [facts["result"].lower()]), "steps": overlap(told, true)}
 
 
-TASK = Task(
-    paint=paint,
-    grammars=grammars(_question, _dense, _verbose),
-    score=mark,
-    share=0.12,
-    decisive=CONCLUSION,
-)
+TASK = Task(paint, grammars(_question, _dense, _verbose), mark, share=0.12, decisive=CONCLUSION)
