@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,25 @@ def test_a_wrong_state_after_a_rejected_sibling_is_noticed(
 ) -> None:
     monkeypatch.setattr(lossless, "_try", mistake(lossless._try))
     assert planted_p() < UNLIKELY
+
+
+@pytest.mark.parametrize("name", ["remaining", "left"])
+def test_a_point_mass_tried_as_if_no_sibling_had_been_rejected_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its share of what is left, or the tokens that the correction may be."""
+    right: Any = lossless._choose_point_masses
+
+    def wrong(tree: DraftTree, siblings: Any, p: Tensor, uniforms: Tensor) -> Any:
+        if name == "left":
+            return right(tree, siblings, p.clone(), uniforms)[0], p
+        alone = replace(siblings, earlier=torch.zeros_like(siblings.earlier))
+        chosen, left = right(tree, alone, p, uniforms)
+        return siblings.first(chosen), left
+
+    assert planted_p(TopProposer()) > LIKELY
+    monkeypatch.setattr(lossless, "_choose_point_masses", wrong)
+    assert planted_p(TopProposer()) < UNLIKELY
 
 
 def test_a_bonus_token_without_temperature_is_noticed() -> None:

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from enumeration import ManyUniforms, Table, Trial, p_value
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from many_rows import LENGTH, LIKELY, ROWS, VOCAB, WARPERS, GivenTrees, p_of, random_tree, target, warped_p
-from random_trees import NaiveTree, draft_tree, judged, rank_paths
+from random_trees import NaiveTree, draft_tree, judged, rank_paths, trees
+from torch import Tensor
 
 from saccade.draft.lookup import chains
 from saccade.draft.trees.policy import DrawProposer, TopProposer
@@ -78,6 +81,58 @@ def test_a_target_may_know_tokens_that_the_drafter_does_not(drawn: bool) -> None
 def test_warpers_hold_for_accepted_corrected_and_bonus_tokens(name: str, policy: Any, drawn: bool) -> None:
     """top_k leaves q fewer tokens than the three siblings that are wanted."""
     assert warped_p(name, policy, drawn) > LIKELY
+
+
+# --------------------------------------------------------------------------- against the walk in plain Python
+
+
+def walked(tree: NaiveTree, p: Tensor, q: Tensor | None, uniforms: Tensor) -> tuple[list[int], int]:
+    """Path and last token of one row, child after child: ``[N, V]`` p and q, ``[L, C]`` uniforms."""
+    path, depth, going = [0], 0, True
+    while going:
+        node, depth, going = path[-1], depth + 1, False
+        left, rest = p[node].clone(), None if q is None else q[node].clone()
+        children = [n for n in range(1, len(tree.parents)) if tree.valid[n] and tree.parents[n] == node]
+        for rank, child in enumerate(children):
+            token, u = tree.tokens[child], uniforms[depth, rank]
+            drawn_with = torch.zeros_like(left)
+            drawn_with[token] = 1
+            drawn_with = drawn_with if rest is None else rest / rest.sum().clamp(min=1e-300)
+            if drawn_with[token] == 0:
+                continue
+            if u * drawn_with[token] < left[token]:
+                path.append(child)
+                going = True
+                break
+            left = (left - drawn_with).clamp(min=0)
+            left /= left.sum().clamp(min=1e-300)
+            if rest is not None:
+                rest[token] = 0
+    return path, int((left.cumsum(0) > uniforms[0, 0] * left.sum()).int().argmax())
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(rows=3, vocab=5), st.integers(0, 9999), st.booleans(), st.booleans())
+def test_all_nodes_at_once_decide_as_the_walk_from_the_root_does(
+    rows: list[NaiveTree], seed: int, drawn: bool, barred: bool
+) -> None:
+    """Also where siblings repeat a token, padding follows, or processors leave p few tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(rows[0].parents)
+    q = torch.randn(3, size, 5, generator=generator).softmax(-1) if drawn else None
+    scores = 2 * torch.randn(3, size, 5, generator=generator)
+    if barred:
+        scores = scores.masked_fill(scores < scores.median(-1, keepdim=True).values, -torch.inf)
+    tree = draft_tree(rows, q)
+    levels, width = Sampling().uniforms(tree.max_depth, tree.max_children)
+    uniforms = torch.rand(3, levels, width, generator=generator)
+    verdict = judged(Sampling(), tree, scores, uniforms)
+    for row, naive in enumerate(rows):
+        exact_q = None if q is None else q[row].double()
+        path, token = walked(naive, scores[row].double().softmax(-1), exact_q, uniforms[row].double())
+        assert verdict.path[row, : len(path)].tolist() == path
+        assert verdict.count[row] == len(path) - 1
+        assert verdict.token[row] == token
 
 
 # --------------------------------------------------------------------------- single decisions

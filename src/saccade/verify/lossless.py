@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,8 @@ class Sampling(StatelessRule):
     """Lossless for sampling, logits processors and the bonus token included.
 
     Children are tried in node order; after a rejection p becomes the normalised positive part of p - q (recursive
-    rejection sampling; Leviathan et al. 2023, Section 2.3, on trees).
+    rejection sampling; Leviathan et al. 2023, Section 2.3, on trees). All nodes are decided at once, as if every one of
+    them were reached; the verdict is the path on which each node is its parent's accepted child.
     """
 
     lossless = True
@@ -59,66 +62,128 @@ class Sampling(StatelessRule):
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         assert uniforms is not None
-        probabilities = scores.float().softmax(
-            -1
-        )  # p: [B, N, V]; a bfloat16 sum over a vocabulary is too coarse
-        batch = tree.tokens.shape[0]
-        lines = torch.arange(batch, device=scores.device)
-        parents = tree.parents.expand(batch, -1)
+        # p: [B, N, V]; a bfloat16 sum over a vocabulary is too coarse
+        p = scores.softmax(-1, torch.float32)
+        last = uniforms[:, 0, 0]
+        if tree.size == 1:
+            return Verdict.without_draft(draw(p[:, 0], last)[:, None])
+        siblings = _Siblings.of(tree)
+        choose = _choose_point_masses if tree.q is None else _choose_draws
+        chosen, left = choose(tree, siblings, p, uniforms)
+        chosen[:, 0] = True
+        accepted = (chosen[:, None] | ~tree.ancestors).all(-1)  # [B, N]: so is every ancestor
+        count, node = torch.where(accepted, tree.depth, -1).max(1)
+        lines = torch.arange(len(node), device=node.device)
+        return Verdict(path_to(tree, node), count, draw(left[lines, node], last))
+
+
+@dataclass(slots=True)
+class _Siblings:
+    """Order in which the children of every node are tried.
+
+    Attributes:
+        parents: ``[B, N]``.
+        is_draft: ``[B, N]`` as `draft_nodes`.
+        earlier: ``[B, N, N]`` where j is a draft token tried before its sibling i.
+        rank: ``[B, N]`` draft tokens tried before a node among its siblings.
+    """
+
+    parents: Tensor
+    is_draft: Tensor
+    earlier: Tensor
+    rank: Tensor
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> _Siblings:
+        parents = tree.parents.expand_as(tree.tokens)
         is_draft = draft_nodes(tree)
-        node = torch.zeros(batch, dtype=torch.long, device=scores.device)
-        p = probabilities[lines, node]  # [B, V]
-        moving = torch.ones(batch, dtype=torch.bool, device=scores.device)
-        for level in range(1, tree.max_depth + 1):
-            children = is_draft & (parents == node[:, None]) & moving[:, None]
-            order = children.cumsum(1)
-            q = None if tree.q is None else _widen(tree.q[lines, node], p.shape[1])
-            below = node
-            moving = torch.zeros_like(moving)
-            for rank in range(1, tree.max_children + 1):
-                match = children & (order == rank)
-                child = match.int().argmax(1)
-                open_ = match.any(1) & ~moving
-                token = tree.tokens[lines, child]
-                accept, p, q = _try(token, uniforms[:, level, rank - 1], p, q, open_)
-                moving |= accept
-                below = torch.where(accept, child, below)
-            node = below
-            p = torch.where(moving[:, None], probabilities[lines, node], p)
-        token = draw(p, uniforms[:, 0, 0])
-        count = tree.depth.expand(batch, -1).gather(1, node[:, None])[:, 0]
-        return Verdict(path_to(tree, node), count, token)
+        earlier = (parents[:, :, None] == parents[:, None]) & is_draft[:, None]
+        earlier = earlier.tril(-1)
+        return cls(parents, is_draft, earlier, earlier.sum(-1))
+
+    def first(self, accepted: Tensor) -> Tensor:
+        """Accepted nodes ``[B, N]`` without those that an earlier sibling precedes."""
+        return accepted & ~(self.earlier & accepted[:, None]).any(-1)
 
 
-def _try(
-    token: Tensor, u: Tensor, p: Tensor, q: Tensor | None, open_: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Try one child per row where ``open_``; return (accepted, p, q) after it."""
+def _choose_point_masses(
+    tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose a child of every node, for children that are point masses.
+
+    Where all earlier siblings are rejected, p is what they leave of it, so a child is accepted with its own share of
+    the mass that it, later siblings and all other tokens have.
+
+    Args:
+        p: ``[B, N, V]`` probabilities after every node; written to.
+        uniforms: ``[B, L, C]``.
+
+    Returns:
+        ``[B, N]`` True for nodes that are their parent's accepted child, and ``[B, N, V]`` the weights left of p when
+        all children are rejected.
+    """
+    batch, _, vocab = p.shape
+    places = siblings.parents * vocab + tree.tokens  # of every node's token in its parent's distribution
+    repeated = (siblings.earlier & (places[:, :, None] == places[:, None])).any(-1)
+    by_node = p.view(batch, -1)
+    mass = torch.where(siblings.is_draft & ~repeated, by_node.gather(1, places), 0.0)  # [B, N]
+    # The root and padding nodes, whose places mean nothing, leave p as it is.
+    left = torch.where(siblings.is_draft, 0.0, torch.inf)
+    by_node.scatter_reduce_(1, places, left, "amin")
+    # Added up from the last sibling on: a difference from one would lose what little may be left.
+    following = torch.where(siblings.earlier, mass[..., None], 0.0).sum(1)
+    remaining = p.sum(-1).gather(1, siblings.parents) + following + mass
+    at = tree.depth * uniforms.shape[2] + siblings.rank
+    accepted = uniforms.flatten(1).gather(1, at) * remaining < mass
+    return siblings.first(accepted), p
+
+
+def _choose_draws(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose a child of every node, for children drawn from q; arguments and result as of `_choose_point_masses`."""
+    assert tree.q is not None
+    batch, count, vocab = p.shape
+    nodes = torch.arange(count, device=p.device)
+    is_child = (siblings.parents[:, None] == nodes[:, None]) & siblings.is_draft[:, None]  # [B, N, children]
+    levels = (tree.depth + 1).expand(batch, -1).clamp(max=uniforms.shape[1] - 1)  # of every node's children
+    numbers = uniforms.gather(1, levels[..., None].expand(-1, -1, uniforms.shape[2]))  # [B, N, C]
+    left, q = p.flatten(0, 1), _widen(tree.q, vocab).flatten(0, 1)
+    chosen = torch.zeros_like(siblings.is_draft)
+    moving = chosen.flatten()
+    for rank in range(tree.max_children):
+        match = is_child & (siblings.rank == rank)[:, None]
+        child = match.int().argmax(-1)
+        open_ = match.any(-1).flatten() & ~moving
+        token = tree.tokens.gather(1, child).flatten()
+        accept, left, q = _try(token, numbers[..., rank].flatten(), left, q, open_)
+        moving = moving | accept
+        chosen = chosen | (match & accept.view(batch, count, 1)).any(1)
+    left = left.view(batch, count, vocab)
+    return chosen, torch.where(left.sum(-1, keepdim=True) > 0, left, p)  # rounding alone leaves nothing
+
+
+def _try(token: Tensor, u: Tensor, p: Tensor, q: Tensor, open_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Try one child per node where ``open_``; return (accepted, p, q) after it.
+
+    Args:
+        token, u: ``[R]`` the child's token and random number.
+        p, q: ``[R, V]``; rows sum to one, or to zero where nothing is left.
+    """
     at = token[:, None]
-    p_token = p.gather(1, at)[:, 0]
-    without = p.scatter(1, at, 0.0)
-    if q is None:
-        accept = open_ & (u < p_token)
-        residual = without
-    else:
-        q_token = q.gather(1, at)[:, 0]
-        open_ = open_ & (q_token > 0)  # q had fewer tokens than children were wanted: not a real draw
-        accept = open_ & (u * q_token < p_token)
-        residual = (p - q).clamp_(min=0)
-    rejected = (open_ & ~accept)[:, None]
-    p = torch.where(rejected, _normalised(residual, without), p)
-    if q is not None:
-        rest = q.scatter(1, at, 0.0)
-        q = torch.where(rejected, _normalised(rest, rest), q)
-    return accept, p, q
+    p_token, q_token = p.gather(1, at), q.gather(1, at)
+    open_ = open_[:, None] & (q_token > 0)  # q had fewer tokens than children were wanted: not a real draw
+    accept = open_ & (u[:, None] * q_token < p_token)
+    rejected = open_ & ~accept
+    p = torch.addcmul(p, q, rejected.to(p), value=-1).clamp_(min=0)
+    q = q.scatter(1, at, q_token.masked_fill(rejected, 0))
+    return accept[:, 0], _normalise(p, rejected), _normalise(q, rejected)
 
 
-def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
-    """Rows scaled to sum one; the fallback unscaled where a row sums to zero (rounding)."""
+def _normalise(weights: Tensor, where: Tensor) -> Tensor:
+    """Scale rows ``where`` ``[R, 1]`` to sum one, in place; rows of zeros stay."""
     total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), fallback)
+    return weights.div_(torch.where(where & (total > 0), total, 1.0))
 
 
 def _widen(q: Tensor, vocab: int) -> Tensor:
     """Zero probability for tokens that the drafter's vocabulary lacks."""
-    return q if q.shape[1] == vocab else torch.nn.functional.pad(q, (0, vocab - q.shape[1]))
+    return q if q.shape[-1] == vocab else torch.nn.functional.pad(q, (0, vocab - q.shape[-1]))

@@ -60,14 +60,14 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     Args:
         weights: ``[R, V]`` non-negative, not necessarily normalised; an all-zero row yields token 0.
-        uniform: ``[R]`` in [0, 1).
+        uniform: ``[R]`` in [0, 1 - 2**-24], as in `Uniforms`.
 
     Returns:
         ``[R]`` token ids.
     """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    wanted = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    wanted = uniform[:, None] * total  # below the total, because uniform is at most 1 - 2**-24
     index = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[1] - 1)
     # A parallel sum may not be monotone in its last bits; the likeliest token replaces one of weight zero.
     index = torch.where(weights.gather(1, index) > 0, index, weights.argmax(-1, keepdim=True))
