@@ -47,11 +47,20 @@ class Chat:
         num_frames: int | None = None,
         fps: float | None = None,
         limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Output:
         """Send a user message and return the answer; arguments as of `VLM.generate`."""
         turn = self.stream(
-            text, images, videos, seed=seed, num_frames=num_frames, fps=fps, limits=limits, **options
+            text,
+            images,
+            videos,
+            seed=seed,
+            num_frames=num_frames,
+            fps=fps,
+            limits=limits,
+            text_as_text=text_as_text,
+            **options,
         )
         for _ in turn:
             pass
@@ -69,6 +78,7 @@ class Chat:
         num_frames: int | None = None,
         fps: float | None = None,
         limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Turn:
         """Send a user message and stream the answer; arguments as of `VLM.stream`.
@@ -92,6 +102,7 @@ class Chat:
             num_frames=num_frames,
             fps=fps,
             limits=limits,
+            text_as_text=text_as_text,
             **options,
         )
         return Turn(self, messages, stream)

@@ -138,13 +138,14 @@ class Batch:
         num_frames: int | None = None,
         fps: float | None = None,
         limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Ticket:
         """Submit one request.
 
         Args:
             prompt: a string, a conversation, or a `Prompt`.
-            images, videos, num_frames, fps, limits: as of `VLM.generate`.
+            images, videos, num_frames, fps, limits, text_as_text: as of `VLM.generate`.
             seed: of its random generator when sampling; None: drawn from torch's global generator.
             options: as of `VLM.generate`, for this request alone.
 
@@ -153,7 +154,7 @@ class Batch:
         """
         if is_batch(prompt):
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
-        reading = {"num_frames": num_frames, "fps": fps, "limits": limits}
+        reading = {"num_frames": num_frames, "fps": fps, "limits": limits, "text_as_text": text_as_text}
         loaded = [load_image(image, limits) for image in one_or_more(images)]
         given = RowInput(prompt, loaded, one_or_more(videos), reading)
         request = self._request(given, seeds_of(seed, 1)[0])

@@ -203,6 +203,7 @@ class VLM:
         num_frames: int | None = ...,
         fps: float | None = ...,
         limits: MediaLimits = ...,
+        text_as_text: bool = ...,
         **options: Unpack[GenerationOptions],
     ) -> Output: ...
 
@@ -219,6 +220,7 @@ class VLM:
         num_frames: int | None = ...,
         fps: float | None = ...,
         limits: MediaLimits = ...,
+        text_as_text: bool = ...,
         **options: Unpack[GenerationOptions],
     ) -> list[Output]: ...
 
@@ -234,6 +236,7 @@ class VLM:
         num_frames: int | None = None,
         fps: float | None = None,
         limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Output | list[Output]:
         """Generate the answer to one prompt, or to each of a batch.
@@ -249,6 +252,7 @@ class VLM:
             num_frames: frames sampled from a video file, instead of the checkpoint's own setting.
             fps: frames per second sampled from a video file, likewise.
             limits: accepted places, formats and sizes of images and videos.
+            text_as_text: whether control tokens and placeholders in the text of messages are encoded as text.
             options: of Hugging Face's `GenerationConfig`; see `GenerationOptions`.
 
         Returns:
@@ -267,6 +271,7 @@ class VLM:
             num_frames=num_frames,
             fps=fps,
             limits=limits,
+            text_as_text=text_as_text,
             **options,
         )
         for _ in stream:
@@ -286,13 +291,15 @@ class VLM:
         num_frames: int | None = None,
         fps: float | None = None,
         limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Stream:
         """Generate step by step: iterate the result, then read its `outputs`.
 
         Args:
             trace: attach the verified trees to every chunk.
-            prompt, images, videos, seed, session, streamer, num_frames, fps, limits, options: as of `generate`.
+            prompt, images, videos, seed, session, streamer, num_frames, fps, limits, text_as_text, options: as of
+                `generate`.
         """
         batch = is_batch(prompt)
         questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
@@ -302,7 +309,7 @@ class VLM:
         if streamer is not None and len(questions) > 1:
             raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
         seeds = seeds_of(seed, len(questions))
-        reading = {"num_frames": num_frames, "fps": fps, "limits": limits}
+        reading = {"num_frames": num_frames, "fps": fps, "limits": limits, "text_as_text": text_as_text}
         requests = [
             self._request(RowInput(q, [load_image(x, limits) for x in i], v, reading), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)

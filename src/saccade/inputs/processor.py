@@ -15,6 +15,7 @@ from saccade.errors import InputError, ModelError
 from saccade.inputs.batching import media_spans
 from saccade.inputs.chat import Message, Slot, as_text, normalise, render, with_sources
 from saccade.inputs.families import family_of
+from saccade.inputs.literal import Controls, LiteralText, check_unicode
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits
 from saccade.inputs.parts import (
     Parts,
@@ -46,6 +47,7 @@ class InputProcessor:
         self.parts = parts
         self._family = family_of(parts.config)
         self._words = self._family.words(parts.tokenizer)
+        self._known_controls: dict[str | None, Controls] = {}
 
     @cached_property
     def digest(self) -> str:
@@ -107,6 +109,7 @@ class InputProcessor:
         fps: float | None = None,
         template_options: Mapping[str, Any] | None = None,
         limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
     ) -> Prompt:
         """Make one row's prompt.
 
@@ -122,6 +125,7 @@ class InputProcessor:
             fps: frames a second taken of a video file, likewise.
             template_options: further variables of the chat template.
             limits: accepted places, formats and sizes of images and videos.
+            text_as_text: whether control tokens and placeholders in the text of messages are encoded as text.
 
         Returns:
             ids with every placeholder expanded, and the media in the order of their placeholders. Families
@@ -134,21 +138,31 @@ class InputProcessor:
         sampling = _sampling(num_frames, fps)
         images, videos = _listed(images, "images"), _listed(videos, "videos")
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
+        check_unicode(messages)
         slots = _fill(slots, images, videos)
         self._refuse(slots)
         slots = load_slots(self._family, self.parts, slots, sampling, limits)
         template = self._template(slots)
+        literal = LiteralText(self._controls(template), messages) if text_as_text else None
+        if literal is not None:
+            messages = literal.mark(messages)
         if template is None:
-            text = self._bare(text_or_messages, slots)
+            given = text_or_messages
+            if literal is not None and isinstance(given, str):
+                given = literal.mark_text(given)
+            text = self._bare(given, slots)
         else:
             if not self._family.reads_images:
                 messages = as_text(messages)
             text = render(self.tokenizer, template, messages, add_generation_prompt, template_options or {})
         add_special_tokens = not self._has_special_tokens(text, templated=template is not None)
         if self._family.is_composite:
-            return composite_prompt(self.parts, text, slots, add_special_tokens)
+            return composite_prompt(self.parts, text, slots, add_special_tokens, literal)
         text, media = self._expand(text, slots, sampling)
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if literal is None:
+            ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        else:
+            ids = literal.encode(text, add_special_tokens)
         prompt = Prompt(tuple(ids), tuple(media))
         media_spans(self.config, prompt)  # raises unless every medium has found its tokens
         return prompt
@@ -230,6 +244,18 @@ class InputProcessor:
             raise ModelError(
                 f"The checkpoint has no image processor; load {name} from a complete checkpoint."
             )
+
+    def _controls(self, template: str | None) -> Controls:
+        """Control tokens of the tokenizer under a template."""
+        if template not in self._known_controls:
+            composite = self.parts.composite
+            words = tuple(str(getattr(composite, f"{kind}_token", None) or "") for kind in ("image", "video"))
+            if self._words is not None:
+                own = self._words
+                openers, closers = self._family.wrappers(own)
+                words = (own.image, own.video or "", own.slot, *openers, *closers)
+            self._known_controls[template] = Controls(self.tokenizer, template, words)
+        return self._known_controls[template]
 
     def _template(self, slots: Sequence[Slot]) -> str | None:
         """Source of the chat template for a conversation with these media."""

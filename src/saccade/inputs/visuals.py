@@ -13,6 +13,7 @@ from saccade.inputs.chat import Slot
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Family, Features, Words
 from saccade.inputs.families.other import Unknown
+from saccade.inputs.literal import LiteralText
 from saccade.inputs.media import LOCAL, MediaLimits, Video, load_image, load_video
 from saccade.inputs.parts import Parts
 from saccade.inputs.prompt import Medium, Prompt
@@ -150,7 +151,13 @@ def sampled_video(
     return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings), limits)
 
 
-def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special_tokens: bool) -> Prompt:
+def composite_prompt(
+    parts: Parts,
+    text: str,
+    slots: Sequence[Slot],
+    add_special_tokens: bool,
+    literal: LiteralText | None = None,
+) -> Prompt:
     """One row of a family outside the registry, through its own Hugging Face processor.
 
     All images and videos of the row become one medium; its tensors are the processor's output besides ids and masks.
@@ -160,6 +167,7 @@ def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special
         text: the rendered prompt, one placeholder per image or video.
         slots: images and videos of the placeholders, loaded.
         add_special_tokens: whether the tokenizer adds its own.
+        literal: has marked the text of messages; None without marks.
 
     Raises:
         ModelError: the family was not loaded from a checkpoint.
@@ -174,7 +182,10 @@ def composite_prompt(parts: Parts, text: str, slots: Sequence[Slot], add_special
         "videos": [s.source.frames for s in slots if s.kind == "video"],
     }
     try:
-        made = parts.composite(
+        processor = parts.composite
+        if literal is not None and literal.character in text:
+            processor = literal.through(processor)
+        made = processor(
             text=[text],
             return_tensors="pt",
             add_special_tokens=add_special_tokens,
