@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from train_kit import head, listed, samples, target
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head
 from saccade.train.features import read_features
@@ -47,8 +48,7 @@ def test_eagle3_is_its_cross_entropy_over_self_fed_steps() -> None:
                 out = own(
                     fed,
                     given.embeddings[row : row + 1, : place + 1],
-                    torch.arange(place + 1)[None],
-                    attention_mask,
+                    Placement(torch.arange(place + 1)[None], attention_mask),
                 )
                 fed = torch.cat([fed, out[:, -1:]], 1)
                 p = lm_head(given.states[row, place]).double().softmax(-1)

@@ -18,6 +18,7 @@ from dream_kit import dropped_of, run
 from heads_kit import POLICIES, recorded
 
 from families import FAMILIES, reset_rope_deltas
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
 from saccade.errors import TrainingError
 from saccade.inputs.batching import visual_mask
@@ -127,7 +128,7 @@ def test_all_steps_are_their_formulas_written_out(feeding: str, steps: int, opti
             outs = later_steps(made, tokens, f.embeddings[tokens], last, len(sample.prompt), feeding, steps)
             places = torch.tensor(tokens)[None] - 1
             causal = torch.ones(1, len(tokens), len(tokens), dtype=torch.bool).tril()
-            begun = made.begin(f.embeddings[None, tokens], places, causal)[0]
+            begun = made.begin(f.embeddings[None, tokens], Placement(places, causal))[0]
             for place, token in enumerate(tokens):
                 into = token - (len(sample.prompt) - 1)  # the answer
                 if not 0 <= into < len(sample.answer):
@@ -297,10 +298,9 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
     found = DreamFeeder(target(name), made, source, objective=DreamObjective(layer="none")).entries([0])
     assert isinstance(found, DreamEntries)
     with torch.no_grad():
-        begun = made.begin(found.embeddings, found.positions, found.attention_mask)
-        out = made.finish(
-            begun, found.features, found.positions, found.attention_mask, found.reach, places=found.places
-        )
+        at = Placement(found.positions, found.attention_mask)
+        begun = made.begin(found.embeddings, at)
+        out = made.finish(begun, found.features, at, found.reach, places=found.places)
         logits = target(name).model.get_output_embeddings()(out[0])
     worst = 0.0
     for step in steps:

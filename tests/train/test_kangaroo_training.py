@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from train_kit import head, listed, samples, target
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.hidden_states import final_norm
@@ -36,7 +37,8 @@ def test_the_loss_is_the_cross_entropy_under_the_target_from_states_of_the_own_t
             assert given.embeddings[row].numel() == 0
             length = len(sample.ids)
             attention_mask = torch.ones(1, length, length, dtype=torch.bool).tril()
-            out = own(sample.states[own.layers[0]][None], None, torch.arange(length)[None], attention_mask)[0]
+            at = Placement(torch.arange(length)[None], attention_mask)
+            out = own(sample.states[own.layers[0]][None], None, at)[0]
             for place in sample.answer.nonzero()[:, 0].tolist():
                 p = lm_head(sample.states[max(sample.states)][place]).double().softmax(-1)
                 q = lm_head(own.norm(out[place])).double().log_softmax(-1)  # type: ignore[operator]

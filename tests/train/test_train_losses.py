@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from train_kit import head, samples, target
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.train.features import read_features
 from saccade.train.objectives import losses
@@ -38,7 +39,7 @@ def test_one_step_of_eagle_is_its_formula_written_out() -> None:
         size = int(supervised[-1]) + 1
         attention_mask = torch.ones(1, size, size, dtype=torch.bool).tril()
         out = own(given.features[row : row + 1, :size], given.embeddings[row : row + 1, :size],
-                  torch.arange(size)[None], attention_mask)[0]  # fmt: skip
+                  Placement(torch.arange(size)[None], attention_mask))[0]  # fmt: skip
         for place in supervised:
             true, guess = given.states[row, place], out[place]
             difference = (true - guess).abs()

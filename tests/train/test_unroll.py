@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from train_kit import head, samples, target
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.train.features import read_features
 from saccade.train.objectives import losses as module
@@ -36,8 +38,7 @@ def one_draft(own: Head, entries: Entries, row: int, begin: int, steps: int) -> 
         hidden = own(
             features,
             entries.embeddings[row : row + 1, :count],
-            torch.arange(count)[None],
-            attention_mask,
+            Placement(torch.arange(count)[None], attention_mask),
             step=depths,
         )
         out.append(hidden[0, -1])
@@ -78,14 +79,13 @@ def test_one_true_entry_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     own, entries = made("eagle2")
     plain = own.forward
 
-    def leaking(
-        f: Tensor, e: Tensor, places: Tensor, attention_mask: Tensor, *more: Any, **named: Any
-    ) -> Tensor:
-        attention_mask = attention_mask.clone()
-        if more and more[1]:
+    def leaking(f: Tensor, e: Tensor, at: Placement, step: Any = 0) -> Tensor:
+        assert at.attention_mask is not None
+        attention_mask = at.attention_mask.clone()
+        if isinstance(step, int) and step:
             true = entries.supervised.shape[1]
             attention_mask[..., 1:true] |= attention_mask[..., : true - 1].clone()
-        return plain(f, e, places, attention_mask, *more, **named)
+        return plain(f, e, replace(at, attention_mask=attention_mask), step)
 
     monkeypatch.setattr(own, "forward", leaking)
     with pytest.raises(AssertionError):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from families import FAMILIES, Inputs, reset_rope_deltas
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.engine import RunningBatch
 from saccade.inputs.batching import visual_mask
@@ -57,8 +58,7 @@ def run(head: Dream, tokens: Sequence[int], embeddings: Tensor, features: Tensor
     out: Tensor = head(
         features[None],
         embeddings[None],
-        torch.tensor(tokens)[None] - 1,
-        torch.ones(1, count, count, dtype=torch.bool).tril(),
+        Placement(torch.tensor(tokens)[None] - 1, torch.ones(1, count, count, dtype=torch.bool).tril()),
         reach=reach[None],
         places=torch.arange(len(features))[None],
     )[0]

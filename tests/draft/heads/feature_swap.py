@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head, build_head
@@ -133,7 +134,7 @@ def agreement(head: Head, target: Recurrent, swapped: bool) -> float:
         out = head(window.take(given.features), path, step=0)
     elif isinstance(head, Dream):
         assert isinstance(given, DreamEntries)
-        begun = head.begin(given.embeddings, given.positions, given.attention_mask)
+        begun = head.begin(given.embeddings, Placement(given.positions, given.attention_mask))
         out = next(drafts(head, given, window, begun, 1, "guess"))
     else:
         out = next(unroll(head, given, window, 1))

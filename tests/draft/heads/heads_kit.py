@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from families import FAMILIES, FamilyCase, Inputs, pristine, reset_rope_deltas
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
@@ -82,8 +83,7 @@ def trained_head(name: str, kind: str, rows: int = 3) -> Head:
             hidden = head(
                 fed(head, text)[None, sources],
                 head.embed(text.embeddings, text.visual)[None],
-                torch.arange(count)[None],
-                causal,
+                Placement(torch.arange(count)[None], causal),
             )
             logits = head.logits(hidden, lambda h: F.linear(h, lm_head.weight.detach()))
             optimiser.zero_grad()
@@ -238,8 +238,7 @@ class Slow:
             hidden = self._head(
                 torch.stack(features)[None],
                 torch.stack(embeddings)[None],
-                torch.arange(count)[None],
-                torch.ones(1, count, count, dtype=torch.bool).tril(),
+                Placement(torch.arange(count)[None], torch.ones(1, count, count, dtype=torch.bool).tril()),
                 step=steps,
             )[0, -1]
             logits = self._head.logits(hidden, model.get_output_embeddings())

@@ -15,13 +15,13 @@ from heads_kit import LENGTH, POLICIES, engine, prompts, target
 from torch import Tensor, nn
 
 from families import FAMILIES
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, Step, build_head
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind, head_class
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.heads.store import load_head
 from saccade.engine import Request
-from saccade.target.cache import RowCache
 from saccade.train import Listed, Trainer
 from saccade.train.objectives.entries import Entries, LMHead
 from saccade.train.objectives.losses import Tally, Weights, draft_loss
@@ -42,15 +42,7 @@ class Mixed(Head):
     def blocks(self) -> int:
         return 0
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         mixed: Tensor = self.fc(torch.cat([features, embeddings], -1))
         return features + self.config.options["gain"] * mixed
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import dream as under_test
 from saccade.draft.heads import session as heads_session
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
 from saccade.engine import Request
 
@@ -87,8 +88,8 @@ def test_without_cross_attention_the_features_are_not_looked_at() -> None:
     head = dream("llava", cross=0)
     given = torch.randn(1, 5, head.config.hidden_size)
     causal = torch.ones(1, 5, 5, dtype=torch.bool).tril()
-    places = torch.arange(5)[None]
-    assert torch.equal(head(given, given, places, causal), head(given.flip(1), given, places, causal))
+    at = Placement(torch.arange(5)[None], causal)
+    assert torch.equal(head(given, given, at), head(given.flip(1), given, at))
     assert difference("llava", head, rows=2, n=5) < CLOSE
 
 
@@ -217,9 +218,10 @@ def _own_feature_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def _positions_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Dream.begin
 
-    def closed(self: Any, embeddings: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        held = positions - positions[:, :1]
-        return right(self, embeddings, torch.arange(positions.shape[1])[None] + 0 * held, *rest)
+    def closed(self: Any, embeddings: Tensor, at: Placement) -> Tensor:
+        held = at.positions - at.positions[:, :1]
+        places = torch.arange(held.shape[1])[None] + 0 * held
+        return right(self, embeddings, replace(at, positions=places))
 
     monkeypatch.setattr(Dream, "begin", closed)
 

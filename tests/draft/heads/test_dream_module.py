@@ -15,6 +15,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from saccade import methods
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import CrossBlock
 from saccade.draft.heads.dream import Dream, DreamDraftSession
@@ -33,15 +34,11 @@ def fresh(**options: Any) -> Dream:
     return head
 
 
-def given(count: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def given(count: int = 6) -> tuple[Tensor, Tensor, Placement]:
     generator, width = torch.Generator().manual_seed(0), target("llava").text_config.hidden_size
     features, embeddings = torch.randn(2, 1, count, width, generator=generator)
-    return (
-        features,
-        embeddings,
-        torch.arange(count)[None],
-        torch.ones(1, count, count, dtype=torch.bool).tril(),
-    )
+    causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+    return features, embeddings, Placement(torch.arange(count)[None], causal)
 
 
 @torch.no_grad()
@@ -162,14 +159,12 @@ def test_a_head_written_before_its_newest_options_is_what_it_was(tmp_path: Path)
 
 @torch.no_grad()
 def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
-    features, embeddings, positions, attention_mask = given()
+    features, embeddings, at = given()
     for rotary in (True, False):
         head = dream("llava", direct=False, rotary=rotary)
-        begun = head.begin(embeddings, positions, attention_mask)
-        places = (positions, positions.flip(1))
-        outs = [
-            head.finish(begun, features, positions, attention_mask, attention_mask, places=p) for p in places
-        ]
+        begun = head.begin(embeddings, at)
+        places = (at.positions, at.positions.flip(1))
+        outs = [head.finish(begun, features, at, at.attention_mask, places=p) for p in places]
         assert torch.equal(*outs) != rotary
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from saccade.draft.heads.block import Block, Rotary
+from saccade.draft.heads.block import Block, Placement, Rotary
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head, build_head
@@ -93,29 +93,25 @@ def test_the_block_is_the_stock_decoder_layer(name: str) -> None:
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     with torch.no_grad():
         expected = stock(x, attention_mask=causal[None, None], position_embeddings=angles)
-        got = ours(x, positions, causal[None])
+        got = ours(x, Placement(positions, causal[None]))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)  # tens of roundings at magnitude 10
 
 
-def inputs(count: int = 7, batch: int = 2, width: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(count: int = 7, batch: int = 2, width: int = 64) -> tuple[Tensor, Tensor, Placement]:
     generator = torch.Generator().manual_seed(3)
     features, embeddings = (torch.randn(batch, count, width, generator=generator) for _ in range(2))
-    return (
-        features,
-        embeddings,
-        torch.arange(count)[None],
-        torch.ones(1, count, count, dtype=torch.bool).tril(),
-    )
+    causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+    return features, embeddings, Placement(torch.arange(count)[None], causal)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
     head = random_head("llava", kind)
-    _, embeddings, positions, causal = inputs()
+    _, embeddings, at = inputs()
     features = torch.randn(2, 7, 64 * len(head.layers)).requires_grad_()
     embeddings.requires_grad_()
     steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
-    out = head(head.fuse(features), embeddings, positions, causal, step=steps)
+    out = head(head.fuse(features), embeddings, at, step=steps)
     head.logits(out, lambda h: h)[:, 4].square().sum().backward()
     for fed in (features, embeddings):
         assert fed.grad is not None
@@ -127,10 +123,10 @@ def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
     head = random_head("llava", kind)
-    features, embeddings, positions, causal = inputs()
+    features, embeddings, at = inputs()
     steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
     with torch.no_grad():
-        whole = head(features, embeddings, positions, causal, step=steps)
+        whole = head(features, embeddings, at, step=steps)
         cache, parts = head.new_cache(2), []
         for row in range(2):
             cache.reserve(row, 7)
@@ -144,9 +140,7 @@ def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
                 head(
                     features[:, here],
                     embeddings[:, here],
-                    positions[:, here],
-                    None,
-                    cache,
+                    Placement(at.positions[:, here], cache=cache),
                     steps[here],
                 )
             )
@@ -161,10 +155,8 @@ def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind:
         exact = head(*given)
         with torch.autocast("cpu", torch.bfloat16):
             cast_inside = head(*given)
-        features, embeddings, positions, causal = given
-        cast = random_head("llava", kind).bfloat16()(
-            features.bfloat16(), embeddings.bfloat16(), positions, causal
-        )
+        features, embeddings, at = given
+        cast = random_head("llava", kind).bfloat16()(features.bfloat16(), embeddings.bfloat16(), at)
     for rough in (cast_inside, cast):
         error = (rough.float() - exact).norm() / exact.norm()
         assert 0 < error < 0.03  # a few roundings of 2 ** -9
@@ -262,13 +254,13 @@ def test_the_abstract_head_cannot_be_built() -> None:
 
 def test_only_visual_entries_of_msd_do_without_a_feature() -> None:
     """What stands at a zero feature is the embedding alone; the others mix both."""
-    head, (features, embeddings, positions, causal) = random_head("llava", "msd"), inputs()
+    head, (features, embeddings, at) = random_head("llava", "msd"), inputs()
     features[:, :3] = 0
     with torch.no_grad():
-        whole = head(features, embeddings, positions, causal)
+        whole = head(features, embeddings, at)
         fused = head.fc(torch.cat([head.embedding_norm(embeddings), head.feature_norm(features)], -1))  # type: ignore[operator]
         fused[:, :3] = head.embedding_norm(embeddings)[:, :3]  # type: ignore[operator]
-        torch.testing.assert_close(whole, head.stack[0](fused, positions, causal))  # type: ignore[operator,index]
+        torch.testing.assert_close(whole, head.stack[0](fused, at))  # type: ignore[operator,index]
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def cached_attention(
         q: ``[B, H, N, D]``.
         k, v: ``[B, H_kv, N, D]``.
         attention_mask: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout has the mask.
-        cache: laid out for these entries (`RowCache.lay`); in training, any object whose layers have ``update``.
+        cache: as of `Placement`.
         place: index of the layer.
     """
     if isinstance(cache, RowCache):
@@ -100,6 +101,23 @@ def cached_attention(
     return F.scaled_dot_product_attention(
         q, k, v, None if attention_mask is None else attention_mask[:, None]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Places of N entries in their sequences, and the entries that they attend to.
+
+    Attributes:
+        positions: ``[B or 1, N]``.
+        attention_mask: ``[B or 1, N, K]`` bool, cached entries first; every entry attends to itself. None with a
+            `RowCache`, whose layout has the mask.
+        cache: of `Head.new_cache`, laid out for these entries (`RowCache.plan_layout`), or in training any object whose
+            layers have ``update``; None when all entries are given at once (K = N).
+    """
+
+    positions: Tensor
+    attention_mask: Tensor | None = None
+    cache: RowCache | Any = None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -127,21 +145,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
-        cache: RowCache | None,
-        place: int,
-    ) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], at: Placement, place: int) -> Tensor:
         batch, count, _ = x.shape
         heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
         q = self.q_norm(self.q_proj(x).view(batch, count, heads, dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(batch, count, kv, dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, count, kv, dim).transpose(1, 2)
         q, k = turn(q, angles).to(v.dtype), turn(k, angles).to(v.dtype)
-        mixed = cached_attention(q, k, v, attention_mask, cache, place)
+        mixed = cached_attention(q, k, v, at.attention_mask, at.cache, place)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, count, heads * dim))
         return out
 
@@ -177,18 +188,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, attention_mask: Tensor, cache: RowCache | None = None
-    ) -> Tensor:
-        """The residual stream after the block.
-
-        Args:
-            x: ``[B, N, d]``.
-            positions: ``[B, N]`` or ``[1, N]``.
-            attention_mask: ``[B or 1, N, K]`` bool; every entry attends to itself. K is N without a cache.
-            cache: laid out for these entries (`RowCache.lay`).
-        """
-        angles = self._rotary(positions)
-        x = x + self.self_attn(self.input_layernorm(x), angles, attention_mask, cache, self._place)
+    def forward(self, x: Tensor, at: Placement) -> Tensor:
+        """The residual stream ``[B, N, d]`` after the block, from the one before it."""
+        x = x + self.self_attn(self.input_layernorm(x), self._rotary(at.positions), at, self._place)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

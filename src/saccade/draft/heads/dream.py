@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Block, RMSNorm
+from saccade.draft.heads.block import Block, Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import GATES, CrossBlock
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Proposer
@@ -24,6 +24,7 @@ from saccade.target.layout import ALL, Layout, Span
 from saccade.target.masks import additive
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
+from saccade.verify.rule import Rows
 
 
 class Dream(Head):
@@ -85,10 +86,8 @@ class Dream(Head):
         self,
         features: Tensor,
         embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
+        at: Placement,
+        step: Step = 0,
         *,
         reach: Tensor | None = None,
         memory: RowCache | None = None,
@@ -103,38 +102,33 @@ class Dream(Head):
             memory: of `new_memory`, laid out for these features; None when all features are given at once (F = M).
             places: ``[B or 1, M]`` tokens of the features, consecutive; None when each entry brings its own.
         """
-        reach = attention_mask if reach is None else reach
-        stream = self.begin(embeddings, positions, attention_mask, cache)
-        return self.finish(stream, features, positions, attention_mask, reach, cache, memory, places)
+        reach = at.attention_mask if reach is None else reach
+        return self.finish(self.begin(embeddings, at), features, at, reach, memory, places)
 
-    def begin(
-        self, embeddings: Tensor, positions: Tensor, attention_mask: Tensor, cache: RowCache | None = None
-    ) -> Tensor:
+    def begin(self, embeddings: Tensor, at: Placement) -> Tensor:
         """Return the stream ``[B, N, d]`` after the first block, before any feature."""
         if self.first is None:
             return embeddings
-        out: Tensor = self.first(embeddings, positions, attention_mask, cache)
+        out: Tensor = self.first(embeddings, at)
         return out
 
     def finish(
         self,
         stream: Tensor,
         features: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        reach: Tensor,
-        cache: RowCache | None = None,
+        at: Placement,
+        reach: Tensor | None,
         memory: RowCache | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
         """Return the output ``[B, N, d]`` of `forward` from the stream of `begin`."""
-        out = stream
+        out, where = stream, (at.positions, at.positions if places is None else places)
         if self.direct is not None and self.direct_norm is not None:
-            out = out + self.direct(self.direct_norm(_latest(features, positions, places)))
+            out = out + self.direct(self.direct_norm(_latest(features, at.positions, places)))
         for block in self.cross:
-            out = block(out, features, reach, memory, (positions, positions if places is None else places))
+            out = block(out, features, reach, memory, where)
         if self.last is not None:
-            out = self.last(out, positions, attention_mask, cache)
+            out = self.last(out, at)
         return out
 
     def new_memory(self, rows: int) -> RowCache:
@@ -233,9 +227,7 @@ class DreamDraftSession(HeadDraftSession):
         self._dream(
             self._features[row][first:last][None],
             embedded,
-            (tokens - 1)[None],
-            None,
-            self.cache,
+            Placement((tokens - 1)[None], cache=self.cache),
             memory=self.memory,
             places=torch.arange(first, last, device=self._device)[None],
         )
@@ -261,17 +253,16 @@ class DreamDraftSession(HeadDraftSession):
 
     def _forward(
         self,
-        rows: Sequence[int],
+        rows: Rows,
         features: Tensor,
         tokens: Tensor,
-        attention_mask: Tensor | None,
+        mask: Tensor | None,
         offset: int | Tensor,
         step: int,
     ) -> Tensor:
         positions = self._placed(self.memory, rows, offset).expand(tokens.shape)
-        self._lay(self.cache, rows, tokens.shape[1], attention_mask)
-        self._lay(self.memory, rows, tokens.shape[1], attention_mask)
-        out: Tensor = self._dream(
-            features, self._embed(rows, tokens), positions, None, self.cache, step, memory=self.memory
-        )
+        self._lay(self.cache, rows, tokens.shape[1], mask)
+        self._lay(self.memory, rows, tokens.shape[1], mask)
+        at = Placement(positions, cache=self.cache)
+        out: Tensor = self._dream(features, self._embed(rows, tokens), at, step, memory=self.memory)
         return out

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm, Rotary
+from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm, Rotary
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, decoupled
+from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.errors import ModelError
-from saccade.target.cache import RowCache
 
 NORMS = ("all", "block", "none")
 
@@ -63,18 +62,10 @@ class Eagle2(Head):
     def blocks(self) -> int:
         return len(self.stack)
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         out = self.fused(features, self.embedding_norm(embeddings))
         for block in self.stack:
-            out = block(out, positions, attention_mask, cache)
+            out = block(out, at)
         return out
 
     def fused(self, features: Tensor, words: Tensor) -> Tensor:
@@ -141,17 +132,9 @@ class Eagle3(Head):
         out: Tensor = self.fc(states)
         return out
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)
-        x = features + self.self_attn(both, self._rotary(positions), attention_mask, cache, 0)
+        x = features + self.self_attn(both, self._rotary(at.positions), at, 0)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
@@ -52,6 +53,8 @@ def _factor(raw: Tensor, logits: Tensor) -> float:
     return scale if fits and scale > 0 and abs(math.log(scale)) > 0.1 else 1.0
 
 
+Step = int | Tensor
+"""Draft step of entries; a tensor broadcasts to ``[B, N]``."""
 AFTER_IMAGE = ("text", "visual")
 
 
@@ -141,25 +144,14 @@ class Head(nn.Module, ABC):
         return states
 
     @abstractmethod
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         """Predict the states at the entries' own tokens.
 
         Args:
             features: ``[B, N, d]`` states at the token before each entry's: the target's (`fuse`), or the head's own
                 output for a draft token.
             embeddings: ``[B, N, d]`` inputs of the target's decoder for the entries' tokens.
-            positions: ``[B or 1, N]``.
-            attention_mask: ``[B or 1, N, K]`` bool, cached entries first; every entry attends to itself. Not read
-                with a cache of `new_cache`, whose layout has the mask.
-            cache: of `new_cache`, laid out for these entries; None when all entries are given at once (K = N).
+            at: their places, counted in entries.
             step: 0 for entries with the target's own feature, t for a draft token t levels below the last emitted
                 token; a tensor broadcasts to ``[B, N]``.
 

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Block
+from saccade.draft.heads.block import Block, Placement
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
-from saccade.target.cache import RowCache
+from saccade.draft.heads.head import Head, Step
 
 
 class HiViS(Head):
@@ -42,17 +41,9 @@ class HiViS(Head):
     def hides_visual(self) -> bool:
         return True
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         last = self.config.steps - 1
         index = step.clamp(max=last) if isinstance(step, Tensor) else min(step, last)
         fused = self.w1(features) + self.w2(embeddings) + self.w(self.residuals[index])
-        out: Tensor = self.block(fused, positions, attention_mask, cache)
+        out: Tensor = self.block(fused, at)
         return out

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Attention, RMSNorm, Rotary
+from saccade.draft.heads.block import Attention, Placement, RMSNorm, Rotary
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import RowCache, on_device
+from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.hidden_states import final_norm
 from saccade.tree import DraftTree
@@ -75,23 +75,15 @@ class Kangaroo(Head):
     def is_shown_visual(self) -> bool:
         return False
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor | None,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor | None, at: Placement, step: Step = 0) -> Tensor:
         """Map early states to states for the LM head.
 
         Args:
             features: ``[B, N, d]`` inputs of the target's layer ``exit`` at the entries' own tokens.
             embeddings, step: ignored.
         """
-        angles = self._rotary(positions)
-        out: Tensor = features + self.self_attn(self.input_norm(features), angles, attention_mask, cache, 0)
+        angles = self._rotary(at.positions)
+        out: Tensor = features + self.self_attn(self.input_norm(features), angles, at, 0)
         return out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import RMSNorm
+from saccade.draft.heads.block import Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import RowCache, on_device
+from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
 from saccade.target.prefill import PrefillResult
@@ -85,13 +85,7 @@ class Medusa(StackedHead):
         )
 
     def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor | None = None,
-        positions: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
+        self, features: Tensor, embeddings: Tensor | None = None, at: Placement | None = None, step: Step = 0
     ) -> Tensor:
         """Predict the states ``step`` tokens after the entries' own from the features alone.
 
@@ -124,13 +118,7 @@ class Hydra(StackedHead):
         self.outer = nn.ModuleList(nn.Linear(width, width) for _ in range(config.steps))
 
     def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
+        self, features: Tensor, embeddings: Tensor, at: Placement | None = None, step: Step = 0
     ) -> Tensor:
         """Predict the states ``step`` tokens after the entries' own.
 

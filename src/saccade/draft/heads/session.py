@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession, TreeDrafter
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import check_fit
 from saccade.draft.heads.head import Head, logits_scale, read_at
 from saccade.draft.heads.registry import session_class
@@ -24,7 +25,7 @@ from saccade.target.forward import ForwardOutput
 from saccade.target.masks import MaskPlan
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
-from saccade.verify.rule import Verdict
+from saccade.verify.rule import Rows, Verdict
 
 CHUNK = 1024
 """Prompt entries per forward; bounds the attention mask."""
@@ -202,7 +203,7 @@ class HeadDraftSession:
         positions = torch.arange(at, at + count, device=self._device)[None]
         features = read_at(self._features[row], sources.to(self._device))[None]
         self._lay(self.cache, [row], count, None)
-        self._head(features, embedded, positions, None, self.cache)
+        self._head(features, embedded, Placement(positions, cache=self.cache))
         self.cache.commit([row], [range(count)])
 
     def _lay(self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None) -> None:
@@ -242,17 +243,18 @@ class HeadDraftSession:
 
     def _forward(
         self,
-        rows: Sequence[int],
+        rows: Rows,
         features: Tensor,
         tokens: Tensor,
-        attention_mask: Tensor | None,
+        mask: Tensor | None,
         offset: int | Tensor,
         step: int,
     ) -> Tensor:
         """Run pending entries of some rows, ``offset`` positions after their committed ones."""
-        self._lay(self.cache, rows, tokens.shape[1], attention_mask)
+        self._lay(self.cache, rows, tokens.shape[1], mask)
         positions = self._placed(self.cache, rows, offset).expand(tokens.shape)
-        out: Tensor = self._head(features, self._embed(rows, tokens), positions, None, self.cache, step)
+        at = Placement(positions, cache=self.cache)
+        out: Tensor = self._head(features, self._embed(rows, tokens), at, step)
         return out
 
     def _placed(self, cache: RowCache, rows: Sequence[int], offset: int | Tensor) -> Tensor:

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Block, RMSNorm
+from saccade.draft.heads.block import Block, Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.cross import CrossBlock
-from saccade.draft.heads.head import Head, decoupled
+from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import RowCache, on_device
+from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.prefill import PrefillResult
 
@@ -121,21 +121,13 @@ class ViSpec(Head):
             global_vectors = torch.where((tokens >= image.stop)[:, None], image.vectors[-1], global_vectors)
         return torch.cat([words, global_vectors], -1)
 
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor,
-        cache: RowCache | None = None,
-        step: int | Tensor = 0,
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `with_images`."""
         words, global_vectors = embeddings.chunk(2, -1)
         words = self.embedding_norm(words)
         both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(global_vectors)
         fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
-        out: Tensor = self.block(fused, positions, attention_mask, cache)
+        out: Tensor = self.block(fused, at)
         return out
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
@@ -217,7 +218,7 @@ class DreamObjective:
 
         window = Window.of(entries.supervised)
         following, states = window.take(entries.following), window.take(entries.states)
-        begun = head.begin(entries.embeddings, entries.positions, entries.attention_mask)
+        begun = head.begin(entries.embeddings, Placement(entries.positions, entries.attention_mask))
         supervised = window.supervised
         for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
             if step:
@@ -261,18 +262,16 @@ def drafts(
         Of step s the first s places of every row mean nothing with the feeding ``guess``; with ``answer`` the first
         place alone is fed what it was fed before.
     """
-    positions, attention_mask, places = entries.positions, entries.attention_mask, entries.places
+    at, places = Placement(entries.positions, entries.attention_mask), entries.places
     if feeding == "answer":
         features = entries.features
         for _ in range(steps):
-            out = head.finish(begun, features, positions, attention_mask, entries.reach, places=places)
+            out = head.finish(begun, features, at, entries.reach, places=places)
             yield window.take(out)
             features = self_fed(entries, out)
         return
-    entered, memory = cast("RowCache", Kept(head.blocks)), cast("RowCache", Kept(len(head.cross)))
-    out = head.finish(
-        begun, entries.features, positions, attention_mask, entries.reach, entered, memory, places
-    )
+    entered, memory = Kept(head.blocks), cast("RowCache", Kept(len(head.cross)))
+    out = head.finish(begun, entries.features, replace(at, cache=entered), entries.reach, memory, places)
     guess = window.take(out)
     yield guess
     begun, own = window.take(begun), window.take(entries.tokens)
@@ -280,7 +279,7 @@ def drafts(
     for step in range(1, steps):
         seen = with_guesses(order <= (window.places - step)[:, :, None], step)
         reach = with_guesses(places < (own - step).clamp(min=1)[:, :, None], step)
-        guess = head.finish(begun, shifted(guess), own - 1, seen, reach, entered, memory)
+        guess = head.finish(begun, shifted(guess), Placement(own - 1, seen, entered), reach, memory)
         yield guess
 
 

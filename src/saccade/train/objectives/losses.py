@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.train.objectives.entries import Entries, LMHead
 
@@ -245,19 +246,21 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
         ``[B, A, d]`` per step. Of step s the first s places of every row are undefined: their drafts would start
         before the window.
     """
-    kept: Any = Kept(head.blocks)
+    kept = Kept(head.blocks)
     count, device = entries.supervised.shape[1], entries.supervised.device
     causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     positions = torch.arange(count, device=device)
     batch = len(entries.supervised)
     features = head.fuse(entries.features)
-    out = head(features, entries.embeddings, positions[None], causal.expand(batch, -1, -1), kept, 0)
+    at = Placement(positions[None], causal.expand(batch, -1, -1), kept)
+    out = head(features, entries.embeddings, at)
     guess = window.take(out)
     yield guess
     embeddings = window.take(entries.embeddings)
     for step in range(1, steps):
         true = positions <= (window.places - step)[:, :, None]  # [B, A, E]
-        guess = head(shifted(guess), embeddings, window.places, with_guesses(true, step), kept, step)
+        at = Placement(window.places, with_guesses(true, step), kept)
+        guess = head(shifted(guess), embeddings, at, step)
         yield guess
 
 
