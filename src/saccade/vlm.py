@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,26 @@ def load(
         MethodError: unknown method or option, or a drafter that does not fit the method.
     """
     drafter = drafters.only(drafter, assistant_model)
+    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map}
+    return check(target, drafter, method, heads=heads, head=head, **placing, **options)()
+
+
+def check(
+    target: str | Path | Any,
+    drafter: str | Path | Any = None,
+    method: str | None = None,
+    *,
+    heads: Heads = (),
+    head: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    draft_dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    **options: Any,
+) -> Callable[[], VLM]:
+    """Report every mistake that shows without weights, and return the function that loads them.
+
+    Arguments and errors as of `load`.
+    """
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
     target, drafter, given = drafters.with_builtin(
@@ -94,7 +114,6 @@ def load(
     kinds = drafters.kinds_of(given)
     name = method or drafters.default_method(drafter, kinds, head)
     drafting = None if drafters.is_head(drafter) else drafter
-    # Every mistake is reported before gigabytes of weights are read.
     values = methods.options(name, options)
     methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
     check_device(device_map)
@@ -106,23 +125,27 @@ def load(
         shared_vocabulary(
             processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting))
         )
-    model = _model(target, dtype, device_map)
-    if drafting is not None:
-        place = model.get_input_embeddings().weight.device
-        drafting = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
-        if draft_dtype is None:
-            drafting = drafting.to(best_draft_dtype(drafting))
-    return VLM(
-        model,
-        processor,
-        drafter=drafting,
-        draft_processor=draft_processor,
-        heads=given,
-        head=head,
-        draft_dtype=draft_dtype,
-        method=name,
-        **options,
-    )
+
+    def read() -> VLM:
+        model, draft_model = _model(target, dtype, device_map), None
+        if drafting is not None:
+            place = model.get_input_embeddings().weight.device
+            draft_model = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
+            if draft_dtype is None:
+                draft_model = draft_model.to(best_draft_dtype(draft_model))
+        return VLM(
+            model,
+            processor,
+            drafter=draft_model,
+            draft_processor=draft_processor,
+            heads=given,
+            head=head,
+            draft_dtype=draft_dtype,
+            method=name,
+            **options,
+        )
+
+    return read
 
 
 class VLM:
@@ -311,7 +334,7 @@ class VLM:
         seeds = seeds_of(seed, len(questions))
         reading = {"num_frames": num_frames, "fps": fps, "limits": limits, "text_as_text": text_as_text}
         requests = [
-            self._request(RowInput(q, [load_image(x, limits) for x in i], v, reading), s)
+            self.request(RowInput(q, [load_image(x, limits) for x in i], v, reading), s)
             for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
         ]
         tokenizer = self.processor.tokenizer
@@ -338,7 +361,7 @@ class VLM:
         """
         return Batch(
             self.engine,
-            self._request,
+            self.request,
             self.processor.tokenizer,
             max_rows,
             kv_memory,
@@ -366,7 +389,12 @@ class VLM:
         """Open a conversation whose turns reuse the KV cache of the earlier ones."""
         return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
 
-    def _request(self, given: RowInput, seed: int) -> Request:
+    def request(self, given: RowInput, seed: int) -> Request:
+        """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile.
+
+        Raises:
+            InputError: the prompt or its media cannot be used.
+        """
         prompt = given.prompt(self.processor)
         return Request(prompt, self._draft_prompt(prompt, given), seed)
 

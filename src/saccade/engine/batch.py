@@ -77,6 +77,11 @@ class RunningBatch:
         """The drafter's session; None without a drafter."""
         return self._state.drafting
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of ``kv_memory`` that active rows occupy; 0 without a limit."""
+        return self._state.slots.usage
+
     # -- rows join and leave -------------------------------------------------------------------------------
 
     @property

@@ -50,6 +50,13 @@ class SlotAllocator:
         """Bytes of all slots' segments, cached content included."""
         return sum(self._context.cache.capacity(slot) for slot in range(len(self._rows))) * self._entry_bytes
 
+    @property
+    def usage(self) -> float:
+        """Share of the limit that rows occupy, cached content left out; 0 without a limit."""
+        occupied = (slot for slot, row in enumerate(self._rows) if row is not None)
+        used = sum(self._context.cache.capacity(slot) for slot in occupied) * self._entry_bytes
+        return used / self._limit if self._limit else 0.0
+
     def check(self, row: Row) -> None:
         """Refuse a row that can never fit.
 
