@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "saccade"
 LAYERS = [
     *("errors", "files", "formats", "typed", "environment", "pocket", "inputs", "tree", "text", "output"),
     *("target", "loading", "grammar", "processors", "verify", "draft", "engine", "methods", "stream"),
-    *("tickets", "chat", "vlm", "hf", "theory", "bench", "distill", "train", "cli"),
+    *("tickets", "chat", "vlm", "hf", "serve", "theory", "bench", "distill", "train", "cli"),
 ]
 """Packages and modules of `saccade`; each imports only from itself and from those before it."""
 

@@ -9,7 +9,20 @@ from typing import Any
 
 import typer
 
-from saccade.cli import bench, chat, demo, distill, doctor, generate, methods, pocket, predict, report, train
+from saccade.cli import (
+    bench,
+    chat,
+    demo,
+    distill,
+    doctor,
+    generate,
+    methods,
+    pocket,
+    predict,
+    report,
+    serve,
+    train,
+)
 from saccade.errors import SaccadeError
 
 app = typer.Typer(
@@ -23,6 +36,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("methods")(methods.methods)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -82,15 +82,20 @@ def load_models(
     if not sys.warnoptions:
         _show_own_warnings()
     with waiting(f"Loading {target}"):
-        from transformers.utils import logging
-
         from saccade import load
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+        quiet_libraries()
         if heads:
-            options["heads"] = _heads_by_name(heads)
+            options["heads"] = heads_by_name(heads)
         return load(target, drafter, method, **options)
+
+
+def quiet_libraries() -> None:
+    """Silence progress bars and warnings of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _show_own_warnings() -> None:
@@ -117,7 +122,7 @@ def _show_own_warnings() -> None:
     warnings.showwarning = show
 
 
-def _heads_by_name(given: list[str]) -> dict[str, str]:
+def heads_by_name(given: list[str]) -> dict[str, str]:
     """Return the folders by name, of FOLDER or NAME=FOLDER each.
 
     Raises:

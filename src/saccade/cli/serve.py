@@ -1,0 +1,133 @@
+"""`saccade serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saccade.cli import arguments as args
+from saccade.cli import screen
+from saccade.errors import InputError
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def serve(
+    target: args.Target = None,
+    drafter: args.Drafter = None,
+    method: args.MethodName = None,
+    set_: args.Settings = None,
+    head: args.Heads = None,
+    dtype: args.Dtype = "auto",
+    draft_dtype: args.DraftDtype = None,
+    device: args.DeviceMap = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the model in requests; the target by default.", rich_help_panel="Models"),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file with tables server, limits and models, for several models and profiles; the options below "
+            "override it.",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on, 127.0.0.1 by default: this machine alone.", rich_help_panel="Server"
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="8000 by default; 0 takes a free one.", rich_help_panel="Server")
+    ] = None,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="API keys, one per line; SACCADE_API_KEYS has more, separated by commas. Without any, no key is "
+            "asked for.",
+            rich_help_panel="Server",
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(help="Answers that run at once, 8 by default.", rich_help_panel="Server"),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that may wait, 64 by default; further ones get 503.", rich_help_panel="Server"
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MIB",
+            help="Keys and values of target and draft model; by default half of the free memory.",
+            rich_help_panel="Server",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Check everything, print what would be served, and load nothing.")
+    ] = False,
+) -> None:
+    """Serve models to any OpenAI client, several answers at once, each the same as alone.
+
+    Requests choose their method with the field `speculation` (`"off"`, or `{"method": "sage"}`), and are answered on
+    `/v1/chat/completions` and `/v1/completions`. `/metrics` is for Prometheus, `/health` and `/ready` for supervisors.
+    Ctrl-C or SIGTERM lets running answers finish; a second one ends at once.
+
+    Examples:
+
+    `saccade serve -t pocket`
+
+    `saccade serve -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --api-key-file keys.txt --host 0.0.0.0`
+
+    `saccade serve --config serve.toml --plan`
+    """
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise InputError(
+            f"The server needs {', '.join(missing)}, which this environment lacks; run `pip install saccade[serve]`."
+        )
+    from saccade.serve.config import ModelEntry, ServerConfig, override, read_config
+    from saccade.serve.config import plan as describe
+
+    own: dict[str, Any] = {
+        "name": name,
+        "drafter": drafter,
+        "method": method,
+        "options": args.settings(set_),
+        "heads": screen.heads_by_name(head or []),
+        "dtype": dtype,
+        "draft_dtype": draft_dtype,
+        "device": device,
+    }
+    if config is not None and target is not None:
+        raise InputError("Both --config and --target name models; give one of them.")
+    if config is None and target is None:
+        raise InputError("No model is named; give --target, such as --target pocket, or --config.")
+    if target is not None:
+        entry = ModelEntry(target, **{k: v for k, v in own.items() if v is not None})
+        base = ServerConfig((entry,))
+    else:
+        base = read_config(Path(str(config)))
+    found = override(
+        base,
+        {"host": host, "port": port, "api_key_file": api_key_file},
+        {"max_rows": max_rows, "max_queue": max_queue, "kv_memory_mib": kv_memory},
+    )
+    screen.quiet_libraries()
+    if plan:
+        for model in found.models:
+            model.check()
+        print(describe(found))
+        return
+    from saccade.serve import server
+
+    server.serve(found)

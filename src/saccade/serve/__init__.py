@@ -1,0 +1,1 @@
+"""OpenAI-compatible server over running batches (extra ``serve``); `saccade.serve.app` makes the application."""

@@ -1,0 +1,261 @@
+"""Answers in OpenAI's form: text up to a stop string, log-probabilities, usage, chunks and whole bodies."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from saccade.output import Output, TreeTrace
+from saccade.serve.decoding import TokenLogprob
+from saccade.serve.jobs import Event
+from saccade.serve.metrics import FINISHED
+from saccade.text import Detokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+class StopCutter:
+    """Text up to the first stop string; text that may begin one is held back.
+
+    Args:
+        stops: stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.stopped = False
+
+    def add(self, text: str, last: bool = False) -> str:
+        """Append text and return what can no longer be part of a stop string; ``last``: nothing follows."""
+        if not self._stops or self.stopped:
+            return "" if self.stopped else text
+        held = self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return held[: min(places)]
+        keep = 0 if last else max(_overlap(held, stop) for stop in self._stops)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of a text that begins a stop string."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New part of a choice.
+
+    Attributes:
+        text: completed characters.
+        logprobs: of its tokens in the endpoint's form; None without.
+        trace: tokens with marks, and the tree; None unless traced.
+        finish: OpenAI's finish reason; None before the end.
+    """
+
+    text: str
+    logprobs: dict[str, Any] | None
+    trace: dict[str, Any] | None
+    finish: str | None
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer under way, from tokens to text.
+
+    Args:
+        tokenizer: the target's.
+        stops: stop strings.
+        chat: whether log-probabilities are in the form of chat answers.
+        num_logprobs: alternatives per token; None: no log-probabilities.
+        traced: whether pieces have traces.
+
+    Attributes:
+        text: so far.
+        output: of the engine at the end.
+    """
+
+    tokenizer: Any
+    stops: Sequence[str]
+    chat: bool
+    num_logprobs: int | None
+    traced: bool
+    text: str = ""
+    output: Output | None = None
+    finish: str | None = None
+    logprobs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._detokenizer, self._traced = Detokenizer(self.tokenizer), Detokenizer(self.tokenizer)
+        self._cutter = StopCutter(self.stops)
+        self._offset = 0
+
+    def add(self, event: Event) -> Piece:
+        """Take an event of the engine and return the new part."""
+        text = self._detokenizer.add(event.tokens)
+        if event.output is not None:
+            text += self._detokenizer.finish()
+            self.output = event.output
+            self.finish = FINISHED.get(event.output.finish_reason, "stop")
+        text = self._cutter.add(text, last=event.is_last)
+        if event.is_last and self._cutter.stopped:
+            self.finish = "stop"
+        self.text += text
+        return Piece(text, self._new_logprobs(event), self._trace(event), self.finish)
+
+    def _new_logprobs(self, event: Event) -> dict[str, Any] | None:
+        if self.num_logprobs is None:
+            return None
+        found = [entry for entry in event.logprobs if not self._is_end(entry.token, event)]
+        new = self._chat_logprobs(found) if self.chat else self._completion_logprobs(found)
+        for name, values in new.items():
+            if values is not None:
+                self.logprobs.setdefault(name, []).extend(values)
+        return new
+
+    def _is_end(self, token: int, event: Event) -> bool:
+        """Whether a token is the one that ended the answer without any text."""
+        ended = event.output is not None and event.output.finish_reason == "eos"
+        return ended and event.output is not None and token == event.output.tokens[-1]
+
+    def _chat_logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            {
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(token, value) for token, value in entry.top],
+            }
+            for entry in found
+        ]
+        return {"content": content, "refusal": None}
+
+    def _completion_logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        words = [self._word(entry.token) for entry in found]
+        offsets = []
+        for word in words:
+            offsets.append(self._offset)
+            self._offset += len(word)
+        return {
+            "tokens": words,
+            "token_logprobs": [entry.logprob for entry in found],
+            "top_logprobs": [{self._word(token): value for token, value in entry.top} for entry in found],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+    def _word(self, token: int) -> str:
+        return str(self.tokenizer.decode([token]))
+
+    def _trace(self, event: Event) -> dict[str, Any] | None:
+        """Tokens with their text and marks; the texts of all pieces join to the answer before any stop string."""
+        if not self.traced:
+            return None
+        texts = [self._traced.add([token]) for token in event.tokens]
+        if event.is_last and texts:
+            texts[-1] += self._traced.finish()
+        tokens = [
+            {"id": token, "text": text, "mark": mark}
+            for token, text, mark in zip(event.tokens, texts, event.marks, strict=True)
+        ]
+        return {"tokens": tokens, "tree": None if event.tree is None else self._tree(event.tree)}
+
+    def _tree(self, tree: TreeTrace) -> dict[str, Any]:
+        nodes = [{"id": token, "text": self._word(token)} for token in tree.tokens]
+        return {"tokens": nodes, "parents": list(tree.parents), "path": list(tree.path)}
+
+
+def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
+    """Usage of a request, drafted tokens included.
+
+    Args:
+        per_prompt: choices of every prompt, whose tokens count once.
+    """
+    stats = [choice.output.stats for choice in choices if choice.output is not None]
+    prompts = [c.output.stats for c in choices[::per_prompt] if c.output is not None]
+    prompt, new = sum(s.prompt_tokens for s in prompts), sum(s.new_tokens for s in stats)
+    accepted = sum(s.accepted_tokens for s in stats)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(s.reused_tokens for s in prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(s.drafted_tokens for s in stats) - accepted,
+            "reasoning_tokens": 0,
+        },
+    }
+
+
+class Form:
+    """Chunks and bodies of one request.
+
+    Args:
+        chat: whether of chat completions.
+        model: name in the answer.
+        with_usage: whether a stream ends with its usage, and has the field in all chunks.
+    """
+
+    def __init__(self, chat: bool, model: str, with_usage: bool) -> None:
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._chat, self._with_usage = chat, with_usage
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        chunk = {**self._head, "object": "chat.completion.chunk" if chat else kind}
+        self._chunk_head = json.dumps(chunk)[:-1]
+
+    def begin(self, index: int) -> bytes:
+        """A choice's first chunk: the role; nothing for raw completions."""
+        if not self._chat:
+            return b""
+        return self._chunk(
+            f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, "finish_reason": null}}'
+        )
+
+    def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None) -> bytes:
+        """A piece of a choice as a server-sent event; written by hand, because every step of every row makes one."""
+        text = json.dumps(piece.text)
+        content = f'"delta": {{"content": {text}}}' if self._chat else f'"text": {text}'
+        if self._chat and piece.finish is not None and not piece.text:
+            content = '"delta": {}'
+        finish = "null" if piece.finish is None else f'"{piece.finish}"'
+        logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
+        choice = f'{{"index": {index}, {content}, "logprobs": {logprobs}, "finish_reason": {finish}}}'
+        own = {**(piece.trace or {}), **({} if stats is None else {"stats": stats})}
+        return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **own})}' if own else "")
+
+    def usage_chunk(self, used: dict[str, Any]) -> bytes:
+        """The last chunk, where usage was requested."""
+        return f'data: {self._chunk_head}, "choices": [], "usage": {json.dumps(used)}}}\n\n'.encode()
+
+    def body(self, choices: Sequence[Choice], used: dict[str, Any], own: list[dict[str, Any]]) -> bytes:
+        """A whole answer."""
+        found = [self._whole(index, choice) for index, choice in enumerate(choices)]
+        more = {"saccade": {"choices": own}} if own else {}
+        return json.dumps({**self._head, "choices": found, "usage": used, **more}).encode()
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs: dict[str, Any] | None = None
+        if choice.num_logprobs is not None:
+            logprobs = {**choice.logprobs, **({"refusal": None} if self._chat else {})}
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content: dict[str, Any] = {"message": message} if self._chat else {"text": choice.text}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _chunk(self, choice: str, more: str = "") -> bytes:
+        used = ', "usage": null' if self._with_usage else ""
+        return f'data: {self._chunk_head}, "choices": [{choice}]{used}{more}}}\n\n'.encode()
+
+
+def error_chunk(body: dict[str, Any]) -> bytes:
+    """An error in the middle of a stream."""
+    return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,0 +1,305 @@
+"""Decoding options of a request: Hugging Face's names, penalties, stop strings, schemas and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.generation import RowPlan
+from saccade.engine.generation import plan as plan_rows
+from saccade.grammar import Rollback, json_schema
+from saccade.inputs.prompt import Prompt
+from saccade.serve.refusals import invalid
+from saccade.serve.schemas import Decoding, ResponseFormat
+from saccade.text import Detokenizer
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy decoding, as in vLLM; smaller ones overflow."""
+UNKNOWN_LOGPROB = -9999.0
+"""OpenAI's value for tokens without a log-probability."""
+MOST_SCHEMAS = 64
+MOST_SCHEMA_BYTES = 64 * 1024
+_PLANNING = threading.Lock()
+"""Resolving options uses caches of transformers that are not made for several threads."""
+
+
+class Penalties:
+    """Presence and frequency penalty over the tokens of the answer, as OpenAI defines them.
+
+    Stateless in the sense of `saccade.processors`: depends on the ids alone.
+    """
+
+    stateless = True
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self._prompt_length, self._presence, self._frequency = prompt_length, presence, frequency
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Process scores ``[n, V]`` behind ids ``[n, S]``."""
+        answer = ids[:, self._prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class StopText:
+    """Stopping criterion: the answer's text contains one of the strings. One object serves one row.
+
+    Unlike Hugging Face's it takes no pass over the vocabulary per set of strings, which strangers choose.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], prompt_length: int) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._stops, self._read, self._tail = stops, prompt_length, ""
+        self._longest = max(len(stop) for stop in stops)
+
+    def __call__(self, ids: Tensor, scores: Any) -> bool:
+        """Whether the text of the ids ``[1, S]`` behind the prompt contains a stop string."""
+        self._tail += self._text.add(ids[0, self._read :].tolist())
+        self._read = ids.shape[1]
+        found = any(stop in self._tail for stop in self._stops)
+        self._tail = self._tail[-self._longest :]
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Position behind a path of tokens, with the logits that followed it."""
+
+    logits: Tensor | None = None
+    children: dict[int, _Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target's own logits.
+
+    Attributes:
+        token, logprob: of the emitted token.
+        top: likeliest tokens and their log-probabilities.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class LogprobRecorder:
+    """A `StatefulProcessor` that changes nothing and records the logits of every node; one object serves one row.
+
+    Args:
+        count: alternatives per token.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._root = _Place()
+
+    def start(self, prompt: Sequence[int]) -> _Place:
+        """See `StatefulProcessor`."""
+        return self._root
+
+    def advance(self, state: _Place, token: int) -> _Place:
+        """See `StatefulProcessor`; the same place for the same path."""
+        return state.children.setdefault(token, _Place())
+
+    def scores(self, state: _Place, scores: Tensor) -> Tensor:
+        """See `StatefulProcessor`; unchanged."""
+        state.logits = scores.clone()
+        return scores
+
+    def pop(self, tokens: Sequence[int]) -> list[TokenLogprob]:
+        """Return the log-probabilities of tokens emitted since the last call, and forget their siblings."""
+        found = []
+        for token in tokens:
+            place = self._root
+            self._root = self.advance(place, token)
+            if place.logits is None:  # a lossy rule went where plain decoding cannot go
+                found.append(TokenLogprob(token, UNKNOWN_LOGPROB, ()))
+                continue
+            logprobs = torch.log_softmax(place.logits.float(), -1)
+            values, ids = logprobs.topk(min(self._count, len(logprobs)))
+            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            found.append(TokenLogprob(token, float(logprobs[token]), top))
+        return found
+
+
+class Schemas:
+    """Compiled response formats of one model, the least recently used ones dropped."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._found: OrderedDict[str, Rollback] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def processor(self, form: ResponseFormat) -> Rollback | None:
+        """Return the processor of a response format; None for text.
+
+        Raises:
+            Refusal: 400; no grammar package is installed, or the schema is too long.
+            InputError: the schema cannot be compiled.
+        """
+        if form.type == "text":
+            return None
+        schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        text = json.dumps(schema, sort_keys=True)
+        if len(text) > MOST_SCHEMA_BYTES:
+            raise invalid(
+                f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format"
+            )
+        with self._lock:
+            if text not in self._found:
+                self._found[text] = self._compile(schema)
+            self._found.move_to_end(text)
+            while len(self._found) > MOST_SCHEMAS:
+                self._found.popitem(last=False)
+            return self._found[text]
+
+    def _compile(self, schema: dict[str, Any]) -> Rollback:
+        if find_spec("llguidance"):
+            # Unbounded white space lets a small model fill its answer with it.
+            bounded = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,12}"}, **schema}
+            return json_schema(bounded, self._tokenizer, self._vocab_size, "llguidance")
+        if find_spec("xgrammar"):
+            return json_schema(schema, self._tokenizer, self._vocab_size, "xgrammar")
+        raise invalid(
+            "response_format needs llguidance or xgrammar on the server, which has neither; leave it out.",
+            "response_format",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Decoding of one row.
+
+    Attributes:
+        recorder: of its log-probabilities; None without.
+    """
+
+    plan: RowPlan
+    do_sample: bool
+    recorder: LogprobRecorder | None
+
+
+class Planner:
+    """Decoding options of requests to one model.
+
+    Args:
+        vlm: the model.
+        default_max_tokens: of answers whose request sets none, as far as the context allows.
+        most_tokens: greatest number of new tokens; None: no limit but the context.
+    """
+
+    def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:
+        self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
+        self._tokenizer = vlm.processor.tokenizer
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the model's context; None without a limit."""
+        return self._vlm.target.traits.context
+
+    @cached_property
+    def schemas(self) -> Schemas:
+        """Compiled response formats."""
+        return Schemas(self._tokenizer, self._vlm.target.vocab_size)
+
+    def plan(self, body: Decoding, prompt: Prompt) -> Planned:
+        """Resolve a request's options for one row of a prompt.
+
+        Raises:
+            Refusal: 400; a field cannot be used.
+            InputError: the options cannot be used together.
+        """
+        options = self.options(body, prompt)
+        target = self._vlm.target
+        with _PLANNING:
+            decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
+        row, recorder = decoding.rows[0], None
+        if body.num_logprobs is not None:
+            recorder = LogprobRecorder(body.num_logprobs)
+            row = replace(row, processors=(recorder, *row.processors))
+        return Planned(row, decoding.do_sample, recorder)
+
+    def options(self, body: Decoding, prompt: Prompt) -> dict[str, Any]:
+        """Return a request's options under the names of `saccade.stream.GenerationOptions`."""
+        options: dict[str, Any] = {"max_new_tokens": self._limit(body, len(prompt)), **self._sampling(body)}
+        if body.min_tokens:
+            options["min_new_tokens"] = body.min_tokens
+        if body.repetition_penalty is not None:
+            options["repetition_penalty"] = body.repetition_penalty
+        if body.logit_bias:
+            options["sequence_bias"] = self._bias(body.logit_bias)
+        processors: list[Any] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(
+                Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
+            )
+        schema = None if body.response_format is None else self.schemas.processor(body.response_format)
+        if schema is not None:
+            processors.append(schema)
+            options["eos_token_id"] = self._ends_of_grammar()
+        if processors:
+            options["logits_processor"] = processors
+        if body.stops:
+            options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt))]
+        return options
+
+    def _limit(self, body: Decoding, prompt_length: int) -> int:
+        room = None if self.context is None else self.context - prompt_length
+        if self._most is not None and body.limit is not None and body.limit > self._most:
+            raise invalid(
+                f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens"
+            )
+        if body.limit is not None:
+            return body.limit
+        limits = [self._default, *([self._most] if self._most else []), *([room] if room is not None else [])]
+        return max(min(limits), 1)
+
+    def _sampling(self, body: Decoding) -> dict[str, Any]:
+        """Greedy decoding at temperature 0; sampling with any other sampling field; else the checkpoint's own."""
+        defaults = self._vlm.target.model.generation_config
+        if body.temperature is not None and body.temperature < GREEDY_BELOW:
+            return {"do_sample": False}
+        fields = ("temperature", "top_p", "top_k", "min_p")
+        given = {name: value for name in fields if (value := getattr(body, name)) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        if not given and not defaults.do_sample:
+            return {"do_sample": False}
+        if defaults.top_k is None:
+            given.setdefault("top_k", 0)  # no limit, in place of `generate`'s silent 50
+        return {"do_sample": True, **given}
+
+    def _bias(self, given: dict[str, float]) -> dict[tuple[int, ...], float]:
+        size = self._vlm.target.vocab_size
+        found: dict[tuple[int, ...], float] = {}
+        for name, value in given.items():
+            if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= size:
+                raise invalid(f"logit_bias: {name[:40]!r} is no token id below {size}.", "logit_bias")
+            found[(int(name),)] = float(value)
+        return found
+
+    def _ends_of_grammar(self) -> list[int]:
+        """Ids that end an answer of a grammar: the checkpoint's, and the tokenizer's own, which grammars end with."""
+        known = self._vlm.target.model.generation_config.eos_token_id
+        ends = [] if known is None else [known] if isinstance(known, int) else list(known)
+        own = self._tokenizer.eos_token_id
+        return sorted({*ends, *([] if own is None else [own])})
+
+
+def seed_of(body: Decoding) -> int:
+    """Return a request's seed, or a random one; negative ones are mapped to positive ones."""
+    return secrets.randbits(62) if body.seed is None else body.seed & (2**63 - 1)

@@ -1,0 +1,211 @@
+"""Served models: the method of every request, and jobs from bodies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from saccade import methods
+from saccade.engine import Request
+from saccade.errors import MethodError
+from saccade.inputs.families import visual_ids
+from saccade.inputs.prompt import Prompt
+from saccade.inputs.requests import RowInput
+from saccade.methods.groups import GROUPS
+from saccade.serve.config import Limits, ModelEntry
+from saccade.serve.decoding import Planner, seed_of
+from saccade.serve.jobs import Event, Job
+from saccade.serve.messages import conversation
+from saccade.serve.refusals import invalid
+from saccade.serve.schemas import ChatRequest, CompletionRequest, Decoding
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
+
+PLAIN = "plain"
+MOST_METHODS = 64
+"""Composed methods that are remembered per model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A method with its options, as one request uses it.
+
+    Attributes:
+        key: of its lane.
+        vlm: the model with this method.
+    """
+
+    key: tuple[str, str]
+    vlm: VLM
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return self.vlm.method
+
+
+class ServedModel:
+    """A loaded model, its profiles and the methods that fit.
+
+    Args:
+        entry: its configuration.
+        vlm: loaded.
+        limits: of the server.
+    """
+
+    def __init__(self, entry: ModelEntry, vlm: VLM, limits: Limits) -> None:
+        self.entry, self.vlm = entry, vlm
+        self.created = int(time.time())
+        self.planner = Planner(vlm, limits.default_max_tokens, limits.max_tokens)
+        self._most_option = limits.max_option
+        self._settings: OrderedDict[str, Setting] = OrderedDict()
+        self._lock = threading.Lock()
+        for name in self.names:
+            self.setting(
+                name
+            )  # a profile that does not fit the loaded parts is a mistake of the configuration
+
+    @property
+    def names(self) -> list[str]:
+        """Profiles that requests may choose besides the default."""
+        return ["off", *self.entry.profiles]
+
+    @property
+    def open_methods(self) -> list[str]:
+        """Methods of `saccade methods` that fit the loaded parts and that requests may choose."""
+        if not self.entry.open_methods:
+            return []
+        kinds = {name: head.kind for name, head in self.vlm.heads.items()}
+        found = []
+        for name in methods.METHODS:
+            try:
+                methods.fit(name, methods.options(name, {}), self.vlm.draft_model is not None, kinds)
+            except MethodError:
+                continue
+            found.append(name)
+        return found
+
+    def setting(self, speculation: str | Mapping[str, Any] | None) -> Setting:
+        """Return the method that a request chooses.
+
+        Raises:
+            Refusal: 400; the name is unknown, or requests may not choose it or its options.
+            MethodError: the method does not fit the loaded parts.
+        """
+        name, options = self._chosen(speculation)
+        key = f"{name} {sorted(options.items())}"
+        with self._lock:
+            if key not in self._settings:
+                self._settings[key] = Setting((self.entry.label, key), self._compose(name, options))
+            self._settings.move_to_end(key)
+            while len(self._settings) > MOST_METHODS:
+                self._settings.popitem(last=False)
+            return self._settings[key]
+
+    def _chosen(self, speculation: str | Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+        """Name and options; empty for the default."""
+        if speculation is None:
+            return "", {}
+        given = {"method": speculation} if isinstance(speculation, str) else dict(speculation)
+        name = given.pop("method", "")
+        if not isinstance(name, str):
+            raise invalid("speculation.method must be the name of a method.", "speculation.method")
+        if name not in ("", *self.names) and (not self.entry.open_methods or name not in methods.METHODS):
+            expected = ", ".join([*self.names, *self.open_methods])
+            raise invalid(
+                f"There is no method {name[:60]!r} here; expected one of {expected}.", "speculation.method"
+            )
+        for option, value in given.items():
+            self._check_option(name, option, value)
+        return name, given
+
+    def _check_option(self, name: str, option: str, value: Any) -> None:
+        """Refuse options that name files or are too expensive; the method checks the rest."""
+        where = f"speculation.{option[:60]}"
+        if not self.entry.open_methods or name == "off":
+            raise invalid(f"{where}: options of a method cannot be chosen here; leave it out.", where)
+        known = next((group[option] for group in GROUPS.values() if option in group), None)
+        if known is None or not (known.choices or isinstance(known.default, (bool, int, float))):
+            raise invalid(f"{where} is no option that a request can choose; leave it out.", where)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > self._most_option:
+            raise invalid(f"{where} may be at most {self._most_option} here; lower it.", where)
+        if not isinstance(value, (str, bool, int, float)):
+            raise invalid(f"{where} must be a number, a word, or true or false.", where)
+
+    def _compose(self, name: str, options: Mapping[str, Any]) -> VLM:
+        if not name and not options:
+            return self.vlm
+        if name == "off":
+            return self.vlm.using(PLAIN)
+        own = {"method": self.vlm.method, "head": self.entry.head, **self.entry.options}
+        profile = dict(self.entry.profiles.get(name, {"method": name})) if name else own
+        return self.vlm.using(profile.pop("method"), **{**profile, **options})
+
+    # -- jobs ----------------------------------------------------------------------------------------------
+
+    def chat_jobs(self, body: ChatRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
+        """Make the jobs of a conversation, one per choice; decodes its media.
+
+        Raises:
+            Refusal: 400; a message or a field cannot be used.
+            InputError: the prompt or its media cannot be used.
+        """
+        setting = self.setting(body.speculation)
+        return self._jobs(body, setting, [conversation(body.messages)], deliver)
+
+    def completion_jobs(self, body: CompletionRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
+        """Make the jobs of raw prompts, ``n`` per prompt in order; errors as of `chat_jobs`."""
+        setting = self.setting(body.speculation)
+        return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver)
+
+    def _jobs(
+        self,
+        body: Decoding,
+        setting: Setting,
+        questions: Sequence[Any],
+        deliver: Callable[[int, Event], None],
+    ) -> list[Job]:
+        seed, jobs = seed_of(body), list[Job]()
+        sampling = {"num_frames": body.num_frames, "fps": body.fps}
+        for question in questions:
+            request = setting.vlm.request(RowInput(question, [], [], sampling), seed)
+            for _ in range(body.n or 1):
+                own = replace(request, seed=(seed + len(jobs)) & (2**63 - 1))
+                jobs.append(self._job(body, setting, own, len(jobs), deliver))
+        return jobs
+
+    def _job(
+        self,
+        body: Decoding,
+        setting: Setting,
+        request: Request,
+        index: int,
+        deliver: Callable[[int, Event], None],
+    ) -> Job:
+        def plan_again() -> Any:
+            return self.planner.plan(body, request.prompt)
+
+        return Job(
+            setting.key,
+            setting.vlm,
+            request,
+            plan_again(),
+            plan_again,
+            lambda event: deliver(index, event),
+            trace=body.saccade is not None and body.saccade.trace,
+        )
+
+    def _raw(self, prompt: str | list[int]) -> Prompt:
+        """A prompt without chat template."""
+        if isinstance(prompt, str):
+            return Prompt(tuple(self.vlm.processor.tokenizer(prompt)["input_ids"]))
+        visual = set(visual_ids(self.vlm.target.config).values())
+        size = self.vlm.target.vocab_size
+        if any(not 0 <= token < size or token in visual for token in prompt):
+            raise invalid(f"prompt: every token id must be from 0 to {size - 1}, and of text.", "prompt")
+        return Prompt(tuple(prompt))

@@ -1,0 +1,102 @@
+"""Errors that clients receive, in OpenAI's form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.errors import InputError, MethodError, SaccadeError
+from saccade.target.limits import ContextError
+
+RETRY_SECONDS = 2
+"""Default of ``Retry-After`` where the server cannot tell."""
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """A request that is not served.
+
+    Attributes:
+        status: of HTTP.
+        message: one sentence.
+        kind: label of the error counter.
+        type, code, param: fields of OpenAI's error object.
+        retry_after: seconds; None where a repetition would not help.
+    """
+
+    status: int
+    message: str
+    kind: str = "invalid_request"
+    type: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+    retry_after: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """Headers beside the body."""
+        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> Refusal:
+    """A request with a wrong field."""
+    return Refusal(400, message, param=param, code=code)
+
+
+def unknown_model(name: str, known: list[str]) -> Refusal:
+    """A request for a model that is not served."""
+    message = f"The model {name[:100]!r} is not served here; expected one of {', '.join(known)}."
+    return Refusal(404, message, "not_found", code="model_not_found", param="model")
+
+
+def unauthorized() -> Refusal:
+    """A request without a valid key."""
+    message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
+    return Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
+
+
+def overloaded(waiting: int, retry_after: int = RETRY_SECONDS) -> Refusal:
+    """A request that found the queue full."""
+    message = f"The server is overloaded ({waiting} requests wait already); try again in {retry_after} s."
+    return Refusal(503, message, "queue_full", "server_error", "overloaded", retry_after=retry_after)
+
+
+def draining() -> Refusal:
+    """A request that came, or still waited, when the server was shutting down."""
+    message = "The server is shutting down; send the request to another one."
+    return Refusal(503, message, "draining", "server_error", "shutting_down", retry_after=RETRY_SECONDS)
+
+
+def too_many(what: str, retry_after: int) -> Refusal:
+    """A request beyond a client's limit."""
+    message = f"This API key or address exceeds {what}; try again in {retry_after} s."
+    return Refusal(
+        429, message, "rate_limit", "rate_limit_error", "rate_limit_exceeded", retry_after=retry_after
+    )
+
+
+def broken() -> Refusal:
+    """A request that failed for reasons of the server; the log has them."""
+    message = "The server failed while it answered this request; its log has the details."
+    return Refusal(500, message, "engine", "server_error", "internal_error")
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """Translate an error of the engine or of the input pipeline.
+
+    Sentences of `SaccadeError` reach the client where the request was wrong; everything else stays in the log.
+    """
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, ContextError):
+        return invalid(str(error), "messages", "context_length_exceeded")
+    if isinstance(error, MethodError):
+        return invalid(str(error), "speculation")
+    if isinstance(error, (InputError, SaccadeError)):
+        return invalid(str(error))
+    return broken()

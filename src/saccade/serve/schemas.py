@@ -1,0 +1,243 @@
+"""Request bodies of the API: fields, ranges, and refusals that name the field."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from saccade.serve.refusals import invalid
+
+MOST_STOPS = 16
+MOST_TOP_LOGPROBS = 20
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(_Part):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+
+
+class Extension(_Part):
+    """Saccade's own options of an answer.
+
+    Attributes:
+        trace: whether every chunk has its tokens with their marks, and the step's draft tree.
+        stats: whether the answer ends with its statistics.
+    """
+
+    trace: bool = False
+    stats: bool = False
+
+
+class JsonSchema(_Part):
+    """A schema in OpenAI's wrapping."""
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    """Form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Decoding(BaseModel):
+    """Fields that both endpoints share. Null is the same as a field left out.
+
+    Attributes:
+        speculation: ``off``, the name of a profile or method, or an object with ``method`` and its options.
+        saccade: see `Extension`.
+        num_frames, fps: frames sampled from each video.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Share | None = None
+    seed: Whole | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    speculation: str | dict[str, Any] | None = None
+    saccade: Extension | None = None
+    num_frames: Count | None = None
+    fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def limit(self) -> int | None:
+        """Requested limit of new tokens."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives with their log-probabilities per token; None for no log-probabilities."""
+        return None
+
+
+class ChatRequest(Decoding):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """See `Decoding.limit`."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Decoding.num_logprobs`."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class CompletionRequest(Decoding):
+    """Body of ``/v1/completions``: prompts as they are, without a chat template."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    best_of: Count | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Prompts, each text or ids."""
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        return list(given)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Decoding.num_logprobs`."""
+        return self.logprobs
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "logits_processors": (None, []),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None, []),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+}
+"""Fields of OpenAI and vLLM that would change the answer -> the values that change nothing."""
+
+Body = TypeVar("Body", bound=Decoding)
+
+
+def parse(kind: type[Body], content: bytes) -> Body:
+    """Parse a body.
+
+    Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
+    are not supported, and misspelt ones, are refused.
+
+    Raises:
+        Refusal: 400; the content is no JSON object, or a field is wrong.
+    """
+    try:
+        given = from_json(content, allow_inf_nan=False)
+    except ValueError as problem:
+        raise invalid(f"The body is not valid JSON ({str(problem)[:200]}); send one object.") from None
+    if not isinstance(given, dict):
+        raise invalid("The body must be a JSON object, such as one with model and messages.")
+    try:
+        body = kind.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise invalid(f"The field {path[:200]} is wrong: {first['msg']}.", path[:200]) from None
+    _check_others(kind, body.model_extra or {})
+    _check_together(body)
+    return body
+
+
+def _check_others(kind: type[Decoding], others: dict[str, Any]) -> None:
+    """Refuse unsupported and misspelt fields."""
+    for name, value in others.items():
+        if name in REFUSED:
+            if value not in REFUSED[name]:
+                raise invalid(
+                    f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter"
+                )
+            continue
+        close = get_close_matches(name, kind.model_fields, 1, 0.85) if len(name) < 50 else []
+        if close:
+            raise invalid(f"The field {name} is unknown; {close[0]} may be meant.", name, "unknown_parameter")
+
+
+def _check_together(body: Decoding) -> None:
+    """Refuse values that do not go together."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream: true; leave it out, or stream.", "stream_options")
+    if len(body.stops) > MOST_STOPS or any(not stop or len(stop) > 1000 for stop in body.stops):
+        raise invalid(
+            f"The field stop takes up to {MOST_STOPS} strings of 1 to 1000 characters; shorten it.", "stop"
+        )
+    form = body.response_format
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        raise invalid(
+            "response_format needs json_schema exactly when its type is json_schema.", "response_format"
+        )
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs needs logprobs: true; give both or none.", "top_logprobs")
+        limits = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise invalid("max_tokens and max_completion_tokens differ; give one of them.", "max_tokens")
+    if isinstance(body, CompletionRequest) and body.best_of not in (None, body.n or 1):
+        raise invalid("best_of other than n is not supported; leave it out.", "best_of")

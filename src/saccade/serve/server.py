@@ -1,0 +1,162 @@
+"""Running of the application: sockets, slow heads of requests, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from saccade.serve.app import make_app
+from saccade.serve.config import ConfigError, ServerConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from saccade.vlm import VLM
+
+log = logging.getLogger("saccade.serve")
+MOST_HEAD_BYTES = 64 * 1024
+"""Size of a request's line and headers; the parser has no limit of its own."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol for HTTP with a limit on the time and the size of a request's head.
+
+    Without it a client that sends a byte now and then would hold a connection for ever.
+
+    Args:
+        seconds: from the connection, or from a request's first byte, to the end of its head.
+    """
+
+    class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._head_bytes = 0
+            self._timer: asyncio.TimerHandle | None = None
+            self._guard()
+
+        def data_received(self, data: bytes) -> None:
+            if self._in_head():
+                self._guard()
+                self._head_bytes += len(data)
+            super().data_received(data)
+            if not self._in_head():
+                self._release()
+            elif self._head_bytes > MOST_HEAD_BYTES:
+                self.transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._release()
+            super().connection_lost(exc)
+
+        def _in_head(self) -> bool:
+            """Whether no request is under way."""
+            return self.cycle is None or self.cycle.response_complete
+
+        def _guard(self) -> None:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+        def _release(self) -> None:
+            self._head_bytes = 0
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _expire(self) -> None:
+            if self._in_head():
+                self.transport.close()
+
+    return Guarded
+
+
+class Server(uvicorn.Server):
+    """A server whose first signal drains it, and whose second one ends the process at once."""
+
+    def __init__(self, config: ServerConfig, app: FastAPI) -> None:
+        limits = config.limits
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                http=guarded_protocol(limits.header_seconds),
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=limits.connections,
+                timeout_keep_alive=max(int(limits.header_seconds), 1),
+                timeout_graceful_shutdown=max(int(limits.drain_seconds), 1),
+            )
+        )
+        self._owner = app.state.service.owner
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handle signals while the server runs; unlike uvicorn's it leaves the exit code at 0."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal; end the process at the second."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        log.warning("Draining: running answers finish, no new ones begin. A second signal ends at once.")
+        self.should_exit = True
+        self._owner.drain()
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Bind the address, so that a taken port is reported before anything loads.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((config.host, config.port))
+    except OSError as problem:
+        found.close()
+        raise ConfigError(
+            f"Cannot listen on {config.host}:{config.port} ({problem.strerror or problem}); choose another --port or "
+            "--host."
+        ) from problem
+    return found
+
+
+def serve(config: ServerConfig) -> None:
+    """Check everything, load the models, and serve until a signal.
+
+    Raises:
+        SaccadeError: the configuration, a model or the address cannot be used.
+    """
+    keys = config.keys()
+    loaders = [entry.check() for entry in config.models]
+    listening = bind(config)
+    host, port = listening.getsockname()[:2]
+    vlms: list[VLM] = [load() for load in loaders]
+    server = Server(config, make_app(config, vlms))
+    names = ", ".join(entry.label for entry in config.models)
+    print(f"Serving {names} on http://{host}:{port}/v1 (Ctrl-C drains and ends)", file=sys.stderr, flush=True)
+    if not keys and not config.is_loopback:
+        log.warning("No API key is set: everyone who reaches %s may use the models.", host)
+    server.run(sockets=[listening])

@@ -1,0 +1,273 @@
+"""One exchange with a client: its body, its jobs, and its answer, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from saccade.serve.answers import DONE, Choice, Form, error_chunk, usage
+from saccade.serve.jobs import Event, Job
+from saccade.serve.metrics import Timing
+from saccade.serve.refusals import Refusal, invalid, refusal_of
+from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
+
+if TYPE_CHECKING:
+    from saccade.serve.app import Service
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection, or reads too slowly."""
+
+
+class Inbox:
+    """Events of a request that its writer has not taken yet.
+
+    Args:
+        limit: events that may wait; one more ends the request.
+        overflow: called once beyond it.
+    """
+
+    def __init__(self, limit: int, overflow: Callable[[], None]) -> None:
+        self._events: list[tuple[int, Event]] = []
+        self._limit, self._overflow = limit, overflow
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def put(self, index: int, event: Event) -> None:
+        """Append an event of a choice; in the event loop."""
+        if self._closed:
+            return
+        self._events.append((index, event))
+        if len(self._events) > self._limit:
+            self.close()
+            self._overflow()
+        self._wake()
+
+    def close(self) -> None:
+        """Drop all events and end the writer: the client has gone."""
+        self._closed = True
+        self._events.clear()
+        self._wake()
+
+    async def take(self) -> list[tuple[int, Event]]:
+        """Wait for events and return all of them, oldest first.
+
+        Raises:
+            ClientGone: the inbox is closed.
+        """
+        if not self._events and not self._closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._closed:
+            raise ClientGone
+        events, self._events = self._events, []
+        return events
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Exchange(Response):
+    """Answer of one of the two endpoints; an ASGI response that also reads the body and watches the connection.
+
+    Args:
+        service: the server's parts.
+        kind: body of the endpoint.
+    """
+
+    def __init__(self, service: Service, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+        self.background = None
+        self._service, self._kind = service, kind
+        self._limits = service.config.limits
+        self._jobs: list[Job] = []
+        self._inbox = Inbox(self._limits.stream_buffer, self._too_slow)
+        self._began = 0.0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve the request.
+
+        Raises:
+            Refusal: before the answer has begun.
+        """
+        service = self._service
+        client = service.admit(scope)
+        self._began = service.clock()
+        with service.gate.request(client):
+            body = parse(self._kind, await self._read(scope, receive))
+            await self._submit(body)
+            watching = asyncio.create_task(self._watch(receive))
+            try:
+                await (self._stream if body.stream else self._whole)(send)
+            except ClientGone:
+                service.metrics.failed("client_gone")
+            finally:
+                watching.cancel()
+                service.owner.cancel(self._jobs)
+
+    async def _read(self, scope: Message, receive: Receive) -> bytes:
+        """Read the body.
+
+        Raises:
+            Refusal: 400, 408, 413 or 415.
+        """
+        headers = dict(scope["headers"])
+        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+            raise Refusal(415, "The content type must be application/json; set that header.")
+        most = self._limits.max_body_mib * 2**20
+        length = headers.get(b"content-length", b"0")
+        too_large = Refusal(
+            413, f"The body is larger than {self._limits.max_body_mib} MiB; send smaller media.", "too_large"
+        )
+        if length.isdigit() and int(length[:20]) > most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise invalid("The client has gone before the end of the body.")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise Refusal(408, "The body came too slowly; send it again.", "timeout") from None
+
+    async def _submit(self, body: ChatRequest | CompletionRequest) -> None:
+        """Prepare the jobs outside of the event loop, and queue them."""
+        service = self._service
+        model = service.model(body.model)
+        count = (body.n or 1) * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        if not 1 <= count <= self._limits.max_choices:
+            raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
+        service.check_room(count)
+        if isinstance(body, ChatRequest):
+            self._jobs = await service.prepare(model.chat_jobs, body, self._inbox.put)
+        else:
+            self._jobs = await service.prepare(model.completion_jobs, body, self._inbox.put)
+        own, vlm = body.saccade, self._jobs[0].vlm
+        chat = isinstance(body, ChatRequest)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._form = Form(chat, model.entry.label, self._with_usage)
+        self._choices = [
+            Choice(vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, bool(own and own.trace))
+            for _ in self._jobs
+        ]
+        labels = (model.entry.label, vlm.method, str(vlm.lossless).lower())
+        self._timings = [Timing(labels, self._began) for _ in self._jobs]
+        self._per_prompt, self._own = body.n or 1, own
+        self._about = {"method": vlm.method, "lossless": vlm.lossless}
+        service.owner.submit(self._jobs)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Wait for the end of the connection, then cancel the jobs."""
+        with suppress(asyncio.CancelledError):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._service.owner.cancel(self._jobs)
+            self._inbox.close()
+
+    def _too_slow(self) -> None:
+        self._service.metrics.failed("slow_reader")
+        self._service.owner.cancel(self._jobs)
+
+    # -- answers -------------------------------------------------------------------------------------------
+
+    async def _whole(self, send: Send) -> None:
+        traces: list[dict[str, Any]] = [{"steps": []} for _ in self._choices]
+        left = len(self._choices)
+        while left:
+            for index, event in await self._inbox.take():
+                if event.error is not None:
+                    raise refusal_of(event.error)
+                piece = self._add(index, event)
+                if piece.trace is not None:
+                    traces[index]["steps"].append(piece.trace)
+                left -= event.is_last
+        own = []
+        if self._own is not None:
+            for choice, trace in zip(self._choices, traces, strict=True):
+                own.append({**(trace if self._own.trace else {}), "stats": self._stats(choice)})
+        body = self._form.body(self._choices, usage(self._choices, self._per_prompt), own)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._begin(send, headers)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        events = await self._inbox.take()
+        first = next((event.error for _, event in events if event.error is not None), None)
+        if first is not None:
+            raise refusal_of(first)
+        await self._begin(send, SSE_HEADERS)
+        parts = [self._form.begin(index) for index in range(len(self._choices))]
+        left = len(self._choices)
+        while True:
+            for index, event in events:
+                if event.error is not None:
+                    refusal = refusal_of(event.error)
+                    self._service.metrics.failed(refusal.kind)
+                    await self._write(send, b"".join([*parts, error_chunk(refusal.body()), DONE]), last=True)
+                    return
+                piece = self._add(index, event)
+                stats = None
+                if event.is_last:
+                    left -= 1
+                    if self._own is not None and (self._own.stats or self._own.trace):
+                        stats = self._stats(self._choices[index])
+                if piece.text or piece.trace or piece.finish or (piece.logprobs and event.tokens):
+                    parts.append(self._form.chunk(index, piece, stats))
+            if not left:
+                break
+            if parts:
+                await self._write(send, b"".join(parts))
+            events, parts = await self._inbox.take(), []
+        if self._with_usage:
+            parts.append(self._form.usage_chunk(usage(self._choices, self._per_prompt)))
+        await self._write(send, b"".join([*parts, DONE]), last=True)
+
+    def _add(self, index: int, event: Event) -> Any:
+        """Take an event into its choice and into the metrics."""
+        piece, timing, metrics = self._choices[index].add(event), self._timings[index], self._service.metrics
+        if event.tokens:
+            metrics.tokens(timing, event)
+        if event.output is not None:
+            metrics.finished(timing, event.output, event.at)
+        return piece
+
+    def _stats(self, choice: Choice) -> dict[str, Any]:
+        assert choice.output is not None
+        return {**self._about, **choice.output.stats.as_dict()}
+
+    async def _begin(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        own = (b"x-request-id", self._form.id.encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, own]})
+
+    async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
+        """Write a part of a stream.
+
+        Raises:
+            ClientGone: the client takes nothing for too long.
+        """
+        try:
+            async with asyncio.timeout(self._limits.send_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": not last})
+        except TimeoutError:
+            self._service.metrics.failed("slow_reader")
+            raise ClientGone from None
