@@ -32,7 +32,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="TOML file with tables server, limits and models, for several models and profiles; the options below "
+            help="TOML file with tables server, limits, media and models, for several models and profiles; options below "
             "override it.",
         ),
     ] = None,

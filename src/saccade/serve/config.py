@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from saccade import methods
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.errors import SaccadeError
+from saccade.inputs.media import SERVER, MediaLimits
 from saccade.target.media_cache import MEDIA_BYTES
 from saccade.typed import check_keys, make
 
@@ -161,6 +162,7 @@ class ServerConfig:
         allowed_hosts: values of the Host header that are served; empty: any, but only loopback names on a loopback
             address, so that no web site reaches the server through a name of its own.
         limits: see `Limits`.
+        media: accepted places, formats and sizes of images and videos; paths are never read.
     """
 
     models: tuple[ModelEntry, ...]
@@ -169,6 +171,7 @@ class ServerConfig:
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     limits: Limits = Limits()
+    media: MediaLimits = SERVER
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -177,6 +180,8 @@ class ServerConfig:
         twice = next((name for name in labels if labels.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"Two models are named {twice!r}; give one of them another name.")
+        if self.media.paths:
+            raise ConfigError("A server reads no paths for its clients; leave out media.paths.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"The port must be from 0 to 65535, not {self.port}.")
 
@@ -212,7 +217,7 @@ class ServerConfig:
 
 
 def read_config(path: str | Path) -> ServerConfig:
-    """Read a configuration: tables ``server``, ``limits`` and ``models`` (one ``[[models]]`` per model).
+    """Read a configuration: tables ``server``, ``limits``, ``media`` and ``models`` (one ``[[models]]`` per model).
 
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or a value of the wrong type or out of range.
@@ -224,7 +229,7 @@ def read_config(path: str | Path) -> ServerConfig:
         raise ConfigError(f"Cannot read the configuration {where}: {problem}.") from problem
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{where} is not valid TOML: {problem}.") from problem
-    check_keys(table, ("server", "limits", "models"), where, error=ConfigError)
+    check_keys(table, ("server", "limits", "media", "models"), where, error=ConfigError)
     entries = table.get("models", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{where}: models must be tables, each under a line [[models]].")
@@ -233,14 +238,25 @@ def read_config(path: str | Path) -> ServerConfig:
         for number, entry in enumerate(entries)
     )
     limits = make(Limits, _table(table, "limits", where), where, prefix="limits.", error=ConfigError)
-    server = dict(_table(table, "server", where))
-    known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits")]
+    lists = _lists(_table(table, "media", where), ("domains", "formats"), "media", where)
+    media = make(MediaLimits, lists, where, prefix="media.", error=ConfigError)
+    server = _lists(_table(table, "server", where), ("allowed_hosts",), "server", where)
+    known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits", "media")]
     check_keys(server, known, where, prefix="server.", error=ConfigError)
-    hosts = server.get("allowed_hosts", [])
-    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise ConfigError(f"{where}: server.allowed_hosts must be a list of names, not {hosts!r}.")
-    values = {"models": models, "limits": limits, **server, "allowed_hosts": tuple(hosts)}
+    values = {"models": models, "limits": limits, "media": media, **server}
     return make(ServerConfig, values, where, prefix="server.", error=ConfigError)
+
+
+def _lists(table: Mapping[str, Any], names: Sequence[str], prefix: str, where: str) -> dict[str, Any]:
+    """A table whose lists of names are tuples."""
+    found = dict(table)
+    for name in names:
+        given = found.get(name, [])
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise ConfigError(f"{where}: {prefix}.{name} must be a list of names, not {given!r}.")
+        if name in found:
+            found[name] = tuple(given)
+    return found
 
 
 def override(config: ServerConfig, server: Mapping[str, Any], limits: Mapping[str, Any]) -> ServerConfig:

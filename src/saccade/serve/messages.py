@@ -1,26 +1,24 @@
-"""Conversations of strangers: text, images and videos of data URIs, and nothing that names a file or an address."""
+"""Conversations of strangers: roles, text, and sources of images and videos, which the guarded reader loads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saccade.inputs.media import load_image, read_source
-from saccade.serve.refusals import Refusal, invalid
+from saccade.serve.refusals import invalid
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of requests -> roles of chat templates."""
-IMAGES = {"image_url", "input_image"}
-VIDEOS = {"video_url", "input_video"}
+MEDIA = {"image": {"image_url", "input_image"}, "video": {"video_url", "input_video"}}
+"""Kinds of media -> types of parts."""
 TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for `InputProcessor.prompt`, images decoded and videos as bytes.
+    """Return messages for `InputProcessor.load_media`.
 
     Raises:
-        Refusal: 400; a message has another form, or a medium is not a usable data URI.
-        InputError: a medium cannot be decoded.
+        Refusal: 400; a message has another form.
     """
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
@@ -49,26 +47,15 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise invalid(f"{where}.text must be text.", f"{where}.text")
         return {"type": "text", "text": text}
-    if isinstance(kind, str) and kind in IMAGES:
-        return {"type": "image", "image": load_image(_uri(part, "image", where))}
-    if isinstance(kind, str) and kind in VIDEOS:
-        return {"type": "video", "video": read_source(_uri(part, "video", where), "video")[1]}
+    for medium, kinds in MEDIA.items():
+        if isinstance(kind, str) and kind in kinds:
+            return {"type": medium, medium: _source(part, medium, where)}
     raise invalid(f"{where}.type must be text, image_url or video_url.", f"{where}.type")
 
 
-def _uri(part: Mapping[str, Any], what: str, where: str) -> str:
-    given = part.get(f"{what}_url")
+def _source(part: Mapping[str, Any], medium: str, where: str) -> str:
+    given = part.get(f"{medium}_url")
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or not url:
-        raise invalid(f"{where}.{what}_url.url is missing; give a data: URI.", where)
-    if not url.startswith("data:"):
-        raise _no_address(what, where)
+        raise invalid(f"{where}.{medium}_url.url is missing; give a data: URI.", where)
     return url
-
-
-def _no_address(what: str, where: str) -> Refusal:
-    return invalid(
-        f"{where}: this server takes a {what} as a data: URI only (data:{what}/...;base64,...); encode the file.",
-        where,
-        "invalid_image_url" if what == "image" else "invalid_video_url",
-    )

@@ -13,6 +13,7 @@ from saccade import methods
 from saccade.engine import Request
 from saccade.errors import MethodError
 from saccade.inputs.families import visual_ids
+from saccade.inputs.media import MediaLimits
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.requests import RowInput
 from saccade.methods.groups import GROUPS
@@ -55,14 +56,14 @@ class ServedModel:
     Args:
         entry: its configuration.
         vlm: loaded.
-        limits: of the server.
+        limits, media: of the server.
     """
 
-    def __init__(self, entry: ModelEntry, vlm: VLM, limits: Limits) -> None:
+    def __init__(self, entry: ModelEntry, vlm: VLM, limits: Limits, media: MediaLimits) -> None:
         self.entry, self.vlm = entry, vlm
         self.created = int(time.time())
         self.planner = Planner(vlm, limits.default_max_tokens, limits.max_tokens)
-        self._most_option = limits.max_option
+        self._most_option, self._media = limits.max_option, media
         self._settings: OrderedDict[str, Setting] = OrderedDict()
         self._lock = threading.Lock()
         for name in self.names:
@@ -156,7 +157,10 @@ class ServedModel:
             InputError: the prompt or its media cannot be used.
         """
         setting = self.setting(body.speculation)
-        return self._jobs(body, setting, [conversation(body.messages)], deliver)
+        messages = self.vlm.processor.load_media(
+            conversation(body.messages), self._media, num_frames=body.num_frames, fps=body.fps
+        )
+        return self._jobs(body, setting, [messages], deliver)
 
     def completion_jobs(self, body: CompletionRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
         """Make the jobs of raw prompts, ``n`` per prompt in order; errors as of `chat_jobs`."""
@@ -171,9 +175,9 @@ class ServedModel:
         deliver: Callable[[int, Event], None],
     ) -> list[Job]:
         seed, jobs = seed_of(body), list[Job]()
-        sampling = {"num_frames": body.num_frames, "fps": body.fps}
+        options = {"num_frames": body.num_frames, "fps": body.fps, "limits": self._media}
         for question in questions:
-            request = setting.vlm.request(RowInput(question, [], [], sampling), seed)
+            request = setting.vlm.request(RowInput(question, [], [], options), seed)
             for _ in range(body.n or 1):
                 own = replace(request, seed=(seed + len(jobs)) & (2**63 - 1))
                 jobs.append(self._job(body, setting, own, len(jobs), deliver))

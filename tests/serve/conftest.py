@@ -1,0 +1,21 @@
+"""One live server for the tests of this folder that leave its settings alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from live_server import TINY, WORDS, Live, live
+
+from checkpoints import vlm
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Live]:
+    with live([(TINY, vlm("qwen", "qwen-draft")), (WORDS, vlm("llama"))]) as found:
+        yield found

@@ -1,0 +1,132 @@
+"""Answers of the server: those of `generate`, for any mixture and number of clients."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from live_server import Live, Question, asks, live, questions, uri
+
+from checkpoints import vlm
+from saccade.processors import stateless
+from saccade.serve.decoding import Penalties
+
+
+def streamed(server: Live, body: dict[str, Any]) -> str:
+    own = {k: body[k] for k in ("repetition_penalty", "top_k", "min_p", "speculation") if k in body}
+    rest = {k: v for k, v in body.items() if k not in own}
+    chunks = server.client().chat.completions.create(**rest, stream=True, extra_body=own)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def answered(server: Live, question: Question, number: int) -> str:
+    """The server's answer, streamed or whole in turns."""
+    if number % 2:
+        return streamed(server, question.body)
+    status, answer = server.post(question.body)
+    assert status == 200, answer
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def compare(server: Live, asked: list[Question], clients: int) -> None:
+    model = vlm("qwen", "qwen-draft")
+    expected = [question.expected(model) for question in asked]
+    with ThreadPoolExecutor(clients) as pool:
+        found = list(pool.map(lambda pair: answered(server, pair[1], pair[0]), enumerate(asked)))
+    assert found == expected
+
+
+def test_mixed_requests_of_several_clients_are_answered_as_by_generate(shared: Live) -> None:
+    compare(shared, questions(16), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_five_hundred_mixed_requests_are_answered_as_by_generate(shared: Live, clients: int) -> None:
+    compare(shared, questions(500, seed=clients), clients)
+
+
+@pytest.mark.parametrize(
+    "speculation", ["off", "prompt-lookup", "short", {"method": "static-tree"}, {"gamma": 3}]
+)
+def test_no_method_changes_an_answer(shared: Live, speculation: Any) -> None:
+    asked = Question(
+        {"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20}
+    )
+    status, answer = shared.post(asked.with_(speculation=speculation, saccade={}).body)
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"] == asked.expected(vlm("qwen", "qwen-draft"))
+    drafted = answer["usage"]["completion_tokens_details"]
+    assert (drafted["accepted_prediction_tokens"] + drafted["rejected_prediction_tokens"] > 0) == (
+        speculation != "off"
+    )
+
+
+def test_penalties_are_those_of_the_processor_alone(shared: Live) -> None:
+    model, messages = vlm("qwen", "qwen-draft"), asks("Say it again, and again?")
+    prompt = model.processor.prompt(messages)
+    processor = stateless(Penalties(len(prompt), 1.5, 0.5))
+    expected = model.generate(messages, max_new_tokens=30, logits_processor=[processor]).text
+    body = {"messages": messages, "max_tokens": 30, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+    _, answer = shared.post({"model": "tiny", **body})
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert expected != model.generate(messages, max_new_tokens=30).text, "the penalties must change something"
+
+
+def test_choices_of_one_request_are_rows_with_seeds_of_their_own(shared: Live) -> None:
+    messages = asks("Anything?")
+    body = {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 1.2, "seed": 5, "n": 3}
+    _, answer = shared.post(body)
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.2, "top_k": 0}
+    model = vlm("qwen", "qwen-draft")
+    expected = [model.generate(messages, seed=5 + index, **options).text for index in range(3)]
+    assert [choice["message"]["content"] for choice in answer["choices"]] == expected
+    assert len(set(expected)) > 1
+
+
+def test_raw_completions_continue_ids_and_text_without_a_template(shared: Live) -> None:
+    model = vlm("llama")
+    ids = model.processor.tokenizer("One, two,")["input_ids"]
+    from saccade.inputs.prompt import Prompt
+
+    expected = model.generate(Prompt(tuple(ids)), max_new_tokens=9).text
+    for prompt in ("One, two,", ids, ["One, two,"], [ids]):
+        status, answer = shared.post({"model": "words", "prompt": prompt, "max_tokens": 9}, "/v1/completions")
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] == expected
+
+
+def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> None:
+    """The others are repeated alone; what they had streamed already is not sent twice."""
+    with live(max_rows=4) as server:
+        model = vlm("qwen", "qwen-draft")
+        asked = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
+        expected = [question.expected(model) for question in asked]
+        poisoned = {"model": "tiny", "messages": asks("poison"), "max_tokens": 30, "temperature": 0}
+        ids = model.processor.prompt(asks("poison")).ids
+        target = model.target
+        forward, calls = target.forward, []
+
+        def failing(*given: Any, **options: Any) -> Any:
+            calls.append(1)
+            lanes = server.service.owner._lanes.values()
+            rows = [job.row for lane in lanes for job in lane.jobs.values()]
+            if any(
+                row is not None and tuple(row.ids[: len(ids)]) == ids and len(row.output) > 2 for row in rows
+            ):
+                raise RuntimeError("planted: out of memory")
+            return forward(*given, **options)
+
+        target.forward = failing  # type: ignore[method-assign]
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                bad = pool.submit(server.post, poisoned)
+                found = list(pool.map(lambda pair: answered(server, pair[1], pair[0]), enumerate(asked)))
+                status, answer = bad.result()
+        finally:
+            del target.forward
+        assert found == expected
+        assert status == 500
+        assert answer["error"]["code"] == "internal_error"
+        assert "planted" not in str(answer), "the cause stays in the log"
