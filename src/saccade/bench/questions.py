@@ -74,11 +74,13 @@ def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
     Raises:
         SaccadeError: a task that is not optional does not exist, or a file or dataset cannot be used.
     """
+    from saccade.pocket import lacks
+
     found: dict[str, list[Question]] = {}
     missing: dict[str, str] = {}
     for entry in suite.tasks:
         entry = replace(entry, count=entry.count or suite.per_task, turns=entry.turns or suite.turns)
-        reason = lacking(entry)
+        reason = "" if entry.task is None else lacks(entry.task, entry.grammar)
         if reason and not entry.optional:
             raise SaccadeError(reason)
         if reason:
@@ -91,30 +93,10 @@ def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
     return found, missing
 
 
-def lacking(entry: TaskEntry) -> str:
-    """Why this version of Saccade does not have a task; empty when it does."""
-    if entry.task is None:
-        return ""
-    from saccade.pocket.sample import WORLD
-
-    if entry.task not in WORLD:
-        return f"There is no pocket task {entry.task!r}; there are {', '.join(WORLD)}."
-    if entry.grammar not in WORLD[entry.task].grammars:
-        return (
-            f"The pocket task {entry.task!r} has no grammar {entry.grammar!r}; "
-            f"it has {', '.join(WORLD[entry.task].grammars)}."
-        )
-    return ""
-
-
 def _questions(entry: TaskEntry, seed: int) -> list[Question]:
     if entry.file is not None:
-        from saccade.bench.questions import read_questions
-
         return read_questions(entry)
     if entry.dataset is not None:
-        from saccade.bench.questions import read_dataset
-
         return read_dataset(entry)
     return [_draw(entry, seed + i) for i in range(entry.count or 1)]
 

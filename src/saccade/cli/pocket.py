@@ -79,15 +79,12 @@ def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
     Raises:
         SaccadeError: unknown task, or a grammar that one of them does not have.
     """
-    from saccade.pocket import WORLD
+    from saccade.pocket import WORLD, lacks
 
     chosen = tasks or list(WORLD)
     for task in chosen:
-        if task not in WORLD:
-            raise SaccadeError(f"There is no pocket task {task!r}; choose from {', '.join(WORLD)}.")
-        if grammar not in WORLD[task].grammars:
-            known = " or ".join(WORLD[task].grammars)
-            raise SaccadeError(f"There is no grammar {grammar!r}; choose {known}.")
+        if reason := lacks(task, grammar):
+            raise SaccadeError(reason)
     return chosen
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from saccade.distill.options import Options
 from saccade.errors import InputError
 from saccade.files import write_file
-from saccade.pocket import WORLD, Sample, draw
+from saccade.pocket import WORLD, Sample, draw, lacks
 from saccade.pocket.sample import UNSEEN_BY_DRAFTS
 
 PREFIX = "pocket:"
@@ -37,11 +37,8 @@ def tasks_of(source: str, grammar: str) -> list[str]:
             f"{source!r} names no task; give pocket:all, or pocket: and some of {', '.join(WORLD)}."
         )
     for task in tasks:
-        if task not in WORLD:
-            raise InputError(f"There is no pocket task {task!r}; choose all, or some of {', '.join(WORLD)}.")
-        if grammar not in WORLD[task].grammars:
-            known = " or ".join(WORLD[task].grammars)
-            raise InputError(f"The pocket task {task!r} has no grammar {grammar!r}; choose {known}.")
+        if reason := lacks(task, grammar):
+            raise InputError(reason)
     return tasks
 
 

@@ -7,6 +7,7 @@ round resized pixels differently (by up to 0.03 after normalisation).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from saccade.errors import ModelError
 from saccade.inputs.media import Frames
 
 BICUBIC, LANCZOS = int(Image.Resampling.BICUBIC), int(Image.Resampling.LANCZOS)
+SQUARE_384: Mapping[str, Any] = MappingProxyType(
+    {
+        "size": {"height": 384, "width": 384},
+        "resample": BICUBIC,
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
+    }
+)
+"""Settings of `square_frames` where a checkpoint has none."""
 
 
 def square_frames(frames: Frames, settings: Mapping[str, Any]) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from saccade.errors import ModelError
 from saccade.pocket import tasks  # noqa: F401  # registers them
-from saccade.pocket.sample import WORLD, Sample, Task, draw, score
+from saccade.pocket.sample import WORLD, Sample, Task, draw, lacks, score
 from saccade.pocket.tasks.caption import CAPTION_PROMPT
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "draw",
     "head_path",
     "head_paths",
+    "lacks",
     "score",
     "target_path",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from saccade.errors import InputError
 from saccade.pocket.labels import Labels, no_labels
 
 IMAGE_MARK = "<image>"
@@ -182,10 +183,15 @@ def register(name: str, task: Task) -> None:
     WORLD[name] = task
 
 
-def _task(name: str) -> Task:
-    if name not in WORLD:
-        raise ValueError(f"There is no pocket task {name!r}; the tasks are {', '.join(WORLD)}.")
-    return WORLD[name]
+def lacks(task: str, grammar: str = "dense") -> str:
+    """Return why a task cannot be drawn in a grammar, as a sentence; empty when it can."""
+    if task not in WORLD:
+        return f"There is no pocket task {task!r}; the tasks are {', '.join(WORLD)}."
+    if grammar not in WORLD[task].grammars:
+        return (
+            f"The pocket task {task!r} has no grammar {grammar!r}; it has {', '.join(WORLD[task].grammars)}."
+        )
+    return ""
 
 
 def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
@@ -200,11 +206,11 @@ def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
             sentences).
 
     Raises:
-        ValueError: the task or the grammar does not exist.
+        InputError: the task or the grammar does not exist.
     """
-    kind = _task(task)
-    if grammar not in kind.grammars:
-        raise ValueError(f"Task {task!r} has no grammar {grammar!r}; it has {', '.join(kind.grammars)}.")
+    if reason := lacks(task, grammar):
+        raise InputError(reason)
+    kind = WORLD[task]
     media = kind.paint(Random(f"pocket/{task}/{seed}"))
     rng = Random(f"pocket/{task}/{seed}/{grammar}")
     style = kind.grammars[grammar]
@@ -225,6 +231,8 @@ def score(task: str, answer: str, facts: Facts) -> dict[str, float]:
     The score of an answer against the facts of *another* sample of the task is chance level.
 
     Raises:
-        ValueError: the task does not exist.
+        InputError: the task does not exist.
     """
-    return _task(task).score(answer, facts)
+    if task not in WORLD:
+        raise InputError(lacks(task))
+    return WORLD[task].score(answer, facts)

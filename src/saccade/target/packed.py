@@ -91,27 +91,17 @@ def _by_row(
 
 
 def _fused(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
-    return _by_row(sdpa_attention_forward, module, query, attention_mask, **options)
+    return _by_row(sdpa_attention_forward, module, query, attention_mask, **more)
 
 
 def _eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
     """Run the architecture's own eager attention, row by row."""
     own = sys.modules[type(module).__module__].eager_attention_forward
-    return _by_row(own, module, query, attention_mask, **options)
+    return _by_row(own, module, query, attention_mask, **more)
 
 
 # Both interfaces: without a mask function of the same name transformers would drop masks silently.

@@ -143,15 +143,10 @@ class PooledFeatures(PlainView):
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
     def load(
-        self,
-        into: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
         with self._pooling():
-            into.load(row, prompt, prefill)
+            own.load(row, prompt, prefill)
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
         """Number of placeholders of one grid of a medium, and of those that remain."""

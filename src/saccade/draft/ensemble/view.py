@@ -35,17 +35,12 @@ class View(Protocol):
         ...
 
     def load(
-        self,
-        into: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
         """Prefill a row of the draft session with the prompt that `read` returned.
 
         Args:
-            into: session of the draft model.
+            own: session of the draft model.
             prefill: result of the target's prefill; None where that is still to come, and every view is early.
         """
         ...
@@ -62,11 +57,6 @@ class PlainView:
         """Nothing is requested of the target."""
 
     def load(
-        self,
-        into: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
-        into.load(row, prompt, prefill)
+        own.load(row, prompt, prefill)

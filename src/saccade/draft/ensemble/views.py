@@ -108,12 +108,7 @@ class Pruned:
         return prompt
 
     def load(
-        self,
-        into: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
-        dropped = positions_to_drop(into, row, prompt, self._pruning, target, prefill)
-        into.load_pruned(row, prompt, dropped)
+        dropped = positions_to_drop(own, row, prompt, self._pruning, target, prefill)
+        own.load_pruned(row, prompt, dropped)

@@ -252,15 +252,9 @@ class DreamDraftSession(HeadDraftSession):
         return hidden
 
     def _forward(
-        self,
-        rows: Rows,
-        features: Tensor,
-        tokens: Tensor,
-        mask: Tensor | None,
-        offset: int | Tensor,
-        step: int,
+        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | Tensor, step: int
     ) -> Tensor:
-        positions = self._placed(self.memory, rows, offset).expand(tokens.shape)
+        positions = self._placed(self.memory, rows, gap).expand(tokens.shape)
         self._lay(self.cache, rows, tokens.shape[1], mask)
         self._lay(self.memory, rows, tokens.shape[1], mask)
         at = Placement(positions, cache=self.cache)

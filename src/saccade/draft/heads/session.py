@@ -242,17 +242,11 @@ class HeadDraftSession:
         )
 
     def _forward(
-        self,
-        rows: Rows,
-        features: Tensor,
-        tokens: Tensor,
-        mask: Tensor | None,
-        offset: int | Tensor,
-        step: int,
+        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | Tensor, step: int
     ) -> Tensor:
-        """Run pending entries of some rows, ``offset`` positions after their committed ones."""
+        """Run pending entries of some rows, ``gap`` positions after their committed ones."""
         self._lay(self.cache, rows, tokens.shape[1], mask)
-        positions = self._placed(self.cache, rows, offset).expand(tokens.shape)
+        positions = self._placed(self.cache, rows, gap).expand(tokens.shape)
         at = Placement(positions, cache=self.cache)
         out: Tensor = self._head(features, self._embed(rows, tokens), at, step)
         return out

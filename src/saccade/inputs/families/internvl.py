@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from saccade.inputs.families.family import Family, Features, Kind, Piece, PoolPoint, Tensors, Words, runs_of
 from saccade.inputs.media import Video, wanted_frames
-from saccade.inputs.pixels import BICUBIC, square_frames
+from saccade.inputs.pixels import SQUARE_384, square_frames
 from saccade.inputs.prompt import Medium
 
 
@@ -24,14 +23,7 @@ class InternVL(Family):
     openers = ("<img>",)
     closers = ("</img>",)
     image_options = MappingProxyType({"crop_to_patches": True})
-    video_defaults = MappingProxyType(
-        {
-            "size": {"height": 384, "width": 384},
-            "resample": BICUBIC,
-            "image_mean": OPENAI_CLIP_MEAN,
-            "image_std": OPENAI_CLIP_STD,
-        }
-    )
+    video_defaults = SQUARE_384
     video_sampling = MappingProxyType({"num_frames": 8})
     frames_as_images = True
     pool_point = PoolPoint("multi_modal_projector")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from saccade.errors import InputError
 from saccade.inputs.families.family import (
@@ -26,7 +25,7 @@ from saccade.inputs.families.family import (
     square_grid,
 )
 from saccade.inputs.media import Video, wanted_frames
-from saccade.inputs.pixels import BICUBIC, square_frames
+from saccade.inputs.pixels import SQUARE_384, square_frames
 from saccade.inputs.prompt import Medium
 
 
@@ -107,14 +106,7 @@ class LlavaOnevision(LlavaNext):
 
     names = MappingProxyType({"llava_onevision": "LLaVA-OneVision"})
     image_options = MappingProxyType({})
-    video_defaults = MappingProxyType(
-        {
-            "size": {"height": 384, "width": 384},
-            "resample": BICUBIC,
-            "image_mean": OPENAI_CLIP_MEAN,
-            "image_std": OPENAI_CLIP_STD,
-        }
-    )
+    video_defaults = SQUARE_384
     video_sampling = MappingProxyType({"num_frames": 32})
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
