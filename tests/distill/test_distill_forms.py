@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prompt_lines import asks, talks
 
-from saccade.distill.planning import Seen
+from saccade.distill.planning import Duplicates
 from saccade.errors import InputError
 from saccade.inputs.conversations import parse_conversation, resolve, resolve_media, text_of
 
@@ -132,7 +132,7 @@ def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pi
         read.append(Path(path).name)
         return Path(path).read_bytes().hex()
 
-    seen = Seen(pictures, digest)
+    seen = Duplicates(pictures, digest)
 
     def first(name: str, words: str, *images: str) -> str:
         return seen.first(name, told(asks(words, *images)))
@@ -152,5 +152,5 @@ def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pi
 def test_files_of_one_size_with_other_bytes_are_no_duplicates(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one")
     (tmp_path / "b").write_bytes(b"two")
-    seen = Seen(tmp_path)
+    seen = Duplicates(tmp_path)
     assert [seen.first(n, told(asks("?", n))) for n in ("a", "b", "a")] == ["a", "b", "a"]

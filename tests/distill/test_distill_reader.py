@@ -63,7 +63,7 @@ def test_pocket_answers_stand_alone_after_a_move(tmp_path: Path) -> None:
         assert [m.digest for m in seen.media] == [m.digest for m in drawn.media], "not one pixel differs"
         if not answer.temperature:
             assert target.generate(drawn, max_new_tokens=5).tokens == answer.answer_ids
-    assert pocket(tmp_path / "there").asked == 0, "and it can go on there"
+    assert pocket(tmp_path / "there").answered == 0, "and it can go on there"
 
 
 def test_pocket_videos_and_turns_are_written_exactly(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_file_torn_at_any_byte_is_mended(source: Path, tmp_path: Path) -> None
         report = run(source, tmp_path / "out")
         assert path.read_bytes() == whole
         assert report.there == whole[:end].count(b"\n")
-        assert report.there + report.asked == 6
+        assert report.there + report.answered == 6
 
 
 def test_whole_lines_end_where_a_slow_reading_says(tmp_path: Path) -> None:

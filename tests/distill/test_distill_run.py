@@ -13,7 +13,7 @@ from prompt_lines import asks, rows, shaped, talks
 import saccade
 from checkpoints import ready, vlm
 from saccade.distill import Options, distill, read_answers
-from saccade.distill.asking import Asker
+from saccade.distill.generating import Generator
 from saccade.distill.planning import Item, Prompts
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.output import Output
@@ -162,9 +162,9 @@ def test_bad_lines_stop_the_run_or_are_left_out(written: Written, pictures: Path
 
 
 def test_a_prompt_set_without_questions_is_refused(written: Written, pictures: Path) -> None:
-    with pytest.raises(SaccadeError, match="holds no question to ask"):
+    with pytest.raises(SaccadeError, match="holds no question"):
         run(written("", " "))
-    with pytest.raises(SaccadeError, match=r"holds no question to ask.*line 1.*not valid JSON"):
+    with pytest.raises(SaccadeError, match=r"holds no question;.*line 1.*not valid JSON"):
         run(written("{"), on_bad_line="skip")
     with pytest.raises(SaccadeError, match="Cannot read the prompts"):
         run(pictures.parent / "none.jsonl")
@@ -202,9 +202,9 @@ def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> 
     target = vlm("llava", method="plain")
     picture = target.target.config.image_token_id
     prompts = Prompts(written(asks("?")), Path())
-    asker = Asker(target, prompts, Options(), {}, lambda item, reason: None)
+    generator = Generator(target, prompts, Options(), {}, lambda item, reason: None)
     item = Item("x", 1, 0, 0, False, (0, 0))
-    line = asker._line(item, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
+    line = generator._line(item, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
     assert (line["answer_ids"], line["finish"]) == ([5, 6], "visual")
     assert "eos_id" not in line
     assert line["answer"] == target.processor.decode([5, 6])

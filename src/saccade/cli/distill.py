@@ -231,10 +231,10 @@ def _plan(expected: Preview, out: Path) -> None:
 
 def _show(report: Report) -> None:
     earlier = f"; {report.there} finished before" if report.there else ""
-    rate = f", {report.tokens / report.seconds:.0f} tokens/s" if report.asked else ""
+    rate = f", {report.tokens / report.seconds:.0f} tokens/s" if report.answered else ""
     ends = ", ".join(f"{count} {_ENDS[end]}" for end, count in sorted(report.finishes.items()))
     lines = [
-        f"{counted(report.asked, 'answer')} in {duration(report.seconds)}{rate}{earlier}; left out: "
+        f"{counted(report.answered, 'answer')} in {duration(report.seconds)}{rate}{earlier}; left out: "
         f"{counted(report.duplicates, 'duplicate')}, {counted(len(report.problems), 'unusable line')}.",
         *([f"Of them {ends}."] if ends else []),
         f"The answers are in {report.folder}/answers.jsonl.",

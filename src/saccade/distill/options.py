@@ -22,11 +22,10 @@ class Options:
         sampled_share: share of the questions answered by sampling; the others are answered greedily.
         temperature: of the sampled answers, whose distribution is cut nowhere (no top-p, no top-k).
         max_new_tokens: longest answer.
-        batch: questions asked at once.
+        batch: questions per batch.
         seed: decides which questions are sampled, and their draws.
-        history: what earlier assistant turns hold: ``reference`` (as the prompt set has them) or ``own`` (the
-            target's own answers).
-        limit: ask only so many questions, the first ones; None for all.
+        history: content of earlier assistant turns: ``reference`` (of the prompt set) or ``own`` (the target's).
+        limit: number of questions, the first ones; None for all.
         count: of a pocket source, samples of every task.
         first_seed: of a pocket source, number of the first sample.
         grammar: of a pocket source, ``dense`` or ``verbose``.
@@ -71,7 +70,7 @@ class Options:
         return _number(f"{self.seed}/share/{item}") < self.sampled_share * 2**63
 
     def seed_of(self, item: str) -> int:
-        """Of the question's random generator: from its id, so that every attempt draws the same."""
+        """Return the seed of a question's random generator: a function of its id, equal in every attempt."""
         return _number(f"{self.seed}/draws/{item}")
 
     def decoding(self, sampled: bool) -> dict[str, Any]:
@@ -88,5 +87,5 @@ class Options:
 
 
 def _number(words: str) -> int:
-    """From 0 to 2**63 - 1, the same everywhere."""
+    """Hash words to a number from 0 to 2**63 - 1, equal on every machine."""
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1

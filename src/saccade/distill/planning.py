@@ -25,15 +25,15 @@ from saccade.inputs.conversations import (
 )
 
 
-class Seen:
-    """The questions so far.
+class Duplicates:
+    """Index of questions that finds repeated ones.
 
-    Two questions are the same when their messages are and their media have the same bytes. Bytes are read only where
+    Two questions are equal when their messages are equal and their media have the same bytes. Bytes are read only where
     the texts and the sizes of all files agree.
 
     Args:
         root: folder of the media.
-        digest: hash of what lies in a file.
+        digest: hash of a source's content.
     """
 
     def __init__(self, root: Path, digest: Callable[[str], str] | None = None) -> None:
@@ -43,14 +43,14 @@ class Seen:
         self._same: dict[bytes, str] = {}
 
     def first(self, name: str, messages: Sequence[dict[str, Any]]) -> str:
-        """The name under which this question came first; its own when it is new."""
+        """Return the name of the first equal question; its own when it is new."""
         sources = [resolve(s, self._root) for part in media_parts(messages) for s in sources_of(part)]
         rough = _hash(_bare(messages), [_size(s) for s in sources])
         if rough not in self._alike:
             self._alike[rough] = (name, sources)
             return name
         earlier = self._alike[rough]
-        if earlier is not None:  # the second of its kind: now the first one's media are read, too
+        if earlier is not None:  # only now are the first one's media read
             self._same[self._exact(rough, earlier[1])] = earlier[0]
             self._alike[rough] = None
         return self._same.setdefault(self._exact(rough, sources), name)
@@ -60,7 +60,7 @@ class Seen:
 
 
 def _bare(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the number of files in the place of every medium."""
+    """Messages with the number of files in place of every medium."""
     return [
         {
             **message,
@@ -89,7 +89,7 @@ def _file_digest(source: str) -> str:
 
 
 WINDOW = 32
-"""Batches whose questions are sorted by length together; more would sort better, and mix the prompt set less."""
+"""Batches whose questions are sorted by length together; a larger window sorts better and shuffles less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class Item:
     """One question.
 
     Attributes:
-        id: unique in the run: the conversation's own, with ``/1``, ``/2``, ... behind it when it asks several.
-        line: of the prompt set, from 1.
+        id: unique in the run: the conversation's own, followed by ``/1``, ``/2``, ... when it has several questions.
+        line: number of its line in the prompt set, from 1.
         offset: of that line, in bytes.
-        message: number of the message that asks.
+        message: index of the user message to be answered.
         sampled: answered by sampling, not greedily.
-        length: expected answer and prompt, in characters.
-        before: ids of the answers in its history by the number of their message, where it holds the target's own.
+        length: of the expected answer and of the prompt, in characters.
+        before: message index and question id of every answer of the target in its history.
     """
 
     id: str
@@ -117,12 +117,12 @@ class Item:
 
 @dataclass(slots=True)
 class Plan:
-    """What a run asks.
+    """Questions of a run.
 
     Attributes:
-        batches: in the order in which they are asked; a batch is sampled or greedy as a whole.
-        conversations: lines that could be used.
-        duplicates: questions left out because the same one is asked already.
+        batches: in their order of generation; a batch is sampled or greedy as a whole.
+        conversations: number of usable lines.
+        duplicates: number of questions left out because an equal one is planned.
         problems: one sentence per line that cannot be used.
     """
 
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def items(self) -> Iterator[Item]:
-        """Every question, in the order in which they are asked."""
+        """All questions, in their order of generation."""
         return (item for batch in self.batches for item in batch)
 
 
@@ -160,7 +160,7 @@ class Prompts:
             ) from problem
 
     def lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Number, offset and content of every line that is not blank."""
+        """Yield number, offset and content of every line that is not blank."""
         offset = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -169,18 +169,18 @@ class Prompts:
                 offset += len(line)
 
     def at(self, offset: int) -> Conversation:
-        """The conversation of the line that starts there."""
+        """Return the conversation of the line at an offset in bytes."""
         with self.path.open("rb") as file:
             file.seek(offset)
             return parse_conversation(file.readline().decode())
 
     def where(self, line: int) -> str:
-        """A line, for messages."""
+        """Name a line for messages."""
         return f"{self.path}, line {line}"
 
 
 def check_source(source: str, options: Options) -> None:
-    """Raise `SaccadeError` for a prompt set that is not there, without reading it."""
+    """Raise `SaccadeError` for a prompt set that does not exist, without reading it."""
     if source.startswith(pocket_source.PREFIX):
         pocket_source.tasks_of(source, options.grammar)
     elif not Path(source).expanduser().is_file():
@@ -190,19 +190,19 @@ def check_source(source: str, options: Options) -> None:
 
 
 def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
-    """Read the whole prompt set once.
+    """Read the prompt set once, and plan its batches.
 
     Args:
         on_bad_line: ``stop`` at a line that cannot be used, or ``skip`` it.
 
     Raises:
-        SaccadeError: nothing can be asked, or a line cannot be used and ``on_bad_line`` is ``stop``.
+        SaccadeError: no question is usable, or a line cannot be used and ``on_bad_line`` is ``stop``.
     """
-    plan, seen, names = Plan(), Seen(prompts.root), set[str]()
+    plan, known, names = Plan(), Duplicates(prompts.root), set[str]()
     rounds: dict[int, list[Item]] = {}
-    asked = 0
+    planned = 0
     for number, offset, line in prompts.lines():
-        if asked == options.limit:
+        if planned == options.limit:
             break
         try:
             conversation = _read(line, prompts.root)
@@ -211,24 +211,22 @@ def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
             continue
         plan.conversations += 1
         name = _unique(conversation.id or f"line-{number}", number, len(conversation.questions), names)
-        for round_, item, is_new in _items(conversation, name, number, offset, options, seen):
+        for round_, item, is_new in _items(conversation, name, number, offset, options, known):
             if not is_new:
                 plan.duplicates += 1
-            elif asked != options.limit:
+            elif planned != options.limit:
                 rounds.setdefault(round_ if options.history == "own" else 0, []).append(item)
-                asked += 1
-    if not asked:
+                planned += 1
+    if not planned:
         problems = f" {plan.problems[0]}" if plan.problems else ""
-        raise SaccadeError(
-            f"{prompts.path} holds no question to ask; expected one JSON object per line.{problems}"
-        )
+        raise SaccadeError(f"{prompts.path} holds no question; expected one JSON object per line.{problems}")
     for _, items in sorted(rounds.items()):
         plan.batches += _batches(items, options.batch)
     return plan
 
 
 def refuse(problems: list[str], sentence: str, on_bad_line: str) -> None:
-    """Note what is wrong with a line, or raise `SaccadeError` if it ends the run."""
+    """Record the fault of a line, or raise `SaccadeError` if it ends the run."""
     if on_bad_line == "stop":
         raise SaccadeError(
             sentence.rstrip(".")
@@ -248,7 +246,7 @@ def _read(line: bytes, root: Path) -> Conversation:
 
 
 def _unique(name: str, line: int, count: int, names: set[str]) -> str:
-    """The name, with the line behind it when something earlier is called so, or as one of its questions would be."""
+    """Return the name, with its line appended where it or an id of its questions is taken."""
     while not names.isdisjoint({name, *_ids(name, count)}):
         name = f"{name}@{line}"
     names.update({name, *_ids(name, count)})
@@ -256,14 +254,14 @@ def _unique(name: str, line: int, count: int, names: set[str]) -> str:
 
 
 def _ids(name: str, count: int) -> list[str]:
-    """Of a conversation's questions."""
+    """Ids of a conversation's questions."""
     return [name] if count == 1 else [f"{name}/{number}" for number in range(1, count + 1)]
 
 
 def _items(
-    conversation: Conversation, name: str, line: int, offset: int, options: Options, seen: Seen
+    conversation: Conversation, name: str, line: int, offset: int, options: Options, known: Duplicates
 ) -> Iterator[tuple[int, Item, bool]]:
-    """Round, item, and whether nobody has asked it before, for every question of a conversation."""
+    """Yield round, item, and whether it is new, for every question of a conversation."""
     questions = conversation.questions
     ids = _ids(name, len(questions))
     own = options.history == "own"
@@ -276,7 +274,7 @@ def _items(
             {"role": "assistant", "content": []} if index in answered else m
             for index, m in enumerate(history)
         ]
-        first = seen.first(item, compared)
+        first = known.first(item, compared)
         reference = conversation.messages[message + 1 : message + 2]
         length = (len(text_of(reference[0])) if reference else 0, sum(len(text_of(m)) for m in history))
         yield (
@@ -289,7 +287,7 @@ def _items(
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Neighbours in the prompt set that decode alike and are about equally long."""
+    """Group neighbours of the prompt set by decoding and length."""
     for start in range(0, len(items), WINDOW * size):
         window = items[start : start + WINDOW * size]
         for sampled in (False, True):
@@ -297,16 +295,16 @@ def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
             yield from (alike[at : at + size] for at in range(0, len(alike), size))
 
 
-def asked_messages(item: Item, conversation: Conversation, answers: Mapping[str, str]) -> Messages:
-    """The conversation up to the question, with the target's own earlier answers where the item holds them.
+def messages_of(item: Item, conversation: Conversation, answers: Mapping[str, str]) -> Messages:
+    """Return the conversation up to the question, with the target's answers in the places that the item names.
 
     Raises:
-        InputError: an earlier answer is missing, because its question could not be asked.
+        InputError: an earlier answer is missing because its question was not usable.
     """
-    told: Messages = [*conversation.messages[: item.message + 1]]
+    messages: Messages = [*conversation.messages[: item.message + 1]]
     for index, earlier in item.before:
         if earlier not in answers:
             raise InputError(f"the answer to its earlier turn {earlier} is missing")
         answer: dict[str, Any] = {"type": "text", "text": answers[earlier]}
-        told[index] = {"role": "assistant", "content": [answer]}
-    return told
+        messages[index] = {"role": "assistant", "content": [answer]}
+    return messages

@@ -1,4 +1,4 @@
-"""Batches of questions to the target, and its answers as lines of the output."""
+"""Generation of the target's answers, batch by batch, as lines of the output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.distill.options import Options
-from saccade.distill.planning import Item, Prompts, asked_messages
+from saccade.distill.planning import Item, Prompts, messages_of
 from saccade.errors import InputError
 from saccade.inputs.conversations import Messages, resolve_media
 from saccade.inputs.families import visual_ids
@@ -17,15 +17,15 @@ from saccade.vlm import VLM
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Asks the target.
+class Generator:
+    """Generates answers by the target.
 
     Attributes:
         vlm: with a lossless method.
-        prompts: where the conversations are.
+        prompts: the prompt set.
         options: of the run.
-        answers: text of the target's answers so far, by id, where later turns hold them.
-        refuse: told of a question that cannot be asked; it may raise.
+        answers: text of the target's earlier answers by id, for later turns whose history includes them.
+        refuse: called with a question that cannot be used and the reason; it may raise.
     """
 
     vlm: VLM
@@ -34,66 +34,66 @@ class Asker:
     answers: Mapping[str, str]
     refuse: Callable[[Item, str], None]
 
-    def ask(self, batch: Sequence[Item], wanted: Sequence[Item]) -> list[tuple[Item, dict[str, Any]]]:
-        """Answers to a batch, as lines.
+    def answer(self, batch: Sequence[Item], wanted: Sequence[Item]) -> list[tuple[Item, dict[str, Any]]]:
+        """Answer a batch of questions.
 
-        The whole batch is asked even if only some of it is wanted: in floating point an answer may depend, at ties,
-        on how many rows are computed together, and going on after a stop must change nothing.
+        The whole batch is generated even if only some of it is wanted: in floating point an answer may depend, at ties,
+        on the number of rows that are computed together, and a resumed run must repeat the answers of an unbroken one.
 
         Returns:
-            Nothing when what is wanted cannot be asked.
+            Lines of all usable questions; empty if no wanted question is usable.
         """
-        asked: list[tuple[Item, Messages]] = []
+        rows: list[tuple[Item, Messages]] = []
         for item in batch:
             try:
                 conversation = self.prompts.at(item.offset)
-                asked.append((item, asked_messages(item, conversation, self.answers)))
+                rows.append((item, messages_of(item, conversation, self.answers)))
             except InputError as problem:
                 self.refuse(item, str(problem))
-        while any(item in wanted for item, _ in asked):
+        while any(item in wanted for item, _ in rows):
             try:
-                outputs = self._generate(asked, batch[0].sampled)
+                outputs = self._generate(rows, batch[0].sampled)
             except InputError as problem:
-                sound = self._sound(asked)
-                if len(sound) == len(asked):
+                usable = self._usable(rows)
+                if len(usable) == len(rows):
                     raise problem
-                asked = sound
+                rows = usable
             else:
                 return [
                     (item, self._line(item, messages, output))
-                    for (item, messages), output in zip(asked, outputs, strict=True)
+                    for (item, messages), output in zip(rows, outputs, strict=True)
                 ]
         return []
 
-    def _generate(self, asked: Sequence[tuple[Item, Messages]], sampled: bool) -> list[Output]:
+    def _generate(self, rows: Sequence[tuple[Item, Messages]], sampled: bool) -> list[Output]:
         outputs: list[Output] = self.vlm.generate(
-            [resolve_media(messages, self.prompts.root) for _, messages in asked],
-            seed=[self.options.seed_of(item.id) for item, _ in asked],
+            [resolve_media(messages, self.prompts.root) for _, messages in rows],
+            seed=[self.options.seed_of(item.id) for item, _ in rows],
             **self.options.decoding(sampled),
         )
         return outputs
 
-    def _sound(self, asked: Sequence[tuple[Item, Messages]]) -> list[tuple[Item, Messages]]:
-        """Those that the target takes, each tried alone."""
-        sound = []
-        for item, messages in asked:
+    def _usable(self, rows: Sequence[tuple[Item, Messages]]) -> list[tuple[Item, Messages]]:
+        """Questions that fit the target, each checked alone."""
+        usable = []
+        for item, messages in rows:
             try:
                 prompt = self.vlm.processor.prompt(resolve_media(messages, self.prompts.root))
                 self.vlm.target.check_length(len(prompt) + self.options.max_new_tokens)
             except InputError as problem:
                 self.refuse(item, str(problem).rstrip("."))
             else:
-                sound.append((item, messages))
-        return sound
+                usable.append((item, messages))
+        return usable
 
     def _line(self, item: Item, messages: Messages, output: Output) -> dict[str, Any]:
         ids, finish = list(output.tokens), str(output.finish_reason)
         ending: dict[str, int] = {}
         if finish == "eos":
             *ids, ending["eos_id"] = ids
-        pictures = set(visual_ids(self.vlm.target.config).values())
-        cut = next((i for i, token in enumerate(ids) if token in pictures), None)
-        if cut is not None:  # a reader would look for an image there
+        placeholders = set(visual_ids(self.vlm.target.config).values())
+        cut = next((i for i, token in enumerate(ids) if token in placeholders), None)
+        if cut is not None:  # a placeholder without its image
             ids, finish, ending = ids[:cut], "visual", {}
         return {
             "id": item.id,
