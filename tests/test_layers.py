@@ -32,6 +32,7 @@ NAMESAKES = {
 SMALL = {
     "errors.py": "imported by every package",
     "formats.py": "text for messages of bench, distill, train, tools and cli, which share no other module",
+    "draft/heads/hivis.py": "one head kind per file",
     "train/precision.py": "shared by optimiser and processes",
 }
 """Files below `LEAST` lines, with the reason."""

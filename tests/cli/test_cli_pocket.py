@@ -16,7 +16,7 @@ def test_a_folder_is_marked_with_a_draft_model_by_name_or_by_folder(shell: Shell
 
 
 def test_tasks_and_grammars_that_do_not_exist_are_named(shell: Shell) -> None:
-    assert "no pocket task 'pie'; choose from chart, " in shell("pocket", "eval", "-t", "pie").complaint
+    assert "no pocket task 'pie'; the tasks are chart, " in shell("pocket", "eval", "-t", "pie").complaint
     message = "no grammar 'loud'; it has dense, verbose"
     assert message in shell("pocket", "eval", "--grammar", "loud", "-n", "2").complaint
 

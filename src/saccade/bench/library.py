@@ -15,13 +15,13 @@ _FOLDER = resources.files("saccade.bench") / "suites"
 
 
 def names() -> list[str]:
-    """The built-in suites, in reading order."""
+    """Names of the built-in suites: ``quick`` first, then by paper and table."""
     found = [entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")]
     return sorted(found, key=_reading_order)
 
 
 def load(name: str) -> Suite:
-    """A built-in suite by name, or one from a TOML or YAML file.
+    """Load a built-in suite by name, or one from a TOML or YAML file.
 
     Raises:
         SaccadeError: there is no such suite or file, or its content is wrong.
@@ -38,7 +38,7 @@ def load(name: str) -> Suite:
 
 
 def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
-    """The suite with these methods only: labels of its own, or names of `saccade methods` with their defaults."""
+    """Return the suite with some methods: labels of its own, or names of `saccade methods` with their defaults."""
     own = {m.label: m for m in suite.methods}
     chosen = [own.get(name, MethodEntry(name, name)) for name in dict.fromkeys(wanted)]
     if not chosen:
@@ -47,7 +47,7 @@ def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
 
 
 def choose_tasks(suite: Suite, wanted: Iterable[str]) -> Suite:
-    """The suite with these tasks only: names of its own, or tasks of the pocket world."""
+    """Return the suite with some tasks: names of its own, or tasks of the pocket world."""
     own = {t.name: t for t in suite.tasks}
     chosen = tuple(own.get(name, TaskEntry(name=name, task=name)) for name in dict.fromkeys(wanted))
     if not chosen:
@@ -85,6 +85,6 @@ def _yaml(text: str) -> Any:
 
 
 def _reading_order(name: str) -> tuple[Any, ...]:
-    """``quick`` first, then by paper and by the table's number."""
+    """Sort key: ``quick`` first, then by paper and table number."""
     parts = name.split("-")
     return name != "quick", parts[0], [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts[1:]]

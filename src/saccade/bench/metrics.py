@@ -13,7 +13,7 @@ from saccade.bench.statistics import median as median_with_interval
 from saccade.bench.suite import BASELINE
 
 _NOT_STAGES = ("total", "decode", "inputs")
-"""Entries of ``stats["seconds"]`` that are no part of the total: sums of others, and what comes before it."""
+"""Entries of ``stats["seconds"]`` beside the stages of the total: sums, and the time of input preparation."""
 
 _STRICT = ("target", "draft")
 """Marks of tokens that are the target's own choice; lossy rules add others."""
@@ -25,7 +25,7 @@ class MethodResult:
 
     Attributes:
         method: label.
-        lossless: whether it claims plain decoding's output.
+        lossless: whether its output must equal plain decoding's.
         prompts: distinct ones.
         answers: records; prompts times repeats in a complete run.
         tokens: emitted in all answers.
@@ -39,17 +39,17 @@ class MethodResult:
             tau); averaged per block. None without passes.
         accepted_length: the same without the target's own token (LVSpec's, SAGE's tau).
         block_efficiency_per_sample, accepted_length_per_sample: the same averaged per answer, as the papers do.
-        acceptance_by_depth: entry d - 1: of the passes that accepted depth d - 1, the share that accepted d too;
-            of all that was judged, the end of the answer does not cut it.
-        verified_per_token: positions that the target computed, per token that they gave; 1 for plain decoding.
+        acceptance_by_depth: entry d - 1: share of the passes that accepted depth d among those that accepted d - 1,
+            tokens beyond the end of the answer included.
+        verified_per_token: positions that the target computed per token emitted; 1 for plain decoding.
         shares: of the total seconds, by stage.
         input_seconds: tokenizing and preparing images, median; not part of the total.
-        peak_bytes: largest; None when not measured.
-        compared, equal: answers compared with plain decoding's, and those whose tokens are all equal.
+        peak_bytes: largest of the answers; None when not measured.
+        compared, equal: number of answers compared with plain decoding's, and of those with equal tokens.
         scores: ground truth by fact, mean over answers.
         score: mean over facts and answers; None without ground truth.
         retention: score over plain decoding's on the same prompts.
-        loosened: share of the tokens that a lossy rule let pass although the target would have said another.
+        loosened: share of the tokens that a lossy rule accepted in place of the target's own.
     """
 
     method: str
@@ -79,7 +79,7 @@ class MethodResult:
 
 
 def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:
-    """Every method over all given records, in the order of appearance."""
+    """Results of every method over all records: plain decoding, then in order of appearance."""
     groups: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[record.method].append(record)
@@ -114,12 +114,12 @@ def passes(record: Record) -> int:
 
 
 def emitted(record: Record) -> int:
-    """Tokens that these passes gave: all but the first one, which prefill gives."""
+    """Tokens that verification passes emitted: all but the first one, which prefill emits."""
     return record.stats["new_tokens"] - 1 if passes(record) else 0
 
 
 def accepted(record: Record) -> int:
-    """Of them, those beyond one per pass, which plain decoding gives too."""
+    """Emitted tokens beyond one per pass, plain decoding's rate."""
     return emitted(record) - passes(record)
 
 

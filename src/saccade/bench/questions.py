@@ -15,24 +15,24 @@ from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import check_media, media_parts, parse_row, read_conversation, resolve_media
 
 Score = Callable[[str], dict[str, float]]
-"""Marks an answer: for every kind of fact a number from 0 to 1."""
+"""Score of an answer from 0 to 1, by kind of fact."""
 
 FIRST_PICTURE = 500_000
-"""Number of the pocket picture that seed 0 starts with; training never draws below a million."""
+"""Number of the first pocket picture at seed 0; training draws from a million on."""
 _SHOWN_FRAMES = 4
 """Frames of a video that a report shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One thing said by the user, and what comes before the answer.
+    """A user turn of a conversation.
 
     Attributes:
-        messages: added to the conversation, the user's own last; media inside.
+        messages: of the turn, media included; the last one is the user's.
         text: the question, for reports.
         images: sources of its pictures.
-        score: marks an answer; None without ground truth.
-        reference: what it marks them against: right answers, or the facts of a picture.
+        score: of an answer; None without ground truth.
+        reference: ground truth of the score: right answers, or the facts of a picture.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -48,8 +48,8 @@ class Question:
 
     Attributes:
         id: unique within a run.
-        task: the group it belongs to.
-        turns: asked one after another, each after the answer to the one before.
+        task: group in which it is reported.
+        turns: in order; each follows the answer to the one before.
     """
 
     id: str
@@ -57,19 +57,19 @@ class Question:
     turns: tuple[Turn, ...]
 
     def turn_id(self, turn: int) -> str:
-        """The ``prompt_id`` of a turn (0, 1, ...)."""
+        """Return the ``prompt_id`` of a turn (0, 1, ...)."""
         return self.id if turn == 0 else f"{self.id}.{turn + 1}"
 
     def turn_task(self, turn: int) -> str:
-        """The group in which a turn is reported: later turns apart from first ones."""
+        """Return the group in which a turn is reported; later turns form groups of their own."""
         return self.task if turn == 0 else f"{self.task}, turn {turn + 1}"
 
 
 def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
-    """Everything that a suite asks.
+    """Collect the questions of a suite.
 
     Returns:
-        Questions by task, and for every task that is left out the reason.
+        Questions by task, and the reason for every task that is left out.
 
     Raises:
         SaccadeError: a task that is not optional does not exist, or a file or dataset cannot be used.
@@ -123,15 +123,15 @@ def _mark(score: Any, task: str, facts: Any, answer: str) -> dict[str, float]:
 
 
 def reference_score(reference: Any) -> Score | None:
-    """Marks against one or several right answers: equal, and contained, both without case and punctuation."""
+    """Return scores against right answers: ``exact`` and ``contains``, both without case and punctuation."""
     if reference is None:
         return None
     right = [_plain(str(r)) for r in (reference if isinstance(reference, (list, tuple)) else [reference])]
 
     def score(answer: str) -> dict[str, float]:
-        said = _plain(answer)
-        contains = any(f" {r} " in f" {said} " for r in right)
-        return {"exact": float(said in right), "contains": float(contains)}
+        given = _plain(answer)
+        contains = any(f" {r} " in f" {given} " for r in right)
+        return {"exact": float(given in right), "contains": float(contains)}
 
     return score
 
@@ -144,12 +144,12 @@ _KEYS = {"id", "conversations", "messages", "image", "images", "video", "videos"
 
 
 def read_questions(entry: TaskEntry) -> list[Question]:
-    """The first ``entry.count`` prompts of a file.
+    """Read the first ``entry.count`` prompts of a file.
 
     A line is ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` (LLaVA) or
     ``{"messages": [{"role": "user", "content": [...]}]}`` (OpenAI); ``id`` and ``reference`` (a right answer, or a
-    list of them) are optional. Of a LLaVA conversation the first turn is asked, of messages the last with all that
-    precedes it; with more than one turn, turns are asked in order and given answers are left out.
+    list of them) are optional. The question is the first turn of a LLaVA conversation, or the last of messages with all
+    that precede it; with more than one turn, turns follow in order without the answers of the file.
 
     Raises:
         SaccadeError: the file or one of its images or videos is missing, it is empty, or a line has another form.
@@ -183,7 +183,7 @@ def read_questions(entry: TaskEntry) -> list[Question]:
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]], count: int, reference: Any = None) -> tuple[Turn, ...]:
-    """Messages in content-list form as turns to ask, given answers left out when more than one is asked."""
+    """Split messages in content-list form into turns; with more than one, the given answers are left out."""
     if count == 1:
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
         return (_turn(messages[: last + 1], reference),)
@@ -217,15 +217,16 @@ def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Questio
 def _turn(messages: Sequence[Mapping[str, Any]], reference: Any = None) -> Turn:
     images = [p["image"] for p in media_parts(messages) if p["type"] == "image"]
     texts = [part["text"] for part in messages[-1]["content"] if part["type"] == "text"]
-    said, score = " ".join(texts).strip(), reference_score(reference)
-    return Turn(tuple(messages), said, tuple(images), score, reference)
+    return Turn(
+        tuple(messages), " ".join(texts).strip(), tuple(images), reference_score(reference), reference
+    )
 
 
 _PARTS = ("question", "images", "videos", "reference", "id")
 
 
 def read_dataset(entry: TaskEntry) -> list[Question]:
-    """The first ``entry.count`` rows of a dataset's split as single questions.
+    """Read the first ``entry.count`` rows of a dataset's split as single questions.
 
     Raises:
         SaccadeError: the package is missing, the dataset cannot be loaded, or a column does not exist.
@@ -282,7 +283,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _source(given: Any) -> Any:
-    """An image or video as `datasets` holds it undecoded: its bytes, else its path."""
+    """Return the bytes of an image or video that `datasets` left undecoded, else its path."""
     if isinstance(given, Mapping):
         return given.get("bytes") or given.get("path")
     return given

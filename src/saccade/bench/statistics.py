@@ -1,4 +1,4 @@
-"""Numbers with an interval that says how far other prompts could have moved them."""
+"""Statistics over prompts with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Estimate:
     """A statistic over prompts and its bootstrap percentile interval.
 
     Attributes:
-        value: on the prompts that were asked.
+        value: on the prompts of the run.
         low, high: bounds of the 95 % interval; None when there is only one prompt to resample.
     """
 
@@ -37,9 +37,9 @@ def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0) ->
     """Estimate by resampling prompts (Efron 1979, percentile interval).
 
     Args:
-        statistic: maps which prompts are taken, ``[R, count]`` indices, to ``[R]`` numbers.
+        statistic: from indices ``[R, count]`` of the prompts taken to ``[R]`` numbers.
         count: number of prompts, at least 1.
-        seed: of the resampling; equal input gives equal intervals.
+        seed: of the resampling; equal input yields equal intervals.
     """
     value = float(statistic(np.arange(count)[None])[0])
     if count < 2:
@@ -59,13 +59,13 @@ def median(values: Sequence[float]) -> Estimate | None:
 
 
 def ratio_of_sums(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
-    """Sum over sum, prompts resampled as wholes; None when there is nothing below the line."""
+    """Ratio of two sums, prompts resampled as wholes; None when the lower sum is zero."""
     over, under = np.asarray(above, np.float64), np.asarray(below, np.float64)
     if not under.sum():
         return None
 
     def statistic(taken: Array) -> Array:
-        total = under[taken].sum(-1)  # 0 where a resample holds only prompts that count for nothing
+        total = under[taken].sum(-1)  # 0 in resamples of prompts that all weigh nothing
         ratio: Array = np.divide(over[taken].sum(-1), total, out=np.full(len(taken), np.nan), where=total > 0)
         return ratio
 

@@ -1,4 +1,4 @@
-"""Summary of a run on one screen; the report has the details."""
+"""Summary of a run for the terminal; the report has the details."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from saccade.bench.suite import BASELINE
 
 
 def results(run: Run) -> Table:
-    """One line per method over all tasks; TABED's Eq. 1 as the paper has it, verifying costs one target step."""
+    """Speed, block efficiency and equality of every method over all tasks.
+
+    TABED's Eq. 1 is as printed: a verification costs one target step.
+    """
     found = _in_order(run)
     scored = any(r.score is not None for r in found)
     formula = {row.method: row.tabed_free for row in predictions(run)}
@@ -50,7 +53,7 @@ def results(run: Run) -> Table:
 
 
 def quality(run: Run) -> Table | None:
-    """Lines on the score that lossy methods keep; None when all are lossless."""
+    """Scores of lossy methods; None when all are lossless."""
     lossy = [r for r in _in_order(run) if not r.lossless]
     if not lossy:
         return None
@@ -66,7 +69,7 @@ def quality(run: Run) -> Table | None:
 
 
 def times(run: Run) -> Table:
-    """Shares of the stages, positions verified per token, and memory."""
+    """Shares of time by stage, positions verified per token, and peak memory."""
     found = _in_order(run)
     known = dict.fromkeys(stage for r in found for stage in r.shares)
     stages = [stage for stage in known if any(r.shares.get(stage, 0) > 0.0005 for r in found)]
@@ -84,7 +87,7 @@ def times(run: Run) -> Table:
 
 
 def predicted(run: Run) -> Table | None:
-    """Measured decoding beside the papers' formulas; None where nothing was drafted."""
+    """Measured speed-up of decoding beside the papers' formulas; None without drafts."""
     rows = predictions(run)
     if not rows:
         return None
@@ -96,7 +99,7 @@ def predicted(run: Run) -> Table | None:
 
 
 def remarks(run: Run) -> Iterator[str]:
-    """Sentences below the tables: what to know when reading them."""
+    """Remarks below the tables: definitions, costs, differences and warnings."""
     header = run.header
     repeats, count = header.config["repeats"], len({r.prompt_id for r in run.records})
     yield (
@@ -131,7 +134,7 @@ def remarks(run: Run) -> Iterator[str]:
 
 
 def _in_order(run: Run) -> list[MethodResult]:
-    """Every method over all tasks, in the suite's order."""
+    """Results of every method over all tasks, in the suite's order."""
     by_label = metrics.by_method(run.records)
     return [by_label[m["label"]] for m in run.header.config["methods"] if m["label"] in by_label]
 

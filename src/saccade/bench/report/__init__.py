@@ -1,4 +1,4 @@
-"""Benchmark runs as a page to look at and as Markdown to paste."""
+"""Reports of benchmark runs as an HTML page and as Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["contents", "html", "load", "markdown_tables"]
 
 
 def load(folders: Sequence[Path]) -> list[Content]:
-    """Read runs and sort out what cannot be reported.
+    """Read runs, without the records that cannot be reported.
 
     Raises:
         SaccadeError: a folder holds no run, or none of its records is usable.
@@ -23,7 +23,7 @@ def load(folders: Sequence[Path]) -> list[Content]:
 
 
 def contents(runs: Sequence[Run]) -> list[Content]:
-    """Runs ready to be shown.
+    """Prepare runs for a report.
 
     Raises:
         SaccadeError: none of a run's records is usable.
@@ -42,7 +42,7 @@ def contents(runs: Sequence[Run]) -> list[Content]:
 
 
 def html(content: Sequence[Content], prompts: int = 4) -> str:
-    """One self-contained page.
+    """Render one self-contained page.
 
     Args:
         content: the runs.
@@ -52,5 +52,5 @@ def html(content: Sequence[Content], prompts: int = 4) -> str:
 
 
 def markdown_tables(content: Sequence[Content]) -> str:
-    """The tables of the page, to be pasted into documents."""
+    """Render the tables of the page as Markdown."""
     return tables.document(content)

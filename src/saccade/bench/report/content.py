@@ -39,7 +39,7 @@ _COUNTS = ("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
 
 
 def usable(run: Run) -> Run:
-    """The run without its unusable records; each adds a sentence with its line number to ``problems``."""
+    """Return the run without unusable records; each adds a sentence with its line number to ``problems``."""
     bad = {record.key: fault for record in run.records if (fault := fault_of(record))}
     if not bad:
         return run
@@ -50,11 +50,11 @@ def usable(run: Run) -> Run:
 
 
 def fault_of(record: Record) -> str | None:
-    """The fault of a record; None for a sound one."""
+    """Return the fault of a record; None if it is usable."""
     for field in fields(Record):
         value = getattr(record, field.name)
         if not isinstance(value, _KINDS[field.name]):
-            return f"{field.name} is {type(value).__name__}, which it cannot be"
+            return f"{field.name} has the type {type(value).__name__}"
     if not len(record.tokens) == len(record.marks) == len(record.pieces):
         return "tokens, marks and pieces differ in length"
     if not record.tokens:
@@ -113,7 +113,7 @@ def _text(key: tuple[Any, ...]) -> str:
 
 
 def _lines(run: Run) -> dict[str, int]:
-    """Number of the line that each record was read from: the last one with its key."""
+    """Line number of every record: the last one with its key."""
     found: dict[str, int] = {}
     path = run.folder / FILE
     if path.is_file():
@@ -144,10 +144,10 @@ class Group:
     """Records that are reported together.
 
     Attributes:
-        name: a task, or what all tasks together are called.
+        name: of the task, or ``all tasks``.
         results: by method, plain decoding first.
-        seconds: mean of the total per answer, by method.
-        reached: by method, entry d: passes that accepted at least d draft tokens.
+        seconds: mean total per answer, by method.
+        reached: by method; entry d is the number of passes that accepted at least d draft tokens.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Group:
 
     @property
     def stages(self) -> list[str]:
-        """Parts of the total that took any time, in the order in which they happen."""
+        """Stages that took any time, in chronological order."""
         seen = dict.fromkeys(s for r in self.results.values() for s, share in r.shares.items() if share > 0)
         order = [s for s in _STAGES if s in seen]
         rest = order.index("rest") if "rest" in order else len(order)
@@ -166,13 +166,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A run, ready to be shown.
+    """A run, prepared for a report.
 
     Attributes:
-        name: tells it from the other runs of the report.
-        run: as read, without the records that nothing can be said about.
+        name: unique within the report.
+        run: as read, without unusable records.
         groups: all tasks together, then every task if there are several.
-        problems: a sentence for every line that was left out.
+        problems: one sentence per line that was left out.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Content:
 
 
 def group(name: str, records: Sequence[Record]) -> Group:
-    """The numbers of some records."""
+    """Compute the metrics of some records."""
     results = metrics.by_method(records)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     counts: defaultdict[str, list[int]] = defaultdict(list)
@@ -197,7 +197,7 @@ def group(name: str, records: Sequence[Record]) -> Group:
 
 
 def groups(run: Run) -> list[Group]:
-    """All tasks together, then every task if there are several; methods as the run was asked for them."""
+    """All tasks together, then every task if there are several; methods in the order of the configuration."""
     order = _order(run)
     records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
     tasks = {
@@ -215,12 +215,12 @@ def _order(run: Run) -> dict[str, int]:
 
 
 def stage_name(stage: str) -> str:
-    """In words."""
+    """Return the name of a stage in words."""
     return _STAGES.get(stage, stage.replace("_", " "))
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """A short name for every run: suite and models, and the folder where that is not enough."""
+    """Name every run by suite and models, and by its folder where these are equal."""
     short = [f"{run.header.suite}, {models(run)}" for run in runs]
     full = [
         f"{name} ({run.folder.name})" if short.count(name) > 1 else name
@@ -230,7 +230,7 @@ def names(runs: Sequence[Run]) -> list[str]:
 
 
 def models(run: Run) -> str:
-    """Target, and what drafts for it, by name."""
+    """Return the names of target, drafter and heads."""
     named = run.header.models
     target, drafter = (
         model.get("name") if isinstance(model, dict) else model

@@ -1,4 +1,4 @@
-"""The report's figures. Colour never says anything that a shape, a line style or a name does not say too."""
+"""Figures of a report; every distinction by colour is also one by shape, line style or name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 4.8, 3.4
-"""Inches at which the letters are still legible when the page is a phone's."""
+"""Size in inches, legible on a phone."""
 ENOUGH = 10
-"""Passes below which a share is chance more than anything else."""
+"""Least number of passes for a share to be shown."""
 _MARKERS = "osD^vPX<>hp"
 _LINES = ("-", "--", "-.", ":")
 _HATCHES = ("|||", "+++", "---", "///", "", "xxx")
@@ -29,7 +29,7 @@ _BARS = "bars are 95 % intervals"
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawing with what explains it."""
+    """A drawing with its title and caption."""
 
     title: str
     drawing: Markup
@@ -37,7 +37,7 @@ class Plot:
 
 
 def draw(group: Group, prefix: str) -> list[Plot]:
-    """Every figure that the numbers allow; ``prefix`` makes ids unique on the page."""
+    """Draw all figures that a group has data for; ``prefix`` makes ids unique on the page."""
     looks = _looks(group)
     plots = [
         _against_quality(group, looks, f"{prefix}-pareto"),
@@ -107,7 +107,7 @@ def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot |
         return Plot(
             "Speed against quality",
             svg.inline(drawing, name, f"Speed-up and share of plain decoding's score, by method. {said}."),
-            "Right is faster, up is better. The dotted line joins the methods that no other beats in both (Pareto "
+            "Right is faster, up is better. The dotted line joins the methods that no other one beats in both (Pareto "
             f"front). Hollow marks are lossy methods; {_BARS}.",
         )
 
@@ -138,8 +138,8 @@ def _against_tau(group: Group, looks: dict[str, _Look], name: str) -> Plot | Non
         return Plot(
             "Tau against speed",
             svg.inline(drawing, name, f"Block efficiency and decoding speed-up by method. {said}."),
-            "On the dotted line drafting would cost nothing and a wide pass no more than a narrow one; how far a "
-            f"point lies below it is what the method pays. Hollow marks are lossy methods; {_BARS}.",
+            "On the dotted line drafting costs nothing, and a wide pass no more than a narrow one; the distance "
+            f"below it is the method's cost. Hollow marks are lossy methods; {_BARS}.",
         )
 
 
@@ -200,13 +200,13 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
         return Plot(
             "Acceptance by depth",
             svg.inline(drawing, name, f"Share accepted at depth 1, 2 and so on. {said}."),
-            "Of the passes that accepted the depth before, the share that accepted this one too; depths that fewer "
-            f"than {ENOUGH} passes reached are left out.",
+            "Share of the passes that accepted this depth among those that accepted the one before; depths that "
+            f"fewer than {ENOUGH} passes reached are left out.",
         )
 
 
 def shares_by_depth(reached: Sequence[int]) -> list[float]:
-    """From how many passes accepted at least d tokens: the share of those at d - 1 that went on to d."""
+    """Share of the passes that accepted depth d among those at d - 1, from the counts by depth."""
     pairs = zip(reached[1:], reached[:-1], strict=True)
     return [further / before for further, before in pairs if before >= ENOUGH]
 
@@ -243,17 +243,17 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
         return Plot(
             "Where the time goes",
             svg.inline(drawing, name, f"Milliseconds per answer by stage. {said}."),
-            "Mean over the answers. Verification includes the acceptance rule; rest is what no stage explains.",
+            "Mean over the answers. Verification includes the acceptance rule; rest is time outside of all stages.",
         )
 
 
 def _legend(drawing: Figure, names: Sequence[str], **options: Any) -> None:
-    """Below the axes, in as many columns as the names leave room for."""
+    """Draw a legend below the axes, in as many columns as fit."""
     longest = 0.6 * svg.SIZE * max(map(len, names)) + 5 * svg.SIZE
     columns = max(1, min(3, int(WIDTH * 72 / longest)))
     drawing.legend(loc="outside lower center", ncols=columns, fontsize=svg.SIZE, **options)
 
 
 def milliseconds(group: Group, stage: str) -> dict[str, float]:
-    """Mean per answer that a stage takes, by method."""
+    """Mean milliseconds of a stage per answer, by method."""
     return {m: group.seconds[m] * r.shares.get(stage, 0.0) * 1000 for m, r in group.results.items()}

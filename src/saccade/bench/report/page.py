@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: no network, no fonts, no files beside it."""
+"""Report as one self-contained HTML file: no network, fonts or further files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from saccade.errors import SaccadeError
 
 
 def render(contents: Sequence[Content], prompts: int) -> str:
-    """The page.
+    """Render the page.
 
     Args:
         contents: the runs.
@@ -36,7 +36,7 @@ def render(contents: Sequence[Content], prompts: int) -> str:
             "Reports need Jinja, which is not installed: pip install 'saccade[report]'."
         ) from problem
     assets = files("saccade.bench.report") / "assets"
-    # Between the tags stands exactly what was hashed: nothing else on the page may run.
+    # The policy allows exactly these hashed scripts to run.
     scripts = {name: Markup((assets / f"{name}.js").read_text("utf-8")) for name in ("watch", "view")}
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         (assets / "page.html.j2").read_text("utf-8")
@@ -61,7 +61,7 @@ def _hash(script: str) -> str:
 
 
 def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
-    """The page's view of one run."""
+    """Template values of one run."""
     header, everything = content.run.header, content.groups[0]
     shown = traces.prompts(content.run, prompts)
     results = everything.results
@@ -97,7 +97,7 @@ def _notes(content: Content) -> list[str]:
     config = content.run.header.config
     texts = [config.get("title"), config.get("note")]
     if config.get("mirrors"):
-        texts.append(f"Asks the question of {config['mirrors']}.")
+        texts.append(f"Mirrors {config['mirrors']}.")
     missing = config.get("missing")
     if isinstance(missing, list) and missing:
         texts.append("Left out: " + " ".join(map(str, missing)))
@@ -105,7 +105,7 @@ def _notes(content: Content) -> list[str]:
 
 
 def _unequal(content: Content) -> list[str]:
-    """Methods that claim to be lossless and gave other tokens than plain decoding, with the first such token."""
+    """Lossless methods with tokens that differ from plain decoding's, and the first such token."""
     found = []
     for method, result in content.groups[0].results.items():
         first = next((r for r in content.run.records if r.method == method and r.equal is False), None)
@@ -145,7 +145,7 @@ def commands(content: Content) -> str:
 
 
 def _facts(content: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
-    """Nested settings as flat pairs; what is not known is left out."""
+    """Flatten nested settings to pairs, without unknown ones."""
     found: list[tuple[str, str]] = []
     for name, value in content.items():
         if isinstance(value, Mapping):

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from saccade.bench.statistics import Estimate
 
 INK, FAINT, PAPER = "#010101", "#010102", "#010103"
-"""Stand for text, grid lines and background; the page says what they look like."""
+"""Placeholders for the page's colours of text, grid lines and background."""
 SERIES = tuple(f"#0101{index:02x}" for index in range(0x10, 0x18))
-"""Stand for the colours of the series; the last one is the baseline's."""
+"""Placeholders for the page's colours of the series; the last one is the baseline's."""
 _VARIABLES = {
     INK: "var(--ink)",
     FAINT: "var(--grid)",
@@ -55,7 +55,7 @@ _RULES: dict[Any, Any] = {
 
 @contextmanager
 def figure(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure of that many inches, under the report's drawing rules.
+    """Open an empty figure of a size in inches, under the report's drawing rules.
 
     Raises:
         SaccadeError: matplotlib is missing.
@@ -72,12 +72,12 @@ def figure(width: float, height: float) -> Iterator[Figure]:
 
 
 def inline(drawing: Figure, name: str, description: str) -> Markup:
-    """The figure as an ``<svg>`` element for the page.
+    """Render the figure as an ``<svg>`` element of the page.
 
     Args:
         drawing: to be rendered.
         name: unique on the page; every id inside starts with it.
-        description: what a screen reader says instead.
+        description: text for screen readers.
     """
     buffer = io.StringIO()
     drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -99,7 +99,7 @@ def inline(drawing: Figure, name: str, description: str) -> Markup:
 
 Box = tuple[float, float, float, float]
 SIZE = 9.0
-"""Of the names, in points."""
+"""Size of the names in points."""
 _PLACES = [
     (dx * far, dy * far, anchor)
     for far in (1.0, 1.8, 2.8)
@@ -118,15 +118,15 @@ _PLACES = [
 
 
 def place(axes: Axes, points: Sequence[tuple[Estimate, Estimate]], names: Sequence[str]) -> None:
-    """Write ``names`` beside ``points`` (x and y with their bars), each where it covers least.
+    """Write ``names`` beside ``points`` (x and y with their bars), each in the place of least overlap.
 
-    Widths are estimated (0.6 em per character): the browser's font is not the one that is known here.
+    Widths are estimated (0.6 em per character), because the browser's font is unknown.
     """
     from matplotlib.figure import Figure
 
     figure = axes.figure
     assert isinstance(figure, Figure)
-    figure.draw_without_rendering()  # settles the layout, and with it where the points are
+    figure.draw_without_rendering()  # fixes the layout and the places of the points
     scale = 72 / figure.dpi
     frame = axes.get_window_extent()
     edge = (frame.x0 * scale, frame.y0 * scale, frame.x1 * scale, frame.y1 * scale)

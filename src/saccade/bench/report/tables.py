@@ -20,7 +20,7 @@ EMPTY = "–"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Text, and what belongs to it in smaller letters (an interval, a share)."""
+    """Text, with a detail in smaller letters (an interval, a share)."""
 
     text: str
     detail: str = ""
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading and what it means."""
+    """A heading and its meaning."""
 
     name: str
     meaning: str
@@ -50,7 +50,7 @@ class Table:
     """A caption, columns and rows of as many cells.
 
     Attributes:
-        explained: whether the meanings of the columns stand below it.
+        explained: whether the meanings of the columns are printed below it.
     """
 
     caption: str
@@ -60,7 +60,7 @@ class Table:
 
 
 def comparison(group: Group) -> Table:
-    """Every method of a group of records; columns that are empty everywhere are left out."""
+    """Metrics of every method of a group, without empty columns."""
     counts = sorted({result.prompts for result in group.results.values()})
     answers = sorted({result.answers for result in group.results.values()})
     caption = f"{group.name}: {_range(counts)} prompts, {_range(answers)} answers per method, 95 % intervals"
@@ -73,7 +73,7 @@ def comparison(group: Group) -> Table:
 
 
 def overview(contents: Sequence[Content]) -> Table:
-    """All runs of a report below each other, by run and method."""
+    """Main metrics of all runs of a report, by run and method."""
     columns = [c for c in _COLUMNS if c[0] in ("speed-up", "block efficiency", "score kept")]
     rows = [
         Row(
@@ -105,7 +105,7 @@ def scores(group: Group) -> Table | None:
 
 
 def depths(group: Group) -> Table | None:
-    """The numbers behind the figure of the same name."""
+    """Acceptance by depth, the numbers of the figure; None without drafts."""
     known = {m: shares_by_depth(group.reached[m]) for m in group.results}
     deepest = max(map(len, known.values()), default=0)
     if not deepest:
@@ -126,7 +126,7 @@ def depths(group: Group) -> Table | None:
 
 
 def stages(group: Group) -> Table:
-    """The numbers behind the figure of the time breakdown."""
+    """Milliseconds per answer by stage, the numbers of the figure."""
     spent = {stage: milliseconds(group, stage) for stage in group.stages}
     rows = [
         Row(
@@ -208,7 +208,7 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
     ),
     (
         "verified/token",
-        "positions that the target computed per token that they gave",
+        "positions that the target computed per token emitted",
         lambda r: _cell(r.verified_per_token, "{:.2f}"),
     ),
     ("peak MB", "largest memory during an answer", _megabytes),
@@ -220,7 +220,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def step_times(run: Run) -> Table | None:
-    """T_p(n) and T_q(n) by the number of tokens in a pass; None when they were not measured."""
+    """Step times T_p(n) and T_q(n) by number of tokens; None when they were not measured."""
     costs = Costs.of(run.header.costs)
     if costs is None:
         return None
@@ -247,7 +247,7 @@ def step_times(run: Run) -> Table | None:
 
 
 def predicted(run: Run) -> Table | None:
-    """Speed-up of decoding as measured and as three papers predict it; None where nothing was drafted."""
+    """Speed-up of decoding, measured and predicted by three papers; None without drafts."""
     found = predictions(run)
     if not found:
         return None
@@ -276,7 +276,7 @@ def predicted(run: Run) -> Table | None:
 
 
 def document(contents: Sequence[Content]) -> str:
-    """All runs: what was run, the tables, and what the columns mean."""
+    """Markdown of all runs: facts, tables, and the meanings of the columns."""
     parts = []
     if len(contents) > 1:
         parts.append(table(overview(contents)))
@@ -300,7 +300,7 @@ def document(contents: Sequence[Content]) -> str:
 
 
 def table(content: Table) -> str:
-    """One table under its caption."""
+    """Markdown of one table under its caption."""
     heads = [_escape(column.name) for column in content.columns]
     lines = [heads, *([_cell_text(cell) for cell in row.cells] for row in content.rows)]
     rows = ["| " + " | ".join(line) + " |" for line in lines]
@@ -309,9 +309,9 @@ def table(content: Table) -> str:
 
 
 def _cell_text(cell: Cell) -> str:
-    return f"{_escape(cell.text)} {cell.detail}".strip()  # details are made here and hold nothing special
+    return f"{_escape(cell.text)} {cell.detail}".strip()  # details contain no special characters
 
 
 def _escape(text: str) -> str:
-    """Text that means itself, on one line."""
+    """Escape text for Markdown, on one line."""
     return re.sub(r"([\\`*_|<>#&\[\]])", r"\\\1", " ".join(text.split()))

@@ -19,7 +19,7 @@ LARGEST = 640
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A picture in the page; ``problem`` says why there is none."""
+    """A picture in the page, or the ``problem`` that prevents it."""
 
     name: str
     uri: str = ""
@@ -29,9 +29,9 @@ class Medium:
 
 
 def embed(folder: Path, name: str) -> Medium:
-    """The file ``name`` of a run's ``media/`` folder as a PNG or JPEG data URI.
+    """Read the file ``name`` of a run's ``media/`` folder as a PNG or JPEG data URI.
 
-    A file that is missing, is no picture or lies outside the folder gives a `Medium` that says so.
+    A file that is missing, is no picture or lies outside the folder yields a `Medium` with a ``problem``.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -61,7 +61,7 @@ def embed(folder: Path, name: str) -> Medium:
 KNOWN_MARKS = {
     "target": "the target's own",
     "draft": "drafted and accepted",
-    "loose": "loosened: drafted, accepted although the target would have said something else",
+    "loose": "loosened: drafted, accepted in place of the target's own token",
     "shifted": "shifted: drafted, accepted because the target's token occurs nearby in the draft",
 }
 """Meaning of the marks of `saccade.bench.records.Record`."""
@@ -73,9 +73,9 @@ class Token:
     """One token of an answer.
 
     Attributes:
-        text: as it is shown; a line break is made visible.
+        text: as displayed, with visible line breaks.
         mark: as recorded.
-        kind: the mark where the page knows it, else ``other``.
+        kind: the mark if it is one of `KNOWN_MARKS`, else ``other``.
         step: number of the step that emitted it; 0 is prefill.
     """
 
@@ -90,12 +90,12 @@ class Answer:
     """A method's answer to a prompt.
 
     Attributes:
-        record: where it comes from.
+        record: of the answer.
         tokens: its tokens.
         marks: kinds that occur, in the order of `KNOWN_MARKS`.
-        steps: for the script: per step the tree and what was accepted.
-        summary: how long it is and what it took.
-        difference: where it leaves plain decoding's answer; empty where it does not.
+        steps: for the script: tree and accepted path of every step.
+        summary: length and time.
+        difference: first difference from plain decoding's answer; empty if equal.
     """
 
     record: Record
@@ -118,7 +118,7 @@ class Prompt:
 
 
 def prompts(run: Run, count: int) -> list[Prompt]:
-    """The first ``count`` prompts that were traced; the first ones of all when none was."""
+    """Return the first ``count`` traced prompts, or of all prompts when none was traced."""
     ids = list(dict.fromkeys(r.prompt_id for r in run.records if r.trees))
     ids = ids or list(dict.fromkeys(r.prompt_id for r in run.records))
     return [_prompt(run, [r for r in run.records if r.prompt_id == one]) for one in ids[:count]]
@@ -170,7 +170,7 @@ def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[st
     kinds = [m if m in KNOWN_MARKS else "other" for m in record.marks[start:end]]
     bonus = _visible(record.pieces[last]) if end > start else None
     if kinds and record.marks[last] != "target":
-        # The answer ended on a drafted token: the last one is a node of the tree, nothing of the target's follows.
+        # The answer ended on a draft token, so its last token is a node of the tree and no bonus token follows.
         node = _child(tree, path[-1], record.tokens[last])
         path, bonus = (path if node is None else [*path, node]), (bonus if node is None else None)
     return {
@@ -192,12 +192,12 @@ def _difference(record: Record, plain: Record | None) -> str:
     first = None if plain is None else first_difference(record.tokens, plain.tokens)
     if plain is None or first is None:
         return ""
-    told = f"Leaves plain decoding's answer at position {first}"
+    start = f"Leaves plain decoding's answer at position {first}"
     if first == min(len(record.tokens), len(plain.tokens)):
-        return f"{told}, where one of them ends."
-    return f"{told}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
+        return f"{start}, where one of them ends."
+    return f"{start}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
 
 
 def _visible(piece: str) -> str:
-    """Line breaks as signs, and a dot for a token that is only a part of a character."""
+    """Show line breaks as signs, and an incomplete character as a dot."""
     return piece.replace("\n", "↵\n") or "·"
