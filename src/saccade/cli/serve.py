@@ -32,8 +32,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="TOML file with tables server, limits, media and models, for several models and profiles; options below "
-            "override it.",
+            help="TOML file with tables server, limits, media and models, for several models and profiles; options "
+            "below override it.",
         ),
     ] = None,
     host: Annotated[
