@@ -335,7 +335,7 @@ def test_prompts_beyond_the_language_models_context_are_not_measured_on(tmp_path
     outcome = run.run()
     assert outcome.best is not None
     [words] = [w for w in said if "not measured on" in w]
-    assert words.startswith("1 of 2 prompts kept apart")
+    assert words.startswith("1 of 2 held-out prompts")
     assert "context of 200" in words
 
 
@@ -352,7 +352,7 @@ def test_samples_longer_than_the_language_models_context_are_left_out_and_counte
     made.close()
     assert said[-1].startswith("2 samples were left out: they are longer than 200 tokens")
     with pytest.raises(
-        TrainingError, match=r"context of 200 tokens \(of 2 looked at the shortest has 202\).*max_tokens=200"
+        TrainingError, match=r"context of 200 tokens \(of 2 probed the shortest has 202\).*max_tokens=200"
     ):
         DraftVlmLearner(own.target, own.processor, recipe(near(200)), spread(200, [2, 8]))
 

@@ -147,6 +147,10 @@ def test_a_plan_counts_what_features_take(where: str, tmp_path: Path) -> None:
     assert 12 * min(each) / 2 < plan.cache < 12 * max(each) * 2
     [line] = [line for line in str(plan).splitlines() if line.startswith("features")]
     assert "bytes a sample" in line
-    expected = {"none": "not kept (feature_cache=none)", "memory": "kept in memory", "disk": "kept on disk"}
+    expected = {
+        "none": "not cached (feature_cache=none)",
+        "memory": "cached in memory",
+        "disk": "cached on disk",
+    }
     assert expected[where] in line
     assert ("room for" in line) == (where != "none")

@@ -84,7 +84,7 @@ def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one
         ({"loss.early_stop": 1}, r"loss.early_stop must be true or false, not 1"),
         ({"loss.top": "much"}, r"loss.top must be a number, not 'much'"),
         ({"loss.states": -0.5}, r"loss.states is -0.5; it must be at least 0"),
-        ({"kind": "mediocre"}, r"nothing to train of kind 'mediocre'; choose eagle2 or "),
+        ({"kind": "mediocre"}, r"Nothing of kind 'mediocre' can be trained; choose eagle2 or "),
         ({"head": 1}, r"head must be a table, not 1"),
     ],
 )

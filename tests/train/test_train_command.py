@@ -46,7 +46,7 @@ def command(data: Path, *more: Any) -> list[Any]:
 def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
     plan = shell(*command(data, "--plan"))
     assert plan.code == 0, plan.err
-    assert "18 samples to learn from" in plan.out
+    assert "18 training samples" in plan.out
     assert not (data.parent / "out").exists()
     done = shell(*command(data))
     assert done.code == 0, done.err
@@ -70,7 +70,7 @@ def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
     assert answers[0].code == answers[1].code == 0, answers[1].err
     plain, drafted = (json.loads(a.out) for a in answers)
     assert drafted["tokens"] == plain["tokens"]
-    assert "go on from them with --resume auto" in shell(*command(data)).err
+    assert "continue them with --resume auto" in shell(*command(data)).err
     assert shell(*command(data, "--resume", "auto")).code == 0
 
 

@@ -281,7 +281,7 @@ def test_pace_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_not_overwritten_unasked(unbroken: Path) -> None:
-    with pytest.raises(TrainingError, match="go on from them with --resume auto"):
+    with pytest.raises(TrainingError, match="continue them with --resume auto"):
         run(unbroken)
 
 

@@ -223,7 +223,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counte
     assert measure.prompts == ([*prompts, Prompt((5,) * (context - 128))] if fit else [])
     [words] = said
     assert words.startswith(
-        f"3 of {7 if fit else 3} prompts kept apart are not measured on: they leave no 128 tokens"
+        f"3 of {7 if fit else 3} held-out prompts are not measured: they leave no 128 tokens"
     )
     assert f"context of {context}" in words
     assert ("no drafter is found to be the best" in words) != fit
@@ -248,7 +248,7 @@ def test_a_plan_says_what_would_be_trained_and_changes_nothing(tmp_path: Path) -
     text = str(plan_of(trainer))
     trained = sum(w.numel() for w in trainer.learner.module.parameters())
     assert f"{trained:,} weights" in text
-    assert "22 samples to learn from, 2.2 epochs; 2 to measure on" in text
+    assert "22 training samples, 2.2 epochs; 2 for validation" in text
     assert "stage 2    6 steps, 3 draft steps" in text
     assert all(torch.equal(w, before[n]) for n, w in trainer.learner.module.state_dict().items())
     assert not (tmp_path / "run").exists()

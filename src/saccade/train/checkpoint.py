@@ -116,7 +116,7 @@ class Checkpoints:
         return sorted(self._folder.glob("step-*"))
 
     def _check(self, run: Mapping[str, Any], place: Path) -> None:
-        known = {key: value for key, value in self._about.items() if key in run}  # older ones tell less
+        known = {key: value for key, value in self._about.items() if key in run}  # older ones have fewer
         for key, ours, theirs in differences(known, run):
             raise TrainingError(
                 f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give what it "

@@ -21,19 +21,21 @@ from saccade.train.samples import Sample
 
 
 def end_token(processor: InputProcessor) -> int | None:
-    """The id that ends an answer: of several the one that the chat template puts behind an assistant's turn.
+    """Return the id that ends an answer: of several, the one that the chat template puts behind an assistant's turn.
 
     Gemma 3 has ids 1 and 106 and ends turns with 106; Llama 3 names 128001 first and ends them with 128009.
 
     Returns:
-        The first of the processor's ids where the template tells nothing; None where it has none.
+        The processor's first id where the template does not decide; None where it has none.
     """
     known = processor.eos_token_ids
     if len(known) > 1:
-        asked: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
-        told = [*asked, {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}]
+        question: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
+        answered = [*question, {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}]
         try:
-            before, whole = (processor.prompt(m, add_generation_prompt=False).ids for m in (asked, told))
+            before, whole = (
+                processor.prompt(m, add_generation_prompt=False).ids for m in (question, answered)
+            )
         except SaccadeError:
             return known[0]
         for token in whole[len(before) :]:
@@ -45,32 +47,32 @@ def end_token(processor: InputProcessor) -> int | None:
 OnBadLine = Literal["stop", "skip"]
 
 _PER_MEDIUM = 500
-"""Tokens that an image counts for where only batches of similar length are made by it."""
+"""Tokens assumed per image or video when batches of similar length are formed."""
 
 _END = 1 << 14
-"""Bytes of either end of a media file that are looked at."""
+"""Bytes of both ends of a media file that identify it."""
 
 
 class Answers:
-    """The file that `saccade distill` writes, as a source of samples.
+    """Source of samples: the file that `saccade distill` writes.
 
     A line is ``{"id", "messages", "answer", "answer_ids", "finish"?, "eos_id"?}``; images and videos in the messages
-    are ``data:`` URIs or files, relative to the JSON lines file, or to where its ``distill.json`` says. An answer
-    that is empty is the token that ended it, or is left out where none did.
+    are ``data:`` URIs or files, relative to the JSON lines file or to the folder in its ``distill.json``. An empty
+    answer consists of its end token, or is left out without one.
 
     Args:
         path: the file, or its folder.
         processor: of the target.
-        on_bad_line: what becomes of lines that cannot be used: the first one stops, or all are skipped and counted.
+        on_bad_line: ``stop`` at the first unusable line, or ``skip`` and count them.
         min_words: answers of fewer words are left out.
-        max_tokens: the answer's end is cut where a sample is longer; prompts that leave no room are bad lines.
+        max_tokens: longer samples lose the end of their answer; prompts that leave no room are bad lines.
 
     Attributes:
-        bad: line number -> what is wrong, of the lines left out that were met so far.
-        short: answers left out for their shortness.
+        bad: line number -> fault, of the unusable lines read so far.
+        short: number of answers left out for their length.
 
     Raises:
-        TrainingError: the file cannot be read or holds nothing to learn from, or a line is bad and that is to stop.
+        TrainingError: the file cannot be read or holds no answer, or a line is bad with ``on_bad_line="stop"``.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Answers:
         self.short = 0
         self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
         content, self._seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
-        self._mark = lru_cache(maxsize=4096)(_mark)  # questions about a picture are not far apart
+        self._mark = lru_cache(maxsize=4096)(_mark)  # questions about one picture are close together
         self._each_line(
             lambda number, offset, line: self._index(number, offset, line, min_words), content.update
         )
@@ -109,7 +111,7 @@ class Answers:
             None where the line is bad and bad lines are skipped.
 
         Raises:
-            TrainingError: the line is bad (an image is missing, or the file has changed) and that is to stop.
+            TrainingError: the line is bad (an image is missing, or the file has changed) with ``on_bad_line="stop"``.
         """
         number = self._numbers[index]
         with self._path.open("rb") as file:
@@ -123,9 +125,7 @@ class Answers:
             return None
         answer = self._answer(row)
         if visual_mask(self._processor.config, answer).any():
-            self._refuse(
-                number, "the answer holds a placeholder of an image or video, which stands for none."
-            )
+            self._refuse(number, "the answer holds a placeholder of an image or video without one.")
             return None
         if self._max_tokens is not None:
             answer = answer[: max(self._max_tokens - len(prompt), 0)]
@@ -171,13 +171,13 @@ class Answers:
             self._seen.update(repr(self._marked(_place(slot.source, self._media))).encode())
 
     def _marked(self, source: Any) -> Any:
-        """What tells a medium's files from others; what the line holds itself needs no mark."""
+        """Return marks that identify a medium's files; None for data inside the line."""
         if isinstance(source, list):
             return [self._marked(frame) for frame in source]
         return self._mark(source) if isinstance(source, str) and not source.startswith("data:") else None
 
     def _answer(self, row: Mapping[str, Any]) -> tuple[int, ...]:
-        """The answer's ids; where the file says that it came to its end, that end is supervised, too."""
+        """Return the answer's ids, with the end token of a finished answer, which is supervised too."""
         ids, end = tuple(row["answer_ids"]), row.get("eos_id")
         end = self._end if end is None else end
         if row.get("finish") != "eos" or end is None or ids[-1:] == (end,):
@@ -187,13 +187,13 @@ class Answers:
     def _refuse(self, number: int, why: str) -> None:
         if self._stop:
             raise TrainingError(
-                f"{self._path}, line {number}: {why} Mend the line, or leave such lines out with --on-bad-line skip."
+                f"{self._path}, line {number}: {why} Correct the line, or leave such lines out with --on-bad-line skip."
             )
         self.bad[number] = why
 
 
 def _places(path: Path) -> tuple[Path, Path]:
-    """The file of the answers, and the folder that its media are relative to."""
+    """Return the file of the answers, and the folder of its media."""
     file = path / ANSWERS if path.is_dir() else path
     try:
         root = json.loads((file.parent / HEADER).read_text(encoding="utf-8"))["source"]["media_root"]
@@ -221,7 +221,7 @@ def _row(line: bytes) -> dict[str, Any]:
         raise TrainingError("answer_ids must be a list of at least one token id.")
     end = row.get("eos_id")
     if end is not None and (type(end) is not int or end < 0):
-        raise TrainingError("eos_id must be a token id; leave it out where it is not known.")
+        raise TrainingError("eos_id must be a token id; leave it out if it is unknown.")
     normalise(row["messages"])
     return row
 
@@ -238,7 +238,7 @@ def _length(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _mark(source: str) -> tuple[int, bytes] | None:
-    """A file's size and both its ends, in which pictures differ; a copy of the file, unlike its time, has the same."""
+    """Return a file's size and a hash of both its ends, which are equal in copies; None if it cannot be read."""
     try:
         with open(source, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -250,7 +250,7 @@ def _mark(source: str) -> tuple[int, bytes] | None:
 
 
 def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Messages whose media are found from any working directory."""
+    """Return messages with absolute paths of media."""
     normal, slots = normalise(messages)
     places = iter(slots)
     out = []

@@ -31,8 +31,8 @@ from saccade.train.samples import Sample, Source
 from saccade.train.validate import Measure, block_efficiency, fitting
 
 _GAMMA, _ANSWER, _ROWS = 5, 128, 4
-_LOOKED_AT = 16
-"""Samples that are prepared before training to find out whether any fits the language model's context."""
+_PROBED = 16
+"""Samples that are checked against the language model's context before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class DraftBatch:
     """Samples whose media fit into one forward pass.
 
     Attributes:
-        samples: as the target sees them.
-        inputs: of the drafter, which may be blind; ``input_ids`` is ``[B, S]``.
+        samples: inputs of the target.
+        inputs: of the drafter, without media in text-only batches; ``input_ids`` is ``[B, S]``.
         supervised: ``[B, S]`` bool; tokens whose next token is part of the answer.
     """
 
@@ -55,11 +55,11 @@ class DraftVlmLearner:
 
     Args:
         processor: of the target.
-        say: takes lines of progress.
+        say: called with lines of progress.
 
     Raises:
-        TrainingError: the recipe names no language model, or something that a draft VLM has not; or the samples are
-            longer than the language model's context.
+        TrainingError: the recipe names no language model or an option that draft VLMs lack, or the samples are longer
+            than the language model's context.
         ModelError: the language model cannot be used.
     """
 
@@ -84,10 +84,10 @@ class DraftVlmLearner:
         self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
         self._say, self._context = say, self._own.traits.context
         self._long: set[int] = set()
-        self._look()
+        self._check_lengths()
 
     def weights(self, number: int) -> list[nn.Parameter]:
-        """The projector in the first stage; the language model, too, in all later ones."""
+        """Parameters of a stage: the projector in the first one, and the language model in all later ones."""
         return self._parts.projector + (self._parts.language if number > 1 else [])
 
     def describe(self, number: int, stage: Stage) -> str:
@@ -95,12 +95,12 @@ class DraftVlmLearner:
 
     def prepare(self, indices: Sequence[int], step: int) -> list[DraftBatch] | None:
         found = [s for s in map(self._sample, indices) if s is not None]
-        # The projector learns nothing from a batch without media.
+        # A batch without media has no gradients for the projector.
         blind = self._recipe.at(step)[0] > 1 and self._objective.is_blind(step)
         return self._batches(found, blind) if found else None
 
     def batch(self, prepared: list[DraftBatch]) -> list[DraftBatch]:
-        """As it was prepared."""
+        """Return the prepared batches unchanged."""
         return prepared
 
     def judge(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
@@ -115,11 +115,11 @@ class DraftVlmLearner:
         return {
             f"{number}.{name}": value
             for number, part in enumerate(batch)
-            for name, value in {**part.inputs, "learnt": part.supervised}.items()
+            for name, value in {**part.inputs, "supervised": part.supervised}.items()
         }
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
-        """What the layers keep for the backward pass, about 16 vectors a token each, and the logits with gradients."""
+        """Estimate activations for the backward pass (about 16 vectors per token and layer) and logits with gradients."""
         text = self._own.text_config
         total = 0
         for part in self.prepare(indices, 0) or ():
@@ -129,19 +129,19 @@ class DraftVlmLearner:
         return total
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
-        """Nothing: a draft VLM keeps no features."""
+        """Return 0: a draft VLM caches no features."""
         return 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """All but the tower, which is the target's."""
+        """Return all weights but the tower's, which are the target's."""
         weights = self.module.state_dict()
         return {name: weights[name] for name in self._parts.trained}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave; the tower stays as it is.
+        """Load weights as returned by `state`.
 
         Raises:
-            TrainingError: a trained weight is missing, or an unknown one is there.
+            TrainingError: a trained weight is missing, or one is unknown.
         """
         wanted = set(self._parts.trained)
         for name in sorted(wanted ^ state.keys()):
@@ -149,13 +149,13 @@ class DraftVlmLearner:
                 f"The checkpoint {'lacks' if name in wanted else 'has'} the weight {name}; expected all weights of the "
                 "drafter but its vision tower's, so give a checkpoint of this run, or start again in another folder."
             )
-        self.module.load_state_dict(state, strict=False)  # the tower, which learns nothing, is not in it
+        self.module.load_state_dict(state, strict=False)  # without the frozen tower
 
     def keep(self) -> None:
-        """Nothing is found that a run could find again."""
+        """Nothing to save for a resumed run."""
 
     def close(self) -> None:
-        """Nothing is left open; says how many samples were left out."""
+        """Report how many samples were left out."""
         if self._long:
             self._say(
                 f"{len(self._long)} samples were left out: they are longer than {self._context} tokens, the draft "
@@ -168,19 +168,19 @@ class DraftVlmLearner:
         self._processor.save(folder)
 
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
-        asked = fitting(prompts, _ANSWER + _GAMMA, [self._target, self._own], self._say)
+        fits = fitting(prompts, _ANSWER + _GAMMA, [self._target, self._own], self._say)
 
         def measured(model: Any) -> float:
             mirror = deepcopy(model).to(self._target.dtype).requires_grad_(False)
-            mirror = mirror.to(draft_dtype(mirror))  # as `saccade.load` puts it
+            mirror = mirror.to(draft_dtype(mirror))  # as `saccade.load` does
             known = len(self._processor.tokenizer.get_vocab())
             drafter = ModelDrafter(Target(mirror), Chain(_GAMMA), known)
-            return block_efficiency(Engine(self._target, drafter), asked, _ANSWER, _ROWS)
+            return block_efficiency(Engine(self._target, drafter), fits, _ANSWER, _ROWS)
 
-        return measured if asked else None
+        return measured if fits else None
 
     def _sample(self, index: int) -> Sample | None:
-        """A sample, or None where it cannot be used or is longer than the language model's context."""
+        """Return a sample; None if it is unusable or longer than the language model's context."""
         sample = self._source.sample(index)
         if sample is None or self._context is None or len(sample.ids) <= self._context:
             return sample
@@ -192,13 +192,13 @@ class DraftVlmLearner:
         self._long.add(index)
         return None
 
-    def _look(self) -> None:
-        """Refuse data of which nothing seems to fit, before a run that would learn nothing of them."""
+    def _check_lengths(self) -> None:
+        """Refuse data without a sample that fits the context, before a run that could not train on them."""
         if self._context is None:
             return
         count = len(self._source.lengths)
         lengths = []
-        for index in range(0, count, max(count // _LOOKED_AT, 1)):
+        for index in range(0, count, max(count // _PROBED, 1)):
             sample = self._source.sample(index)
             lengths.append(0 if sample is None else len(sample.ids))
             if 0 < lengths[-1] <= self._context:
@@ -207,7 +207,7 @@ class DraftVlmLearner:
             shortest = min(n for n in lengths if n)
             raise TrainingError(
                 f"The samples are longer than the draft language model's context of {self._context} tokens (of "
-                f"{len(lengths)} looked at the shortest has {shortest}); give a language model with a longer context, "
+                f"{len(lengths)} probed the shortest has {shortest}); give a language model with a longer context, "
                 f"or cut them with max_tokens={self._context}."
             )
 

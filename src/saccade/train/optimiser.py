@@ -14,7 +14,7 @@ from saccade.train.recipe import Recipe, Stage
 
 
 def _turned(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The matrix with its singular values moved to about 1, by Newton-Schulz steps (as `torch.optim.Muon`)."""
+    """Move the singular values of a matrix to about 1 by Newton-Schulz steps (as `torch.optim.Muon`)."""
     a, b, c = coefficients
     tall = update.shape[0] > update.shape[1]
     matrix = (update.T if tall else update).float()
@@ -26,7 +26,7 @@ def _turned(update: Tensor, coefficients: tuple[float, float, float], steps: int
 
 
 class WideMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with rates matched to AdamW's, its matrices turned in float32; same settings and state."""
+    """`torch.optim.Muon` with rates matched to AdamW's and float32 Newton-Schulz steps; same settings and state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -59,7 +59,7 @@ class WideMuon(torch.optim.Muon):
 
 
 def rate_at(stage: Stage, step: int) -> float:
-    """The learning rate of a step of a stage, counted from 0: linear warmup, then a cosine."""
+    """Return the learning rate of a stage's step, counted from 0: linear warmup, then a cosine."""
     if step < stage.warmup:
         return stage.rate * (step + 1) / stage.warmup
     done = (step - stage.warmup) / max(stage.steps - stage.warmup, 1)
@@ -75,10 +75,10 @@ def muon_and_adamw(
     *,
     fused: bool | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, as fast as AdamW at the same rate, and AdamW for all other weights; without any it alone.
+    """Make Muon for matrices, if any, with rates matched to AdamW's, and AdamW for all other weights.
 
     Args:
-        fused: AdamW in one kernel, which rounds otherwise than the several of the default.
+        fused: AdamW in one kernel, whose rounding differs from the default's.
     """
     turned = {id(matrix) for matrix in matrices}
     others = [weight for weight in weights if id(weight) not in turned]
@@ -141,31 +141,31 @@ class Optimiser(Optimisers):
         self._all = [p for p in head.parameters() if p.requires_grad]
         matrices: list[nn.Parameter] = []
         if recipe.optimiser == "muon":
-            # Only what is multiplied with: not rows of a table, of which most steps use some.
+            # Without tables, of which a step uses only some rows.
             tables = _tables(head)
             matrices = [p for p in self._all if p.dim() == 2 and id(p) not in tables]
         parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas)
         super().__init__(parts, self._all, recipe.clip)
 
     def learn(self, weights: Sequence[nn.Parameter]) -> None:
-        """Let no other weights learn from here on: those get no gradient, do not decay, and have no moments yet."""
+        """Train these weights alone from here on; others get no gradient, no decay and no moments."""
         chosen = {id(weight) for weight in weights}
         for weight in self._all:
             weight.requires_grad_(id(weight) in chosen)
             if not weight.requires_grad:
                 weight.grad = None
-            elif weight.grad is None:  # as `clear` leaves it, also in the first step of a run that goes on
+            elif weight.grad is None:  # zero, as after `clear`, also in the first step of a resumed run
                 weight.grad = torch.zeros_like(weight)
         self.weights = [weight for weight in self._all if weight.requires_grad]
 
     def clear(self) -> None:
-        """Gradients of zero everywhere, also where a step will use no weight."""
+        """Set all gradients to zero, also of weights that the next step does not use."""
         for weight in self.weights:
             weight.grad = torch.zeros_like(weight)
 
 
 def _tables(module: nn.Module) -> set[int]:
-    """r^s of HiViS; embeddings and LM head of a whole model."""
+    """Ids of parameters that are looked up rather than multiplied: HiViS's r^s, embeddings and LM head."""
     found = [getattr(module, "residuals", None)]
     for name in ("get_input_embeddings", "get_output_embeddings"):
         if hasattr(module, name):

@@ -51,7 +51,7 @@ class Plan:
         weights, learning, batch = (f"{b / 1e9:.2f} GB" for b in self.bytes)
         total = sum(s * stage.steps for s, stage in zip(self.seconds, self.stages, strict=True))
         lines = [
-            f"data       {self.samples} samples to learn from, {self.epochs:.1f} epochs; {self.apart} to measure on",
+            f"data       {self.samples} training samples, {self.epochs:.1f} epochs; {self.apart} for validation",
             f"{self.word:10} {self.trained:,} weights; the target's {self.target:,} are frozen",
             f"memory     target {weights}, {self.word} with gradients and optimiser {learning}, one micro batch about "
             f"{batch}",
@@ -73,8 +73,8 @@ class Plan:
         where, limit = self.kept
         words = f"{self.cache / 1e9:.2f} GB, about {self.cache / self.samples:,.0f} bytes a sample; "
         if where == "none":
-            return words + "not kept (feature_cache=none)"
-        words += f"kept {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
+            return words + "not cached (feature_cache=none)"
+        words += f"cached {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
         share = min(1.0, limit * self.processes / self.cache)
         return (
             words if share == 1 else f"{words}, room for {share:.0%} of them; the rest is read in every epoch"
@@ -87,7 +87,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     The first step warms up the machine and is not counted.
 
     Args:
-        kept: as of `Plan`, where the run will keep features and this trainer, which writes nothing, does not.
+        kept: as of `Plan`, for a run that caches features although this trainer, which writes nothing, does not.
     """
     recipe, learner = trainer.recipe, trainer.learner
     trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)
@@ -101,7 +101,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     weights = list(trainer.target.model.parameters())
-    looked_at = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
+    probed = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
     state = 3 if recipe.optimiser == "adamw" else 2
     samples = len(trainer.order)
     batch = learner.batch_bytes(trainer.order.at(0)[: recipe.micro_batch])
@@ -117,6 +117,6 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
         does=tuple(learner.describe(number, stage) for number, stage in numbered),
         stages=tuple(stage for _, stage in numbered),
         processes=trainer.processes.count,
-        cache=samples * learner.cache_bytes(looked_at),
+        cache=samples * learner.cache_bytes(probed),
         kept=kept or (recipe.feature_cache, recipe.cache_gb * 1e9),
     )

@@ -12,7 +12,7 @@ from saccade.train.objectives.losses import Tally
 
 
 def sum_tallies(tallies: Sequence[Tally], steps: int, names: Sequence[str], device: torch.device) -> Tensor:
-    """One vector: loss, terms, and per draft step the examples kept, tried and right."""
+    """Return one vector of loss, terms, and the examples kept, tried and right per draft step."""
     total = torch.zeros(1 + len(names) + 3 * steps, dtype=torch.float64, device=device)
     for t in tallies:
         total += torch.cat(
@@ -22,7 +22,7 @@ def sum_tallies(tallies: Sequence[Tally], steps: int, names: Sequence[str], devi
 
 
 def unpack_sums(sums: Tensor, steps: int) -> tuple[float, list[float], list[list[int]]]:
-    """Loss, terms, and the three lists of counts, of what `sum_tallies` made."""
+    """Split a vector of `sum_tallies` into loss, terms, and the three lists of counts."""
     loss, *values = sums.tolist()
     terms, counts = values[: -3 * steps], [int(v) for v in values[-3 * steps :]]
     return loss, terms, [counts[i : i + steps] for i in range(0, 3 * steps, steps)]
@@ -36,7 +36,7 @@ except ImportError:
 
 
 class Processes:
-    """One process, or several that `torchrun` or `accelerate launch` has started.
+    """This process of one or several that `torchrun` or `accelerate launch` started.
 
     Gradients are summed here rather than by DistributedDataParallel: one backward pass runs through several forward
     passes of the head, some weights have no part in some steps, and the mean is over examples of all processes, whose
@@ -60,7 +60,7 @@ class Processes:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         out: Tensor = reduce(values, "sum") if self.count > 1 else values
         return out
 
@@ -73,7 +73,7 @@ class Processes:
             weight.grad = part.view_as(weight)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes arrive."""
         if self.count > 1:
             self._state.wait_for_everyone()
 

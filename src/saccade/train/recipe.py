@@ -70,8 +70,8 @@ class Recipe:
             (`saccade.train.processes.precision_on`). Its weights are always float32.
         min_words: shorter answers are left out (JSON lines only).
         max_tokens: samples are cut to this many.
-        validation_samples: kept apart to measure how long drafts are accepted.
-        feature_cache: where the target's states are kept for later epochs, up to ``cache_gb`` per process.
+        validation_samples: held out to measure block efficiency.
+        feature_cache: place of the target's states for later epochs, up to ``cache_gb`` per process.
         checkpoint_every: steps; 0 for the end only. Likewise ``validate_every`` and ``log_every``.
     """
 
@@ -100,7 +100,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.kind not in trained_kinds():
             raise TrainingError(
-                f"There is nothing to train of kind {self.kind!r}; choose {' or '.join(trained_kinds())}."
+                f"Nothing of kind {self.kind!r} can be trained; choose {' or '.join(trained_kinds())}."
             )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:

@@ -273,12 +273,12 @@ class Trainer:
         self.processes.wait()
         if not self.processes.leads:
             found = self._checkpoints.load()
-        self.processes.wait()  # all have read it before one goes on to amend it
+        self.processes.wait()  # all have read it before the leader changes it
         if found is None:
             return
         if not self._resume:
             raise TrainingError(
-                f"{self._out} holds checkpoints; go on from them with --resume auto, or give another --out folder."
+                f"{self._out} holds checkpoints; continue them with --resume auto, or give another --out folder."
             )
         self._step, state = found
         self.learner.load_state(state["head"])

@@ -20,7 +20,7 @@ Measure = Callable[[Any], float]
 
 
 class EngineMeasure:
-    """Block efficiency over greedy answers to prompts kept apart.
+    """Block efficiency over greedy answers to held-out prompts.
 
     Args:
         target: the model that the head drafts for.
@@ -65,7 +65,7 @@ def fitting(
     fit = [p for p in prompts if len(p) + room <= min(contexts)]
     if left := len(prompts) - len(fit):
         say(
-            f"{left} of {len(prompts)} prompts kept apart are not measured on: they leave no {room} tokens for an "
+            f"{left} of {len(prompts)} held-out prompts are not measured: they leave no {room} tokens for an "
             f"answer in a context of {min(contexts)}"
             + ("." if fit else ", so no drafter is found to be the best.")
         )

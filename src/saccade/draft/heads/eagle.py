@@ -69,17 +69,17 @@ class Eagle2(Head):
         return out
 
     def fused(self, features: Tensor, words: Tensor) -> Tensor:
-        """``[B, N, d]`` what the block is given: of features, and of embeddings behind their norm."""
+        """``[B, N, d]`` inputs of the block, from features and normalised embeddings."""
         out: Tensor = self.fc(torch.cat([words, self.feature_norm(features)], -1))
         return out
 
 
 class Eagle3(Head):
-    """Features of low, middle and high layers, and no wish to guess them (Li et al. 2025, EAGLE-3, Section 3.1).
+    """Features of low, middle and high layers without feature prediction (Li et al. 2025, EAGLE-3, Section 3.1).
 
-    A linear layer mixes the three states of the target to one feature of size d. What the head gives back takes that
-    feature's place while drafting, without a norm; the tokens are read from it through a norm of the head's own and
-    the shared LM head. As released, the block's attention reads embedding and feature side by side, each behind a norm
+    A linear layer mixes the three states of the target to one feature of size d. The head's output replaces that
+    feature while drafting, without a norm; logits are computed from it by a norm of the head's own and the shared LM
+    head. As released, the block's attention reads embedding and feature side by side, each behind a norm
     of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
 
     Options:

@@ -243,7 +243,7 @@ def _rename_eagle3(
     }
     names = {**_NAMES, **_BIASES, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
     known = values.get("draft_vocab_size")
-    # Heads without both are meant to be used with the target's LM head.
+    # Heads without both use the target's LM head.
     shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
     needed = (*_NAMES, *([] if shares else ["lm_head.weight"]))
     ours = rename_weights(name, theirs, names, needed, _NOT_NEEDED)
@@ -275,7 +275,7 @@ def _token_ids(name: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
     count: int = config.options["own_vocabulary"]
     if shifts is None and count != config.vocab_size:
         raise ModelError(
-            f"{name} lacks the weight d2t, which says what its {count} tokens are; copy the whole folder again."
+            f"{name} lacks the weight d2t, which maps its {count} tokens; copy the whole folder again."
         )
     if shifts is None:
         return torch.arange(count)

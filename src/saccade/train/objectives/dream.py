@@ -41,7 +41,7 @@ class DreamEntries(Entries):
     Attributes:
         features: ``[B, S, d]`` the target's last state at every token.
         tokens: ``[B, E]`` the token of every entry; 0 where there is none.
-        middle: ``[B, E, d]`` an inner state of the target at the own token; ``[B, E, 0]`` where none is asked for.
+        middle: ``[B, E, d]`` an inner state of the target at the own token; ``[B, E, 0]`` without that loss term.
         own: ``[B, E]`` bool; entries whose own token is part of the answer.
     """
 
@@ -178,12 +178,11 @@ class DreamObjective:
         states: weight of SmoothL1 between the last states and the head's (L_feat).
         middle: weight of SmoothL1 between an inner state and the output of the head's first block (L_intermed).
         distribution: weight of KL(target || head) (L_KL).
-        layer: whose output the inner state is: ``entropy``: the layer of the least attention entropy, for every prompt
-            its own (Eq. 2); ``25``, ``50``, ``75``: the one at that per cent of the depth; ``none``: no such term
-            (Figure 4).
-        feeding: what later steps are fed. ``answer``: the head's outputs at all places of the answer at once, as
-            released; then no true feature behind the prompt is left to them. ``guess``: true features up to where a
-            draft began and the head's own from there on, as in drafting.
+        layer: layer of the inner state: ``entropy``: that of the least attention entropy, chosen per prompt (Eq. 2);
+            ``25``, ``50``, ``75``: at that per cent of the depth; ``none``: no such term (Figure 4).
+        feeding: features of later steps. ``answer``: the head's outputs at all places of the answer, as released, so
+            that no true feature behind the prompt remains. ``guess``: true features up to the start of a draft and the
+            head's own from there on, as in drafting.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "middle", "distribution")
@@ -245,7 +244,7 @@ class DreamObjective:
         return Tally(loss, terms, tried, tried.clone(), agreed)
 
     def _drafted(self, supervised: Tensor, step: int) -> Tensor:
-        """``[B, A]`` bool: the places of a later step that are fed a feature of the head's own."""
+        """``[B, A]`` bool: the places of a later step whose feature is the head's own."""
         first = step if self.feeding == "guess" else 2
         return supervised & (torch.arange(supervised.shape[1], device=supervised.device) >= first)
 
@@ -259,8 +258,8 @@ def drafts(
         begun: ``[B, E, d]`` of `Dream.begin`.
 
     Yields:
-        Of step s the first s places of every row mean nothing with the feeding ``guess``; with ``answer`` the first
-        place alone is fed what it was fed before.
+        With the feeding ``guess`` the first s places of step s are undefined in every row; with ``answer`` the first
+        place alone repeats its feature.
     """
     at, places = Placement(entries.positions, entries.attention_mask), entries.places
     if feeding == "answer":

@@ -20,8 +20,8 @@ from saccade.train.objectives.losses import Tally, Weights, Window, draft_loss, 
 class Eagle2Objective:
     """SmoothL1 of the states and a tenth of the distribution's cross entropy (EAGLE, Section 4.2), over all steps.
 
-    EAGLE itself trains one step, and adds noise to the features to make up for it; more steps, fed with the head's own
-    guesses, are better at what drafting asks (HASS, Section 3.2).
+    EAGLE itself trains one step on noisy features; more steps on the head's own outputs match drafting better (HASS,
+    Section 3.2).
 
     Attributes:
         states: weight of SmoothL1.
@@ -39,7 +39,7 @@ class Eagle2Objective:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Objective:
-    """Training-time test: the distribution alone counts, over steps fed with the head's own outputs (EAGLE-3, 3.2).
+    """Training-time test: the distribution alone, over steps on the head's own outputs (EAGLE-3, 3.2).
 
     Attributes:
         distribution: weight of the cross entropy under the target's distribution.
@@ -147,7 +147,7 @@ class AheadObjective:
         total = torch.zeros((), device=loss.device)
         counts = torch.zeros(2, draft_steps, dtype=torch.long, device=loss.device)
         for step in range(min(draft_steps, count)):
-            supervised = window.supervised[:, step:]  # by place of the token that is guessed
+            supervised = window.supervised[:, step:]  # by place of the predicted token
             here = features[:, : count - step][supervised]  # [M, d]
             path = None
             if head.follows:  # [M, step + 1, d]
@@ -177,8 +177,8 @@ class DraftVlmObjective:
     Attributes:
         tokens: weight of the cross entropy.
         kl: weight of KL(target || drafter); above 0 the target runs on every batch, too.
-        blind_every: every n-th batch has a line break in place of every medium, so that the drafter also learns to
-            draft from text alone; 0 for none, 1 for all. The target still gets the media.
+        blind_every: every n-th batch has a line break in place of every medium, which trains the drafter on text
+            alone; 0 for none, 1 for all. The target still gets the media.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("tokens", "kl")

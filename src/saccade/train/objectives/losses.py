@@ -1,4 +1,4 @@
-"""Loss terms and the self-fed unrolling of a head over a whole text."""
+"""Loss terms, and the unrolling of a head on its own outputs over a whole text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def draft_loss(
     early_stop: bool = False,
     decay: float = 1.0,
 ) -> Tally:
-    """Loss over ``draft_steps`` self-fed steps.
+    """Return the loss over ``draft_steps`` steps on the head's own outputs.
 
     Args:
         top_k: K of the top term and of the early stop.
@@ -270,11 +270,11 @@ def shifted(guess: Tensor) -> Tensor:
 
 
 def with_guesses(true: Tensor, step: int) -> Tensor:
-    """``[B, A, K + step * A]`` bool: what each place sees of true entries, then of the guesses of all steps so far.
+    """``[B, A, K + step * A]`` bool: mask of each place over true entries, then over all predictions so far.
 
     Args:
-        true: ``[B, A, K]`` bool; the true entries that stood when its draft began.
-        step: of the places, from 1; they see one guess of every step up to this one, their own in the last.
+        true: ``[B, A, K]`` bool; the true entries up to the start of its draft.
+        step: of the places, from 1; each attends to one prediction of every step up to this one, its own in the last.
     """
     own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
     drafts = [_behind(own, step - earlier).expand(len(true), -1, -1) for earlier in range(1, step + 1)]
