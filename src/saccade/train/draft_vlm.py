@@ -119,7 +119,7 @@ class DraftVlmLearner:
         }
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Estimate activations for the backward pass (about 16 vectors per token and layer) and logits with gradients."""
+        """Estimate bytes of activations (about 16 vectors per token and layer) and of logits with gradients."""
         text = self._own.text_config
         total = 0
         for part in self.prepare(indices, 0) or ():
