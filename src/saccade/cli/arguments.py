@@ -2,116 +2,84 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from saccade.errors import InputError
 
+_model = partial(typer.Option, rich_help_panel="Models")
+_decoding = partial(typer.Option, rich_help_panel="Decoding")
+
 Target = Annotated[
     str | None,
-    typer.Option(
+    _model(
         "--target",
         "-t",
         metavar="PATH",
         help="Checkpoint folder or hub id of the target; `pocket` is the built-in pair.",
-        rich_help_panel="Models",
     ),
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(
+    _model(
         "--drafter",
         "-d",
         metavar="PATH",
         help="A smaller checkpoint with the same tokenizer, or the folder or hub id of a trained head; `pocket` is the "
         "built-in draft model.",
-        rich_help_panel="Models",
     ),
 ]
 Heads = Annotated[
     list[str] | None,
-    typer.Option(
+    _model(
         "--head",
         metavar="[NAME=]FOLDER",
         help="A trained head beside the drafter: its folder or hub id, named NAME or like the folder; may be repeated. "
         "With `pocket` the shipped heads are loaded too, except those of a name or kind given here.",
-        rich_help_panel="Models",
     ),
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(
+    _model(
         "--method",
         "-m",
         help="See `saccade methods`. By default `chain` with a draft model, a head's own method with a head, "
         "`prompt-lookup` without a drafter.",
-        rich_help_panel="Models",
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    _model(
         "--set",
         metavar="NAME=VALUE",
         help="Override one of the method's options, for example `--set gamma=7`; may be repeated.",
-        rich_help_panel="Models",
     ),
 ]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="Of the target: auto (as stored), float32, bfloat16, float16.", rich_help_panel="Models"
-    ),
-]
+Dtype = Annotated[str, _model(help="Of the target: auto (as stored), float32, bfloat16, float16.")]
 DraftDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Of the drafter; by default as stored, but float32 for a small one on a CPU.",
-        rich_help_panel="Models",
-    ),
+    str | None, _model(help="Of the drafter; by default as stored, but float32 for a small one on a CPU.")
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option(
+    _model(
         "--device",
         help="Device of the target: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
         "by default a CUDA GPU if there is one, except for `pocket`.",
-        rich_help_panel="Models",
     ),
 ]
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.", rich_help_panel="Decoding"),
-]
-Sample = Annotated[
-    bool, typer.Option("--sample", help="Sample instead of greedy decoding.", rich_help_panel="Decoding")
-]
+MaxNewTokens = Annotated[int | None, _decoding("--max-new-tokens", "-n", help="Most tokens of an answer.")]
+Sample = Annotated[bool, _decoding("--sample", help="Sample instead of greedy decoding.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        help="Below 1 sharpens, above 1 flattens; implies --sample, except 0: greedy decoding.",
-        rich_help_panel="Decoding",
-    ),
+    _decoding(help="Below 1 sharpens, above 1 flattens; implies --sample, except 0: greedy decoding."),
 ]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Keep the likeliest tokens up to this mass; implies --sample.", rich_help_panel="Decoding"
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        help="Keep this many of the likeliest tokens; implies --sample.", rich_help_panel="Decoding"
-    ),
-]
+TopP = Annotated[float | None, _decoding(help="Keep the likeliest tokens up to this mass; implies --sample.")]
+TopK = Annotated[int | None, _decoding(help="Keep this many of the likeliest tokens; implies --sample.")]
 MinP = Annotated[
     float | None,
-    typer.Option(
-        help="Keep tokens at least this likely, relative to the likeliest; implies --sample.",
-        rich_help_panel="Decoding",
-    ),
+    _decoding(help="Keep tokens at least this likely, relative to the likeliest; implies --sample."),
 ]
 Images = Annotated[
     list[str] | None,
@@ -133,14 +101,9 @@ Marks = Annotated[
         "own; without colours between ‹ and ›, and between « and ».",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel="Decoding")]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1 discourages repetition.", rich_help_panel="Decoding")
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(help="End the answer after this string; may be repeated.", rich_help_panel="Decoding"),
-]
+Seed = Annotated[int | None, _decoding(help="Seed of sampling.")]
+RepetitionPenalty = Annotated[float | None, _decoding(help="Above 1 discourages repetition.")]
+Stop = Annotated[list[str] | None, _decoding(help="End the answer after this string; may be repeated.")]
 
 
 def decoding(

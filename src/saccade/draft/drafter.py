@@ -119,19 +119,5 @@ class TreeDrafter:
 
     def __init__(self, policy: TreePolicy) -> None:
         self.policy = policy
-
-    @property
-    def max_nodes(self) -> int:
-        return self.policy.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.policy.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self.policy.max_children
-
-    @property
-    def draws(self) -> bool:
-        return self.policy.can_sample
+        self.max_nodes, self.max_depth = policy.max_nodes, policy.max_depth
+        self.max_children, self.draws = policy.max_children, policy.can_sample

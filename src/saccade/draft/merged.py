@@ -42,23 +42,10 @@ class MergedDrafter:
         self.first = first
         self.second = second
         self.total = total
+        self.max_nodes = min(first.max_nodes + second.max_nodes - 1, total + 1)
+        self.max_depth = max(first.max_depth, second.max_depth)
+        self.max_children, self.draws = first.max_children + second.max_children, False
         self.model: Any = getattr(first, "model", None) or getattr(second, "model", None)
-
-    @property
-    def max_nodes(self) -> int:
-        return min(self.first.max_nodes + self.second.max_nodes - 1, self.total + 1)
-
-    @property
-    def max_depth(self) -> int:
-        return max(self.first.max_depth, self.second.max_depth)
-
-    @property
-    def max_children(self) -> int:
-        return self.first.max_children + self.second.max_children
-
-    @property
-    def draws(self) -> bool:
-        return False
 
     @property
     def early(self) -> bool:

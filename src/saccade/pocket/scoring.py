@@ -39,6 +39,17 @@ def numbers(text: str) -> list[int]:
     return [NUMBERS.index(word) for word in mentioned(text, NUMBERS)]
 
 
+def valued(answer: str, words: Iterable[str], aside: re.Pattern[str]) -> list[tuple[str, int]]:
+    """Word and number of every sentence on one item of a closed list, without asides."""
+    found: list[tuple[str, int]] = []
+    for part in sentences(answer):
+        part = aside.sub("", part)
+        items, values = mentioned(part, words), numbers(part)
+        if len(items) == len(values) == 1:
+            found.append((items[0], values[0]))
+    return found
+
+
 def overlap(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
     """Share of facts in common, with repeats: 1 if equal, less for every missing or wrong fact."""
     common = sum((Counter(told) & Counter(true)).values())

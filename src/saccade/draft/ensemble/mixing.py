@@ -26,32 +26,14 @@ class Mixture:
     """
 
     def __init__(self, policy: TreePolicy, rows: int, views: int, device: torch.device) -> None:
-        self._policy = policy
+        self.max_nodes, self.max_run = policy.max_nodes, policy.max_run
+        self.max_depth, self.max_children = policy.max_depth, policy.max_children
+        self.can_sample = policy.can_sample
         self._shaping = policy.open(rows, device)
         self._rows = rows
         self._views = views
         self.weights = torch.full((rows, views), 1 / views, device=device)
         self.roots = torch.zeros(views, rows, 1, 0, device=device)
-
-    @property
-    def max_nodes(self) -> int:
-        return self._policy.max_nodes
-
-    @property
-    def max_run(self) -> int:
-        return self._policy.max_run
-
-    @property
-    def max_depth(self) -> int:
-        return self._policy.max_depth
-
-    @property
-    def max_children(self) -> int:
-        return self._policy.max_children
-
-    @property
-    def can_sample(self) -> bool:
-        return self._policy.can_sample
 
     def open(self, batch: int, device: torch.device) -> Mixture:
         return self

@@ -62,16 +62,9 @@ def kind(values: Mapping[str, Any]) -> type[Eagle2]:
 def translate(
     folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Return configuration and weights of a published head under our names.
+    """Return configuration and weights of an `Eagle2` or `Msd` head; arguments as of `published.translate`.
 
-    Args:
-        folder: for messages.
-        values: its config.json.
-        weights: under their released names.
-        target: of the head; its class, depth and vocabulary are not in config.json.
-
-    Returns:
-        The weights are those of an `Eagle2` or `Msd` head of the configuration.
+    The target's class, depth and vocabulary are not in config.json.
 
     Raises:
         ModelError: an unknown or missing setting or weight, or another target's hidden size.

@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
-from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
+from saccade.pocket.scoring import overlap, valued
 from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 HIGHEST = 8
@@ -109,20 +109,9 @@ def _verbose(rng: Random, facts: Facts) -> str:
 _ASIDE = re.compile(r"bar number \w+|, which is .*")
 
 
-def _read_bars(answer: str) -> list[tuple[str, int]]:
-    """Colour and value, of every sentence on one bar."""
-    bars: list[tuple[str, int]] = []
-    for part in sentences(answer):
-        part = _ASIDE.sub("", part)
-        colours, values = mentioned(part, COLOURS), numbers(part)
-        if len(colours) == len(values) == 1:
-            bars.append((colours[0], values[0]))
-    return bars
-
-
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each bar is mentioned once, and the shares of colours and of bars with the right value."""
-    told = _read_bars(answer)
+    told = valued(answer, COLOURS, _ASIDE)
     true = list(zip(facts["colours"], facts["values"], strict=True))
     colours = [colour for colour, _ in told]
     return {

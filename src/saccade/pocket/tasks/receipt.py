@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
-from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
+from saccade.pocket.scoring import overlap, valued
 from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
 
 # The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.
@@ -132,20 +132,9 @@ _ASIDE = re.compile(r"line number \w+")
 _TOTAL = re.compile(r"\b(\d+) dollars")
 
 
-def _read_prices(answer: str) -> list[tuple[str, int]]:
-    """Word and price, of every sentence on one item."""
-    prices: list[tuple[str, int]] = []
-    for part in sentences(answer):
-        part = _ASIDE.sub("", part)
-        goods, amounts = mentioned(part, GOODS), numbers(part)
-        if len(goods) == len(amounts) == 1:
-            prices.append((goods[0], amounts[0]))
-    return prices
-
-
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each line is mentioned once, the shares of words and of words with prices, and the sum."""
-    told = _read_prices(answer)
+    told = valued(answer, GOODS, _ASIDE)
     true = list(zip(facts["goods"], facts["prices"], strict=True))
     goods = [item for item, _ in told]
     return {
