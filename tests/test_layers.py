@@ -13,7 +13,19 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "saccade"
 
 LAYERS = [
-    *("errors", "files", "formats", "typed", "environment", "pocket", "inputs", "tree", "text", "output"),
+    *(
+        "errors",
+        "files",
+        "formats",
+        "typed",
+        "environment",
+        "cpu",
+        "pocket",
+        "inputs",
+        "tree",
+        "text",
+        "output",
+    ),
     *("target", "loading", "grammar", "processors", "verify", "draft", "engine", "methods", "stream"),
     *("tickets", "chat", "vlm", "hf", "serve", "theory", "bench", "distill", "train", "cli"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-from saccade.errors import ModelError
+from saccade import cpu
+from saccade.errors import ModelError, SaccadeWarning
 from saccade.target.adapter import Target
 
 SMALL = 50_000_000
@@ -33,7 +35,8 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
 
     Args:
         path: a checkpoint folder, or a hub id.
-        dtype: ``auto`` (as stored), one of ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
+        dtype: ``auto``: as stored, but float32 on a CPU that does not compute faster in the stored format; one of
+            ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
         device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate).
 
     Raises:
@@ -46,6 +49,8 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     dtype, device_map = check_dtype(dtype), check_device(device_map)
+    if dtype == "auto" and (device_map is None or device_map == torch.device("cpu")):
+        dtype = _cpu_dtype(path, config)
     moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
     with _refusing(path), _unreported():
         model, info = auto.from_pretrained(
@@ -69,6 +74,39 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
                 "config.json belongs to it."
             )
     return model
+
+
+def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
+    """Return ``auto`` or float32 for a CPU, and warn of either where the stored format is slow there.
+
+    A checkpoint whose weights would not fit into memory in float32 stays as stored.
+    """
+    stored = config.dtype or config.get_text_config(decoder=True).dtype
+    if stored is None or cpu.suitable_dtype(stored) == stored:
+        return "auto"
+    name, size, free = str(stored).removeprefix("torch."), 4 * _parameters(config), cpu.available_memory()
+    fits = free is None or size < 0.9 * free
+    if fits:
+        outcome = f"it runs in float32; dtype={name!r} forces the stored format"
+    else:
+        outcome = f"it runs in {name} all the same, since float32 needs {size >> 30} GiB of memory"
+    if not Path(path).is_relative_to(Path(__file__).parent):  # the built-in pair's format is nobody's choice
+        warnings.warn(
+            f"{path} is stored in {name}, in which this processor is slow: {outcome}.",
+            SaccadeWarning,
+            stacklevel=4,
+        )
+    return torch.float32 if fits else "auto"
+
+
+def _parameters(config: Any) -> int:
+    """Number of parameters of a configuration's model, which is made without memory."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
+    with torch.device("meta"):
+        model = (AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM).from_config(config)
+    return sum(p.numel() for p in model.parameters())
 
 
 def check_checkpoint(path: str | Path) -> Any:

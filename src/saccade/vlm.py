@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
-from saccade import methods
+from saccade import cpu, methods
 from saccade.chat import Chat
 from saccade.draft.heads.head import Head
 from saccade.engine import Request, RunningBatch
@@ -58,6 +58,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
+    threads: int | None = None,
     **options: Any,
 ) -> VLM:
     """Load a target, the drafter that the method needs, and the method that joins them.
@@ -73,20 +74,24 @@ def load(
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
         head: name of the head to use; by default the one of the method's kind.
-        dtype: of the target: ``auto`` (as stored), a name, or a torch dtype.
+        dtype: of the target: ``auto`` (as stored, but float32 on a CPU that is not faster in the stored format), a
+            name, or a torch dtype.
         draft_dtype: of drafter and heads; None: as stored (heads: as the target), but float32 for small ones on
             a CPU.
         device_map: of the target, as in `from_pretrained`; by default a CUDA GPU if there is one, except for
             ``pocket``. The drafter is placed where the target's embeddings are, loaded models stay where they are.
+        threads: CPU threads of this process where the target is on the CPU; None: as `saccade.cpu.use_threads`
+            chooses, one for a small model, the idle cores for others.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
             ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 
     Raises:
         ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
         MethodError: unknown method or option, or a drafter that does not fit the method.
+        InputError: fewer than one thread.
     """
     drafter = drafters.only(drafter, assistant_model)
-    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map}
+    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
     return check(target, drafter, method, heads=heads, head=head, **placing, **options)()
 
 
@@ -100,12 +105,14 @@ def check(
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
+    threads: int | None = None,
     **options: Any,
 ) -> Callable[[], VLM]:
     """Report every mistake that shows without weights, and return the function that loads them.
 
     Arguments and errors as of `load`.
     """
+    cpu.check_threads(threads)
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
     target, drafter, given = drafters.with_builtin(
@@ -128,14 +135,24 @@ def check(
 
     def read() -> VLM:
         model, draft_model = _model(target, dtype, device_map), None
+        if model.device.type == "cpu":
+            cpu.use_threads(threads, model.num_parameters())
         if drafting is not None:
             place = model.get_input_embeddings().weight.device
             draft_model = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
-        reader: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor}
-        trained: dict[str, Any] = {"heads": given, "head": head, "draft_dtype": draft_dtype}
-        return VLM(model, processor, **reader, **trained, method=name, **options)
+        return VLM(
+            model,
+            processor,
+            drafter=draft_model,
+            draft_processor=draft_processor,
+            heads=given,
+            head=head,
+            draft_dtype=draft_dtype,
+            method=name,
+            **options,
+        )
 
     return read
 
@@ -351,9 +368,15 @@ class VLM:
             media_cache: bytes of image and video features that are cached by digest.
             trace: attach the verified tree to every chunk.
         """
-        tokenizer = self.processor.tokenizer
         return Batch(
-            self.engine, self.request, tokenizer, max_rows, kv_memory, prefill_chunk, media_cache, trace
+            self.engine,
+            self.request,
+            self.processor.tokenizer,
+            max_rows,
+            kv_memory,
+            prefill_chunk,
+            media_cache,
+            trace,
         )
 
     def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:

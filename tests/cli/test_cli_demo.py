@@ -56,7 +56,7 @@ def test_a_lossy_method_says_so_from_the_command(shell: Shell, tmp_path: Path) -
 def test_a_picture_at_random_is_one_that_the_target_reads_well(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise SaccadeError("Enough.")
 
     monkeypatch.setattr(screen, "load_models", stop)

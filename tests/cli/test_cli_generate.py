@@ -17,6 +17,7 @@ from commands import Shell
 from rich.console import Console
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
+from saccade import cpu
 from saccade.cli import screen
 from saccade.draft import pruning
 from saccade.engine.step_runner import StepRunner
@@ -101,7 +102,7 @@ def test_json_says_what_drafted_although_the_user_did_not(
     assert (answer["drafter"], answer["head"]) == (drafter and str(drafter), head)
     assert option.items() <= answer["options"].items()
     assert set(answer["options"]) == set(METHODS[answer["method"]].options)
-    assert answer["dtype"] == "bfloat16"
+    assert answer["dtype"] == str(cpu.suitable_dtype(torch.bfloat16)).removeprefix("torch.")
     assert answer["draft_dtype"] == (drafter and "float32")
 
 

@@ -52,7 +52,7 @@ def test_what_it_does_not_do_is_refused() -> None:
 def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     monkeypatch: pytest.MonkeyPatch, multiplies: bool, kind: type
 ) -> None:
-    monkeypatch.setattr(precision, "_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(precision, "has_instructions", lambda dtype: multiplies)
     made = optimiser.muon_and_adamw(_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
     assert type(made[0]) is kind
     here = torch.device("cpu")
@@ -77,4 +77,4 @@ def test_avx512_alone_does_not_multiply_bfloat16(
     monkeypatch: pytest.MonkeyPatch, told: dict[str, bool], expected: bool
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
-    assert precision._multiplies_bfloat16() is expected
+    assert precision.has_instructions(torch.bfloat16) is expected

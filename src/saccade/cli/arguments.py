@@ -57,7 +57,13 @@ Settings = Annotated[
         help="Override one of the method's options, for example `--set gamma=7`; may be repeated.",
     ),
 ]
-Dtype = Annotated[str, _model(help="Of the target: auto (as stored), float32, bfloat16, float16.")]
+Dtype = Annotated[
+    str,
+    _model(
+        help="Of the target: float32, bfloat16, float16, or auto: as stored, but float32 on a CPU that is not faster "
+        "in the stored format."
+    ),
+]
 DraftDtype = Annotated[
     str | None, _model(help="Of the drafter; by default as stored, but float32 for a small one on a CPU.")
 ]
@@ -68,6 +74,10 @@ DeviceMap = Annotated[
         help="Device of the target: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
         "by default a CUDA GPU if there is one, except for `pocket`.",
     ),
+]
+Threads = Annotated[
+    int | None,
+    _model(help="CPU threads; by default one for a small target, else as many as cores are idle."),
 ]
 MaxNewTokens = Annotated[int | None, _decoding("--max-new-tokens", "-n", help="Most tokens of an answer.")]
 Sample = Annotated[bool, _decoding("--sample", help="Sample instead of greedy decoding.")]

@@ -78,15 +78,13 @@ def bench(
     seed: Annotated[
         int | None, typer.Option(help="Seed of pictures and sampling.", rich_help_panel=_SIZES)
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; by default torch's choice.", rich_help_panel=_SIZES)
-    ] = None,
     target: args.Target = "pocket",
     drafter: args.Drafter = None,
     head: args.Heads = None,
     dtype: args.Dtype = "auto",
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
+    threads: args.Threads = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as one JSON object instead of tables.")
     ] = False,
@@ -117,17 +115,18 @@ def bench(
         "seed": seed,
     }
     chosen = _suite(suite, methods, tasks, data, {k: v for k, v in sizes.items() if v is not None})
-    if threads is not None:
-        import torch
-
-        if threads < 1:
-            raise InputError(f"--threads must be at least 1, not {threads}.")
-        torch.set_num_threads(threads)
     from saccade.bench.preparing import prepare
 
     name = target or "pocket"
     vlm = screen.load_models(
-        name, drafter, None, heads=head or [], dtype=dtype, draft_dtype=draft_dtype, device_map=device
+        name,
+        drafter,
+        None,
+        heads=head or [],
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device_map=device,
+        threads=threads,
     )
     prepared = prepare(chosen, vlm, (name, drafter))
     folder = out or Path("runs") / chosen.name

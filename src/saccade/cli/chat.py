@@ -37,6 +37,7 @@ def chat(
     dtype: args.Dtype = "auto",
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
+    threads: args.Threads = None,
     max_new_tokens: args.MaxNewTokens = None,
     sample: args.Sample = False,
     temperature: args.Temperature = None,
@@ -64,6 +65,7 @@ def chat(
         dtype=dtype,
         draft_dtype=draft_dtype,
         device_map=device,
+        threads=threads,
         **settings,
     )
     talk = _Talk(vlm, system, image or [], {"seed": seed, **decoding}, marks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.errors import InputError
 
@@ -39,7 +41,7 @@ def demo(
         "saccade-demo.png"
     ),
     repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 5,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    threads: args.Threads = None,
 ) -> None:
     """Draw a picture, answer a question about it, and compare time and tokens with plain decoding.
 
@@ -47,6 +49,7 @@ def demo(
     between ‹ and ›) were drafted and accepted; yellow ones (« and ») were accepted by a lossy rule in place of the
     target's own token.
     """
+    from saccade import cpu
     from saccade.pocket import WORLD, draw
 
     if repeats < 1:
@@ -67,11 +70,7 @@ def demo(
     console = screen.out()
     console.print(f"A new {task}: {save} (draw it again with --task {task} --seed {seed})", markup=False)
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    ours = screen.load_models("pocket", None, method)
+    ours = screen.load_models("pocket", None, method, threads=threads)
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
         for vlm in (plain, ours):
@@ -86,6 +85,11 @@ def demo(
             runs["plain"].append(_answer(plain, sample))
             runs[method].append(_answer(ours, sample))
     _report(console, sample, method, runs)
+    if (busy := cpu.busy_cores()) >= 0.5:
+        console.print(
+            f"Other programs keep {busy:.1f} of {os.cpu_count()} cores busy: times are longer, and vary more, "
+            "than on an idle machine."
+        )
 
 
 def _shows_one_picture(sample: Sample) -> bool:

@@ -81,6 +81,7 @@ def distill(
     dtype: args.Dtype = "auto",
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
+    threads: args.Threads = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
     ] = 256,
@@ -160,7 +161,14 @@ def distill(
 
     check_source(source, Options(**chosen))  # before models are loaded
     vlm = screen.load_models(
-        target, drafter, name, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
+        target,
+        drafter,
+        name,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device_map=device,
+        threads=threads,
+        **settings,
     )
     shared = {"media_root": media_root, "on_bad_line": on_bad_line, "method_options": settings, **chosen}
     if plan:

@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
     from saccade.pocket import draft_path, head_paths, target_path
     from saccade.target.traits import TESTED
 
-    devices = [f"cpu, {torch.get_num_threads()} threads"]
+    devices = [_cpu()]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
@@ -79,6 +79,20 @@ def examine() -> dict[str, Any]:
         ],
         "families": {k: {"name": v, "works": k in CONFIG_MAPPING} for k, v in TESTED.items()},
     }
+
+
+def _cpu() -> str:
+    """The processor, and the formats of 16 bits in which it is faster than in float32."""
+    import torch
+
+    from saccade import cpu
+
+    fast = [
+        str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)
+    ]
+    formats = " and ".join(fast) if fast else "no 16-bit format, so that dtype=auto is float32"
+    cores = f"{torch.get_num_threads()} cores, {cpu.idle_cores()} idle"
+    return f"cpu, {cores}, {torch.backends.cpu.get_cpu_capability()}, fast in {formats}"
 
 
 def _version(package: str) -> str | None:

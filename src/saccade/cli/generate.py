@@ -30,6 +30,7 @@ def generate(
     dtype: args.Dtype = "auto",
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
+    threads: args.Threads = None,
     max_new_tokens: args.MaxNewTokens = None,
     sample: args.Sample = False,
     temperature: args.Temperature = None,
@@ -75,7 +76,14 @@ def generate(
     images, videos = image or [], video or []
     screen.check_media(images, videos)
     vlm = screen.load_models(
-        target, drafter, method, dtype=dtype, draft_dtype=draft_dtype, device_map=device, **settings
+        target,
+        drafter,
+        method,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device_map=device,
+        threads=threads,
+        **settings,
     )
     stream = vlm.stream(question, images, videos, seed=seed, num_frames=num_frames, **decoding)
     if as_json:

@@ -78,6 +78,9 @@ def train(
     ] = "stop",
     dtype: args.Dtype = "auto",
     device: args.DeviceMap = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default torch's choice: all physical cores.")
+    ] = None,
 ) -> None:
     """Train a drafter head, or a draft VLM, for a target on the target's own answers.
 
@@ -110,6 +113,8 @@ def train(
         if value not in choices:
             raise InputError(f"{name} takes {' or '.join(choices)}, not {value!r}.")
     with screen.waiting("Starting"):
+        import torch
+
         from saccade.train.data import Answers
         from saccade.train.plan import plan_of
         from saccade.train.processes import Processes
@@ -126,7 +131,12 @@ def train(
         chosen = replace(chosen, feature_cache="none")
     if device is None and "LOCAL_RANK" in os.environ:
         device = str(Processes().device)
-    vlm = screen.load_models(target, None, "plain", dtype=dtype, device_map=device)
+    default = (
+        torch.get_num_threads()
+    )  # batches are large, and the number must not change between stop and resume
+    vlm = screen.load_models(
+        target, None, "plain", dtype=dtype, device_map=device, threads=threads or default
+    )
     source = Answers(
         data,
         vlm.processor,

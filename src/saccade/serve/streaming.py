@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
 from saccade.serve.answers import DONE, Choice, Form, error_chunk, usage
 from saccade.serve.jobs import Event, Job
-from saccade.serve.monitoring import Timing
+from saccade.serve.metrics import Timing
 from saccade.serve.refusals import Refusal, invalid, refusal_of
 from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
-from saccade.serve.service import Service
+
+if TYPE_CHECKING:
+    from saccade.serve.app import Service
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

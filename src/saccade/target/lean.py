@@ -20,6 +20,7 @@ from saccade.target.cache import RowCache
 from saccade.target.forward import Requirements, TokenBlock
 from saccade.target.layout import Layout
 from saccade.target.limits import Thresholds
+from saccade.target.linear import Linear, pack_where_faster
 from saccade.target.module_guard import ModuleGuard
 from saccade.target.traits import ordinary_ids
 from saccade.tree import ancestors_of
@@ -48,14 +49,13 @@ class _LayerWeights:
     """One layer's weights."""
 
     norm_in: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Linear
     norm_mlp: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(slots=True)
@@ -81,7 +81,8 @@ class LeanDecoder:
         self._layers = layers
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
-        self._head: nn.Linear = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        self._head = Linear(head.weight, head.bias)
         self._eps = eps
         self._head_dim: int = attention.head_dim
         self._kv_heads = kv_heads
@@ -91,11 +92,18 @@ class LeanDecoder:
         self._sections: list[int] = list(rope.get("mrope_section", ()))
         fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
-        self._guard = ModuleGuard(model, (decoder, self._head), joined)
+        self._guard = ModuleGuard(model, (decoder, head), joined)
+        products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self._packed = pack_where_faster([*products, self._head])
 
     @property
     def is_current(self) -> bool:
-        """Whether the model still has the fused modules and weights, without hooks."""
+        """Whether the model still has the fused modules and weights, without hooks.
+
+        Weights that were changed in place are packed again.
+        """
+        for product in self._packed:
+            product.refresh()
         return self._guard.is_current
 
     def __call__(
@@ -130,7 +138,7 @@ class LeanDecoder:
             if index in wanted:
                 states[index] = x
             h = F.rms_norm(x, (width,), weights.norm_in, self._eps)
-            qkv = F.linear(h, weights.qkv, weights.qkv_bias).view(count, heads + 2 * kv, dim)
+            qkv = weights.qkv(h).view(count, heads + 2 * kv, dim)
             if weights.q_norm is not None and weights.k_norm is not None:
                 q = F.rms_norm(qkv[:, :heads], (dim,), weights.q_norm, self._eps)
                 k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), weights.k_norm, self._eps)
@@ -140,10 +148,10 @@ class LeanDecoder:
             turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin).transpose(0, 1)  # [H, T, D]
             keys, values = layer.write(turned[heads:], qkv[:, heads + kv :].transpose(0, 1))
             mixed = layout.attend(turned[:heads], keys, values, self._scale)
-            x = x + F.linear(mixed, weights.out)
+            x = x + weights.out(mixed)
             h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
-            gate, up = F.linear(h, weights.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, weights.down)
+            gate, up = weights.gate_up(h).chunk(2, -1)
+            x = x + weights.down(F.silu(gate) * up)
             if index < len(deepstack):
                 x = x + deepstack[index]
         if until is not None:
@@ -155,8 +163,7 @@ class LeanDecoder:
 
     def logits(self, normed: Tensor) -> Tensor:
         """Return logits ``[n, V]`` of normed states ``[n, d]``."""
-        logits: Tensor = self._head(normed)
-        return logits
+        return self._head(normed)
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
@@ -266,14 +273,16 @@ def _fuse_layer(layer: Any) -> _LayerWeights:
     with_bias = all(m.bias is not None for m in projections)
     return _LayerWeights(
         norm_in=layer.input_layernorm.weight,
-        qkv=_fuse_parameters([m.weight for m in projections]),
-        qkv_bias=_fuse_parameters([m.bias for m in projections]) if with_bias else None,
+        qkv=Linear(
+            _fuse_parameters([m.weight for m in projections]),
+            _fuse_parameters([m.bias for m in projections]) if with_bias else None,
+        ),
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
-        out=attention.o_proj.weight,
+        out=Linear(attention.o_proj.weight),
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=_fuse_parameters([m.weight for m in gates]),
-        down=mlp.down_proj.weight,
+        gate_up=Linear(_fuse_parameters([m.weight for m in gates])),
+        down=Linear(mlp.down_proj.weight),
     )
 
 

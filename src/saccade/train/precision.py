@@ -8,18 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-
-def _multiplies_bfloat16() -> bool:
-    """Whether this machine's CPU has instructions for products in bfloat16 (AVX512-BF16, AMX, ARM's BF16)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        return any(has for name, has in capabilities().items() if "bf16" in name)
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+from saccade.cpu import has_instructions
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
     """The format that matrix products of training are computed in on a device."""
-    if device.type != "cpu" or _multiplies_bfloat16():
+    if device.type != "cpu" or has_instructions(torch.bfloat16):
         return torch.bfloat16
     return torch.float32
 

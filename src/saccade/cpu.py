@@ -1,0 +1,179 @@
+"""Number format and threads that suit this machine's processor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from saccade.errors import InputError, ModelError
+from saccade.files import write_file
+
+SMALL_MODEL = 100_000_000
+"""Parameters below which one thread is the default: a handover between threads costs more than a product."""
+
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fphp", "asimdhp", "fp16"),
+}
+"""Names in `torch.cpu.get_capabilities` of the instructions that compute in a format."""
+_FASTER = 1.1
+"""Times that a 16-bit format must be faster than float32 to be used where it is not asked for."""
+
+
+def suitable_dtype(stored: torch.dtype) -> torch.dtype:
+    """Return the dtype in which weights stored in ``stored`` run fastest on this CPU without loss: itself, or float32.
+
+    A 16-bit format stays where the processor has instructions for it and is measured to be faster with them.
+    """
+    if stored in _INSTRUCTIONS and not computes_in(stored):
+        return torch.float32
+    return stored
+
+
+def computes_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for a 16-bit format, and is faster with it than in float32."""
+    if not has_instructions(dtype):
+        return False
+    name = str(dtype).removeprefix("torch.")
+    (speed,) = remember(f"{name} over float32", lambda: [_speed_over_float32(dtype)])
+    return speed >= _FASTER
+
+
+def remember(name: str, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
+    """Return numbers measured once per machine and version of torch, and read from a file from then on.
+
+    A choice made by them is then the same in every run, however busy the machine is.
+    """
+    findings, file = _findings(), _findings_file()
+    if name not in findings:
+        findings[name] = [float(value) for value in measure()]
+        with suppress(
+            OSError, ModelError
+        ):  # a cache folder that cannot be written: measured again by the next process
+            write_file(file, json.dumps(_read(file) | findings, indent=1) + "\n", error=ModelError)
+    return findings[name]
+
+
+@cache
+def _findings() -> dict[str, list[float]]:
+    return _read(_findings_file())
+
+
+def _read(file: Path) -> dict[str, list[float]]:
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return {str(name): [float(value) for value in values] for name, values in read.items()}
+    return {}
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products in a 16-bit format."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11
+        known = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return bool(known) and dtype == torch.bfloat16
+    return any(_capabilities().get(name) for name in _INSTRUCTIONS[dtype])
+
+
+def available_memory() -> int | None:
+    """Bytes of main memory that programs can still take; None where the system does not say."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return None
+
+
+def check_threads(threads: int | None) -> None:
+    """Check a number of threads as given.
+
+    Raises:
+        InputError: fewer than one.
+    """
+    if threads is not None and threads < 1:
+        raise InputError(f"The number of threads must be at least 1, not {threads}.")
+
+
+def use_threads(threads: int | None, parameters: int) -> int:
+    """Set the number of CPU threads of this process, and return it.
+
+    Args:
+        threads: as given; None: `OMP_NUM_THREADS` where set, else one for a model below `SMALL_MODEL`, else as many
+            as cores are idle. A thread that shares its core with another program is waited for at every product,
+            which can make a step a hundred times slower.
+        parameters: of the target.
+
+    Raises:
+        InputError: fewer than one thread.
+    """
+    check_threads(threads)
+    if threads is None and os.environ.get("OMP_NUM_THREADS"):
+        return torch.get_num_threads()
+    if threads is None:
+        threads = 1 if parameters < SMALL_MODEL else idle_cores()
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return threads
+
+
+def idle_cores() -> int:
+    """Physical cores that this process may use and that other programs leave idle now; at least 1."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = _capabilities().get("num_physical_cores") or usable
+    return max(1, min(usable, physical) - round(busy_cores()))
+
+
+def busy_cores(seconds: float = 0.1) -> float:
+    """Cores that other programs use, over some time from now on; elsewhere than on Linux the last minute's load."""
+    with suppress(OSError, ValueError, IndexError):
+        idle, total = _ticks()
+        time.sleep(seconds)
+        idle_after, total_after = _ticks()
+        return (os.cpu_count() or 1) * (1 - (idle_after - idle) / max(1, total_after - total))
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    """Idle ticks and all ticks of all cores since the system started (Linux)."""
+    with open("/proc/stat", encoding="ascii") as file:
+        ticks = [int(value) for value in file.readline().split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def _capabilities() -> dict[str, Any]:
+    """Features of the processor by name; empty in versions of torch that do not list them."""
+    list_them = getattr(torch.cpu, "get_capabilities", dict)
+    return dict(list_them())
+
+
+def _findings_file() -> Path:
+    processor = f"{platform.machine()}|{_capabilities().get('cpu_name')}|{torch.__version__}"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (
+        base / "saccade" / f"processor-{hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()}.json"
+    )
+
+
+def _speed_over_float32(dtype: torch.dtype) -> float:
+    """Time of float32 products over those of a format, for a decoder's weights and a block of 8 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    weights, tokens = (torch.randn(shape, generator=generator) for shape in ((2048, 1024), (8, 1024)))
+    times: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+    with torch.inference_mode():
+        for _ in range(7):
+            for kind, found in times.items():
+                weight, token = weights.to(kind), tokens.to(kind)
+                torch.nn.functional.linear(token, weight)
+                start = time.perf_counter()
+                torch.nn.functional.linear(token, weight)
+                found.append(time.perf_counter() - start)
+    return median(times[torch.float32]) / median(times[dtype])

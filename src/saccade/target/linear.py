@@ -1,0 +1,132 @@
+"""Products with weights in the memory layout that is fastest on this CPU for each number of rows.
+
+A forward of speculative decoding multiplies every weight with a few rows. torch's own product packs the weight anew at
+every call there, which takes longer than the product; a weight that was packed once, by oneDNN, saves that. One row,
+and the many rows of prefill, are as fast or faster with the weight as it is. Which layout wins from how many rows on
+depends on the processor and on the shape, so it is measured, once per machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade import cpu
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of rows that are measured; each represents those up to the next one."""
+SMALLEST = 1 << 19
+"""Elements below which a weight stays as it is: entering oneDNN takes longer than the product saves."""
+SHARE = 0.5
+"""Most of the free memory that packed copies may take."""
+_GAIN = 0.9
+"""Share of the time of the weight as it is, below which a packed copy is used."""
+_SAMPLES = 16
+
+
+class Linear:
+    """The product ``x @ weight.T + bias``, with a packed copy of the weight for the numbers of rows that gain by it.
+
+    Args:
+        weight: ``[out, in]``; read at every call, never changed.
+        bias: ``[out]``, or None.
+    """
+
+    __slots__ = ("_packed", "_rows", "_sample", "_view", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._packed: Any = None
+        self._rows = range(0)
+        self._view: Tensor | None = None
+        self._sample: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[T, out]`` of ``[T, in]``."""
+        if x.shape[0] in self._rows:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return product
+        return F.linear(x, self.weight, self.bias)
+
+    def pack(self, rows: range) -> None:
+        """Use a packed copy of the weight, of the same size, for some numbers of rows."""
+        weight = self.weight.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), max(rows.start, 8))
+        self._view = weight.view(-1)[:: max(1, weight.numel() // _SAMPLES)]
+        self._sample = self._view.clone()
+        self._rows = rows
+
+    def refresh(self) -> None:
+        """Pack the weight again if it was changed in place since, by what a few of its elements show."""
+        if self._view is None or self._sample is None:
+            return
+        if self._view.data_ptr() != self.weight.data_ptr() or not torch.equal(self._view, self._sample):
+            self.pack(self._rows)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def pack_where_faster(products: Iterable[Linear]) -> list[Linear]:
+    """Pack the weights that gain by it, and return them; none on other devices than CPUs or with too little memory."""
+    here = [p for p in products if p.weight.device.type == "cpu" and p.weight.is_contiguous()]
+    chosen = [(p, rows) for p in here if (rows := packed_rows(p.weight))]
+    size, free = sum(p.weight.nbytes for p, _ in chosen), cpu.available_memory()
+    if free is not None and size > SHARE * free:
+        return []
+    for product, rows in chosen:
+        product.pack(rows)
+    return [product for product, _ in chosen]
+
+
+def packed_rows(weight: Tensor) -> range:
+    """Numbers of rows for which a packed copy of a weight is faster on this CPU; empty for none."""
+    if weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
+        return range(0)
+    out, width = weight.shape
+    dtype, threads = str(weight.dtype).removeprefix("torch."), torch.get_num_threads()
+    first, last = cpu.remember(
+        f"packed {out}x{width} {dtype} {threads} threads", lambda: _measure(out, width, weight.dtype)
+    )
+    return range(int(first), int(last))
+
+
+def _measure(out: int, width: int, dtype: torch.dtype) -> Sequence[int]:
+    """First number of rows for which packing pays, and the first beyond; the longest such stretch of `ROWS`."""
+    generator = torch.Generator().manual_seed(0)
+    product = Linear(torch.randn(out, width, generator=generator).to(dtype))
+    packed = Linear(product.weight)
+    packed.pack(range(1, 1 << 62))
+    faster = []
+    with torch.inference_mode():
+        for rows in ROWS:
+            x = torch.randn(rows, width, generator=generator).to(dtype)
+            plain, ours = _fastest(partial(product, x), partial(packed, x))
+            faster.append(ours < _GAIN * plain)
+    stretches: list[tuple[int, int]] = []
+    for index, pays in enumerate(faster):
+        if pays and index and faster[index - 1]:
+            stretches[-1] = stretches[-1][0], index
+        elif pays:
+            stretches.append((index, index))
+    if not stretches:
+        return 0, 0
+    first, last = max(stretches, key=lambda s: s[1] - s[0])
+    return ROWS[first], 2 * ROWS[last]
+
+
+def _fastest(*products: Callable[[], Tensor]) -> list[float]:
+    """Shortest seconds of each, called in turn."""
+    times: list[list[float]] = [[] for _ in products]
+    for _ in range(8):
+        for product, found in zip(products, times, strict=True):
+            start = time.perf_counter()
+            product()
+            found.append(time.perf_counter() - start)
+    return [min(found[1:]) for found in times]
