@@ -20,7 +20,7 @@ class MethodError(SaccadeError):
 
 
 class TrainingError(SaccadeError):
-    """Training data, a recipe or a checkpoint is not usable, or training cannot go on."""
+    """Training data, a recipe or a checkpoint is not usable, or training cannot continue."""
 
 
 class SaccadeWarning(UserWarning):

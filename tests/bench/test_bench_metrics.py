@@ -175,14 +175,6 @@ def test_an_answer_of_one_token_has_no_decoding_rate() -> None:
     assert result.verified_per_token is None
 
 
-def test_tasks_are_reported_apart() -> None:
-    records = [record("a", "plain", 1.0), record("b", "plain", 1.0, task="chart")]
-    assert {task: set(found) for task, found in metrics.by_task(records).items()} == {
-        "scene": {"plain"},
-        "chart": {"plain"},
-    }
-
-
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     # 200 samples of 30: binomial deviation of 95 % is 1.5 %, the percentile interval of a median errs by a few more.
     rng = np.random.default_rng(1)

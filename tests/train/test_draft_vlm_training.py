@@ -269,7 +269,7 @@ def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
     batch = made.prepare([0, 1, 2, 3], step)
     assert batch is not None
     assert all(("pixel_values" in part.inputs) != blind for part in batch)
-    tally = made.judge(batch, recipe().stages[1])
+    tally = made.loss(batch, recipe().stages[1])
     target, own = vlm(name).target.model, made.module
     tokens, kl = [], []
     for n in range(4):
@@ -302,7 +302,7 @@ def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
     assert halved is not None
     assert [len(part.samples) for part in halved] == [2, 1, 2]
     assert [s for part in halved for s in part.samples] == list(whole[0].samples)
-    one, other = (made.judge(batch, recipe().stages[1]) for batch in (whole, halved))
+    one, other = (made.loss(batch, recipe().stages[1]) for batch in (whole, halved))
     torch.testing.assert_close(other.terms, one.terms)
     assert other.tried.tolist() == one.tried.tolist()
 
@@ -334,7 +334,7 @@ def test_prompts_beyond_the_language_models_context_are_not_measured_on(tmp_path
     run = Trainer(own.target, chosen, data, tmp_path, processor=own.processor, say=said.append)
     outcome = run.run()
     assert outcome.best is not None
-    [words] = [w for w in said if "not measured on" in w]
+    [words] = [w for w in said if "are not measured" in w]
     assert words.startswith("1 of 2 held-out prompts")
     assert "context of 200" in words
 

@@ -76,7 +76,7 @@ def test_the_next_batch_is_prepared_while_one_is_learnt_from(
     trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path, measure=closeness, say=str)
     times: list[tuple[str, float, float]] = []
     learner: Any = trainer.learner
-    plain = {name: getattr(learner, name) for name in ("prepare", "judge")}
+    plain = {name: getattr(learner, name) for name in ("prepare", "loss")}
 
     def timed(name: str) -> Any:
         def call(*given: Any) -> Any:
@@ -91,7 +91,7 @@ def test_the_next_batch_is_prepared_while_one_is_learnt_from(
     for name in plain:
         monkeypatch.setattr(learner, name, timed(name))
     trainer.run()
-    prepared, judged = ([t[1:] for t in times if t[0] == name] for name in ("prepare", "judge"))
+    prepared, judged = ([t[1:] for t in times if t[0] == name] for name in ("prepare", "loss"))
     assert any(p[0] < j[1] and j[0] < p[1] for p in prepared for j in judged)
 
 

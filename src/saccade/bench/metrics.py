@@ -88,14 +88,6 @@ def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:
     return {m: _result(m, groups[m], baseline) for m in dict.fromkeys([*first, *groups])}
 
 
-def by_task(records: Iterable[Record]) -> dict[str, dict[str, MethodResult]]:
-    """`by_method` for every task on its own."""
-    groups: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        groups[record.task].append(record)
-    return {task: by_method(group) for task, group in groups.items()}
-
-
 def rate(record: Record) -> float | None:
     """Tokens per second end-to-end (prefill, pruning and the drafter's prefill included)."""
     seconds = record.stats["seconds"]["total"]

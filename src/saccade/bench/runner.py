@@ -224,31 +224,31 @@ class Runner:
                 plain = [a.record.tokens for a in answers]
                 self._write(writer, [a.record for a in answers])
                 for early in waiting:
-                    self._write(writer, self._judge(early, plain))
+                    self._write(writer, self._records(early, plain))
             elif plain is None:
                 waiting.append(answers)
             else:
-                self._write(writer, self._judge(answers, plain))
+                self._write(writer, self._records(answers, plain))
 
     def _earlier(self, question: Question, repeat: int) -> list[list[int]] | None:
         """Plain decoding's tokens per turn from an earlier attempt."""
         keys = [(question.turn_id(i), BASELINE, repeat) for i in range(len(question.turns))]
         return [self._done[k].tokens for k in keys] if all(k in self._done for k in keys) else None
 
-    def _judge(self, answers: Sequence[Answer], plain: Sequence[Sequence[int]]) -> list[Record]:
+    def _records(self, answers: Sequence[Answer], plain: Sequence[Sequence[int]]) -> list[Record]:
         """Records with comparisons; turns after a differing one have another history and are not compared."""
         if not (self._prepared.compares_tokens and answers[0].record.lossless):
             return [a.record for a in answers]
-        judged: list[Record] = []
+        records: list[Record] = []
         for answer, tokens in zip(answers, plain, strict=True):
             record = answer.record
-            if all(r.equal for r in judged):
+            if all(r.equal for r in records):
                 vlm = self._prepared.vlm
                 record = compare_with_plain(
                     record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages)
                 )
-            judged.append(record)
-        return judged
+            records.append(record)
+        return records
 
     def _write(self, writer: Writer, records: Sequence[Record]) -> None:
         for record in records:

@@ -102,7 +102,7 @@ class Folder:
                     row = json.loads(line)
                     name, text = row["id"], row["answer"]
                 except (ValueError, KeyError, TypeError):
-                    raise SaccadeError(f"{path}, line {number} is damaged; delete it to go on.") from None
+                    raise SaccadeError(f"{path}, line {number} is damaged; delete it to continue.") from None
                 if name in found:
                     raise SaccadeError(
                         f"{path}, line {number}: {name} is answered twice; delete one of them."
@@ -130,7 +130,7 @@ class Folder:
                 raise
             raise SaccadeError(
                 f"Cannot write to {self.path / ANSWERS}: {problem.strerror}; the answers so far are intact, free some "
-                "space and run the same command again to go on."
+                "space and run the same command again to resume."
             ) from problem
 
     def _binds(self) -> bool:

@@ -103,8 +103,8 @@ class DraftVlmLearner:
         """Return the prepared batches unchanged."""
         return prepared
 
-    def judge(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
-        tallies = [self._judged(part) for part in batch]
+    def loss(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
+        tallies = [self._loss(part) for part in batch]
         terms = {name: torch.stack([t.terms[name] for t in tallies]).sum() for name in self.terms}
         counts = [
             torch.stack([getattr(t, name) for t in tallies]).sum(0) for name in ("kept", "tried", "right")
@@ -222,7 +222,7 @@ class DraftVlmLearner:
             batches.append(DraftBatch(samples[part], inputs, supervised.to(self._own.device)))
         return batches
 
-    def _judged(self, batch: DraftBatch) -> Tally:
+    def _loss(self, batch: DraftBatch) -> Tally:
         states = self.module.model(**batch.inputs, use_cache=False).last_hidden_state
         answer = batch.inputs["input_ids"].roll(-1, 1)[batch.supervised]
         logits = self.module.lm_head(states[batch.supervised])

@@ -66,10 +66,10 @@ class Learner(Protocol):
         ...
 
     def batch(self, prepared: Any) -> Any:
-        """Return the argument of `judge`."""
+        """Return the argument of `loss`."""
         ...
 
-    def judge(self, batch: Any, stage: Stage) -> Tally:
+    def loss(self, batch: Any, stage: Stage) -> Tally:
         """The loss, with gradients."""
         ...
 
@@ -180,7 +180,7 @@ class HeadLearner:
     def batch(self, prepared: list[Features]) -> Entries:
         return self.feeder.entries_of(prepared)
 
-    def judge(self, batch: Entries, stage: Stage) -> Tally:
+    def loss(self, batch: Entries, stage: Stage) -> Tally:
         return self._objective(self.module, batch, self._lm_head, stage.draft_steps)
 
     def tensors(self, batch: Entries) -> dict[str, Tensor]:

@@ -134,7 +134,7 @@ class Optimiser(Optimisers):
     """AdamW for all weights, or Muon for matrices and AdamW for the rest.
 
     Attributes:
-        weights: trained parameters of the current stage, see `learn`.
+        weights: trained parameters of the current stage, see `train_only`.
     """
 
     def __init__(self, head: nn.Module, recipe: Recipe) -> None:
@@ -147,7 +147,7 @@ class Optimiser(Optimisers):
         parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas)
         super().__init__(parts, self._all, recipe.clip)
 
-    def learn(self, weights: Sequence[nn.Parameter]) -> None:
+    def train_only(self, weights: Sequence[nn.Parameter]) -> None:
         """Train these weights alone from here on; others get no gradient, no decay and no moments."""
         chosen = {id(weight) for weight in weights}
         for weight in self._all:

@@ -21,7 +21,7 @@ DRAFT_VLM = "draft-vlm"
 """Kind of a draft VLM, the one trained drafter that is not a head."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
-"""Settings that may change when a run goes on: they do not decide what is supervised."""
+"""Settings that may change when a run is resumed: they do not affect supervision."""
 
 _CHOICES = {
     "optimiser": ("adamw", "muon"),

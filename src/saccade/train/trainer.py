@@ -115,8 +115,8 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            TrainingError: the folder holds checkpoints and none is to be gone on from, or those of another run; a loss
-                is not a number; the disk is full; or a line of the data is bad and that is to stop.
+            TrainingError: the folder holds checkpoints without ``resume``, or those of another run; a loss is not a
+                number; the disk is full; or a line of the data is bad with ``on_bad_line="stop"``.
         """
         self._restore()
         if self._measure is None and self.recipe.validation_samples and not self.apart:
@@ -165,7 +165,7 @@ class Trainer:
             Means over the step's examples, for the log.
         """
         number, stage, within = self.recipe.at(step)
-        self._optimiser.learn(self.learner.weights(number))
+        self._optimiser.train_only(self.learner.weights(number))
         tallies = [
             self._backward(indices, self._batches.take((step, indices)), stage, step)
             for _, indices in self._share(step)
@@ -178,8 +178,8 @@ class Trainer:
         loss, terms, (kept, tried, right) = unpack_sums(sums, stage.draft_steps)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}. Go on from "
-                "the last checkpoint with a lower rate or a smaller clip, in another --out folder."
+                f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}. Continue "
+                "from the last checkpoint with a lower rate or a smaller clip, in another --out folder."
             )
         examples, rate, norm = sum(kept), rate_at(stage, within), 0.0
         if examples:
@@ -207,7 +207,7 @@ class Trainer:
     def try_step(self, step: int, number: int) -> None:
         """Run a step as in this stage, counted from 1, without its update."""
         stage = self.recipe.stages[number - 1]
-        self._optimiser.learn(self.learner.weights(number))
+        self._optimiser.train_only(self.learner.weights(number))
         for start in range(0, self.recipe.batch_size, self.recipe.micro_batch * self.processes.count):
             mine = self.order.at(step)[start + self.processes.rank :: self.processes.count]
             indices = mine[: self.recipe.micro_batch]
@@ -230,7 +230,7 @@ class Trainer:
             return None
         batch = self.learner.batch(prepared)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            tally = self.learner.judge(batch, stage)
+            tally = self.learner.loss(batch, stage)
         if tally.loss.requires_grad:
             tally.loss.backward()
         if not tally.loss.isfinite():

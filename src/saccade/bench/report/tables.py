@@ -173,39 +173,36 @@ def _megabytes(result: MethodResult) -> Cell:
     return _cell(None if result.peak_bytes is None else result.peak_bytes / 1e6, "{:.0f}")
 
 
-def _plain(result: MethodResult) -> bool:
-    return result.method == BASELINE
+def _ratio(of: str, form: str = "{:.2f}") -> Callable[[MethodResult], Cell]:
+    """Cell of an estimate relative to plain decoding, whose own value is exact."""
+    return lambda r: _estimate(getattr(r, of), form, exact=r.method == BASELINE)
 
 
 _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
     (
         "speed-up",
         "seconds per token of plain decoding over the method's, same prompt, end to end; median over prompts",
-        lambda r: _estimate(r.speedup, "{:.2f}", exact=_plain(r)),
+        _ratio("speedup"),
     ),
     (
         "decoding only",
         "the same for the tokens after the first and the seconds after prefill",
-        lambda r: _estimate(r.decode_speedup, "{:.2f}", exact=_plain(r)),
+        _ratio("decode_speedup"),
     ),
     ("tokens/s", "end to end, median over prompts", lambda r: _estimate(r.rate, "{:.1f}")),
     (
         "block efficiency",
         "tokens emitted per verification pass, the target's own included (tau of TABED, HiViS and DREAM)",
-        lambda r: _estimate(r.block_efficiency, "{:.2f}", exact=_plain(r)),
+        _ratio("block_efficiency"),
     ),
     (
         "accepted length",
         "block efficiency less the target's own token (tau of LVSpec and SAGE)",
-        lambda r: _estimate(r.accepted_length, "{:.2f}", exact=_plain(r)),
+        _ratio("accepted_length"),
     ),
     ("equal", "answers that are plain decoding's, token for token", _equal),
     ("score", "mean over facts and answers against ground truth, 0 to 1", lambda r: _cell(r.score, "{:.3f}")),
-    (
-        "score kept",
-        "score over plain decoding's on the same prompts",
-        lambda r: _estimate(r.retention, "{:.3f}", exact=_plain(r)),
-    ),
+    ("score kept", "score over plain decoding's on the same prompts", _ratio("retention", "{:.3f}")),
     (
         "verified/token",
         "positions that the target computed per token emitted",

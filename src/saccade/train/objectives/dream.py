@@ -209,7 +209,7 @@ class DreamObjective:
             torch.zeros(2, draft_steps, dtype=torch.long, device=device),
         )
 
-        def judge(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             logits = head.logits(guess, lm_head).float()  # [M, V]
             with torch.no_grad():
                 teacher = head.logits(true, lm_head).float()
@@ -232,7 +232,7 @@ class DreamObjective:
                     found["middle"] = smooth_l1(window.take(begun)[supervised], inner[supervised]).sum()
             counts[0, step], found["distribution"] = supervised.sum(), torch.zeros((), device=device)
             for values, right in in_chunks(
-                judge, head.config.vocab_size, out[supervised], states[supervised], following[supervised]
+                measure, head.config.vocab_size, out[supervised], states[supervised], following[supervised]
             ):
                 found["distribution"] = found["distribution"] + values
                 counts[1, step] += right

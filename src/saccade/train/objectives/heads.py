@@ -155,13 +155,13 @@ class AheadObjective:
                 path = windows[supervised]
             guess, tokens = head(here, path, step=step), following[:, step:][supervised]
 
-            def judge(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            def measure(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
                 logits = head.logits(guess, lm_head).float()
                 summed = F.cross_entropy(logits, tokens, reduction="sum")
                 return summed, (logits.argmax(-1) == tokens).sum()
 
             counts[0, step] = len(tokens)
-            for summed, right in in_chunks(judge, head.config.vocab_size, guess, tokens):
+            for summed, right in in_chunks(measure, head.config.vocab_size, guess, tokens):
                 loss = loss + self.decay**step * self.tokens * summed
                 total += summed.detach()
                 counts[1, step] += right

@@ -108,7 +108,7 @@ def draft_loss(
         if not alive.any():
             break
 
-        def judge(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             logits = head.logits(guess, lm_head).float()  # [M, V]
             right = (logits.argmax(-1) == tokens).sum()
             kept = in_top(logits, tokens, top_k) if early_stop else torch.ones_like(tokens, dtype=torch.bool)
@@ -120,7 +120,7 @@ def draft_loss(
         kept = []
         counts[1, step] = alive.sum()
         for stays, right, *values in in_chunks(
-            judge, head.config.vocab_size, guess[alive], states[alive], following[alive]
+            measure, head.config.vocab_size, guess[alive], states[alive], following[alive]
         ):
             kept.append(stays)
             counts[2, step] += right
@@ -133,22 +133,22 @@ def draft_loss(
 
 
 def in_chunks(
-    judge: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor
+    measure: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Apply ``judge`` to rows in chunks of at most `LOGITS` logits; several chunks are recomputed for gradients.
+    """Apply ``measure`` to rows in chunks of at most `LOGITS` logits; several chunks are recomputed for gradients.
 
     Args:
-        judge: takes slices of the rows; its sums must not depend on the chunks.
+        measure: takes slices of the rows; its sums must not depend on the chunks.
         vocabulary: logits per row.
         rows: ``[M, ...]`` each.
     """
     count, size = len(rows[0]), max(LOGITS // vocabulary, 1)
     if count <= size:
-        yield judge(*rows)
+        yield measure(*rows)
         return
     for start in range(0, count, size):
         part = [row[start : start + size] for row in rows]
-        yield checkpoint(judge, *part, use_reentrant=False, preserve_rng_state=False)
+        yield checkpoint(measure, *part, use_reentrant=False, preserve_rng_state=False)
 
 
 def smooth_l1(guess: Tensor, true: Tensor) -> Tensor:
