@@ -7,6 +7,8 @@ OLDEST_TORCH ?= 2.11.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Neighbouring tests share models, so a process gets a stretch of them; compiled modules serve every process.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
 
 .PHONY: help demo test test-all test-oldest lint format types clean
 
@@ -23,10 +25,10 @@ demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
 	@$(BIN)/saccade demo
 
 test: $(READY) ## the tests, slow ones left out
-	$(BIN)/pytest -m 'not slow' -n auto
+	$(PYTEST) -m 'not slow'
 
 test-all: $(READY) ## every test
-	$(BIN)/pytest -n auto
+	$(PYTEST)
 
 test-oldest: ## the tests on the oldest torch and transformers that are supported
 	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) READY=.venv-oldest/.oldest

@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 
 from pairwise import cover
+from processes import share
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 torch.set_num_threads(1)  # the models are tiny: more threads only add waiting
@@ -27,7 +28,13 @@ settings.register_profile("no deadline", deadline=None)  # it would only measure
 settings.load_profile("no deadline")
 
 
-LARGE = 12
+@pytest.fixture(scope="session", autouse=True)
+def _shared_by_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        share(tmp_path_factory.getbasetemp().parent)
+
+
+LARGE = 8
 """Tests from which on a grid of parameters is cut to a small cover (`pairwise`)."""
 
 
@@ -46,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if len(grid) <= LARGE or len(names) < 2:
             continue
         rows = [tuple(_value(item, name) for name in names) for item in grid]
-        chosen = cover(rows)
+        chosen = cover(rows, singly=grid[0].get_closest_marker("singly") is not None)
         for number, item in enumerate(grid):
             if number not in chosen:
                 item.add_marker(pytest.mark.slow)

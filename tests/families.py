@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from processes import once_per_run
+
 VOCAB = 192
 PAD, BOS, EOS = 0, 1, 2
 FIRST_WORD, LAST_WORD = 8, VOCAB - 9  # ids outside are special: random models never prefer them
@@ -338,8 +340,9 @@ class FamilyCase:
         return self._assemble([[*self._row(kind, row, seed), Piece(tuple(answer), {}), *question]])
 
     def reference(self, kind: str, rows: int = 1, n: int = MAX_NEW_TOKENS, seed: int = 0) -> list[list[int]]:
-        """Greedy tokens of ``generate`` on ``model()``, row by row; computed once per process."""
-        return [list(_cached_reference(self.name, kind, row, seed)[:n]) for row in range(rows)]
+        """Greedy tokens of ``generate`` on ``model()``, row by row; computed once per run of the tests."""
+        length = next(length for length in (24, 40, MAX_NEW_TOKENS) if n <= length)
+        return [list(_cached_reference(self.name, kind, row, seed, length)[:n]) for row in range(rows)]
 
     def _row(self, kind: str, row: int, seed: int) -> Row:
         generator = torch.Generator().manual_seed(1000 * seed + 10 * row + _KIND_SEED[kind])
@@ -403,9 +406,12 @@ def pristine(name: str) -> PreTrainedModel:
 
 
 @cache
-def _cached_reference(name: str, kind: str, row: int, seed: int) -> tuple[int, ...]:
-    case = {**FAMILIES, **UNKNOWN}[name]
-    return tuple(reference_greedy(pristine(name), case.row_inputs(kind, row, seed))[0])
+def _cached_reference(name: str, kind: str, row: int, seed: int, length: int) -> tuple[int, ...]:
+    def generate() -> list[int]:
+        case = {**FAMILIES, **UNKNOWN}[name]
+        return reference_greedy(pristine(name), case.row_inputs(kind, row, seed), length)[0]
+
+    return tuple(once_per_run(f"reference-{name}-{kind}-{row}-{seed}-{length}", generate))
 
 
 # --------------------------------------------------------------------------- weights

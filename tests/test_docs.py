@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import exit_code_of, run_anew
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,8 +31,7 @@ def test_the_first_example_runs_offline(capsys: pytest.CaptureFixture[str]) -> N
 def test_how_to_pages_run_from_top_to_bottom(page: Path) -> None:
     """In a process of their own, because they register what they add."""
     code = "\n".join(blocks(page.read_text(encoding="utf-8")))
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
+    assert exit_code_of(lambda: run_anew(code)) == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -23,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 import saccade.hf
 import saccade.hf.speculation as speculation_module
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
+from processes import exit_code_of, run_anew
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain
 from saccade.errors import MethodError
@@ -397,7 +396,10 @@ def test_importing_patches_nothing() -> None:
         "assert m._extract_generation_mode_kwargs is stock; saccade.hf.speculate(); "
         "assert m._extract_generation_mode_kwargs is not stock"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    saccade.hf.unpatch()
+    code_of_exit = exit_code_of(lambda: run_anew(code))
+    saccade.hf.patch()
+    assert code_of_exit == 0
 
 
 def test_the_first_use_patches_and_a_call_restores(stock: Any) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
@@ -21,6 +18,7 @@ import torch
 from bench_kit import slow, suite, wrong
 
 import saccade
+from processes import forked
 from saccade.bench import metrics, table
 from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
@@ -193,25 +191,14 @@ def test_an_interrupted_run_goes_on_without_loss_or_repeat(prepared: Prepare, fo
     assert len(after.splitlines()) == 1 + len(run.records) == 1 + 8
 
 
-def test_a_killed_run_goes_on_without_loss_or_repeat(
-    pair: tuple[str, str], prepared: Prepare, folder: Path
-) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import torch; torch.set_num_threads(1); from saccade.bench import cost; cost.ROUNDS = 1\n"
-        "import saccade; from bench_kit import suite; from pathlib import Path\n"
-        "from saccade.bench.preparing import prepare; from saccade.bench.runner import Runner\n"
-        f"vlm = saccade.load(*{pair!r}, dtype='float32', draft_dtype='float32')\n"
-        f"prepared = prepare(suite(repeats=200), vlm, ('tiny', 'tinier'))\n"
-        f"Runner(prepared, Path({str(folder)!r})).run()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "HF_HUB_OFFLINE": "1"})
+def test_a_killed_run_goes_on_without_loss_or_repeat(prepared: Prepare, folder: Path) -> None:
+    process = forked(lambda: Runner(prepared(repeats=200), folder).run())
     try:
-        while process.poll() is None and _lines(folder) < 6:
+        while process.is_alive() and _lines(folder) < 6:
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     whole = [line for line in (folder / FILE).read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     kept = read(folder).records
     assert 5 <= len(kept) < 800

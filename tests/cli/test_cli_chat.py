@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import select
-import subprocess
-import sys
 from pathlib import Path
 
 from commands import Shell
 
 from checkpoints import picture, ready, saved_picture, vlm
+from processes import forked_behind_a_terminal
+from saccade.cli import main
 
 LLAVA = ("chat", "-t", ready("llava"), "-d", ready("llava-draft"))
 
@@ -81,18 +80,11 @@ class Terminal:
     """A command that believes to be in front of a person."""
 
     def __init__(self, *arguments: object) -> None:
-        self._ours, theirs = pty.openpty()
-        code = "import sys; from saccade.cli import main; main(sys.argv[1:])"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
-            start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )
-        os.close(theirs)
+        def work() -> None:
+            os.environ.update(TERM="xterm", NO_COLOR="1")
+            main([str(a) for a in arguments])
+
+        self._process, self._ours = forked_behind_a_terminal(work)
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
@@ -117,22 +109,13 @@ class Terminal:
 
     def leave(self, key: str) -> int:
         """Press a key until the command has ended; its exit code."""
-        while self._process.poll() is None:
+        while (ended := os.waitpid(self._process, os.WNOHANG)) == (0, 0):
             self.type(key)
             if select.select([self._ours], [], [], 1.0)[0]:
                 with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
                     os.read(self._ours, 1000)
-        return self.close()
-
-    def close(self) -> int:
-        """Exit code, after what is still shown."""
-        try:
-            while os.read(self._ours, 1000):
-                pass
-        except OSError:  # how Linux tells that the other side is closed
-            pass
         os.close(self._ours)
-        return self._process.wait()
+        return os.waitstatus_to_exitcode(ended[1])
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -196,7 +197,19 @@ def test_ctrl_c_keeps_what_was_generated(
         assert "interrupted" in result.err
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """As in `saccade methods | true`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-c", "from saccade.cli import main; main(['methods'])"]
+    process = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, check=False)
+    os.close(theirs)
+    assert process.stderr == b""
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_amid_an_answer_is_no_error() -> None:
     """As in `saccade generate ... | head -c 1`."""
     code = "import sys; from saccade.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "generate", "-t", str(ready("llama-long")), "-n", "20000", "Tell"]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, _paths, exact, histogram, p_value
+from enumeration import ManyUniforms, Table, Trial, _paths, histogram, p_value
 from harness import POLICIES, assert_partly_accepted, draft, engine, prompts, target, tokens
-from test_sampling import LIKELY, NEW, OPTIONS, PROMPT, SMALL, UNLIKELY, identity, processed, small_model
+from sampling_kit import LIKELY, OPTIONS, UNLIKELY, accepted, p_of_answers, sampled, small_model
+from test_sampling import identity
 from test_turns import second_turn
 from torch import Tensor
 
@@ -391,15 +392,9 @@ def test_the_engine_draws_from_the_target(form: str, option: str) -> None:
         Target(small_model(2)), forms[form], [Multimodal(), _Forgetful()], Grid(steps=4)
     )
     method = Engine(Target(small_model(1)), drafter)
-    options, session, found, accepted = OPTIONS[option], method.open(256), [], 0
-    for batch in range(3):
-        asked = [Request(Prompt(tuple(PROMPT)), seed=batch * 256 + row) for row in range(256)]
-        outputs = method.generate(asked, do_sample=True, max_new_tokens=NEW, session=session, **options)
-        found += [output.tokens for output in outputs]
-        accepted += sum(output.stats.accepted_tokens for output in outputs)
-    assert accepted > 0
-    probabilities = exact(small_model(1), PROMPT, NEW, processed(**options))
-    assert p_value(histogram(torch.tensor(found), SMALL), probabilities) > LIKELY
+    outputs = sampled(method, **OPTIONS[option])
+    assert accepted(outputs) > 0
+    assert p_of_answers(outputs, **OPTIONS[option]) > LIKELY
 
 
 def test_the_plain_draft_model_and_the_ensemble_share_one_loop() -> None:

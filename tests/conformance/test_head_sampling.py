@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import exact, histogram, p_value
-from test_sampling import BATCH, LIKELY, NEW, OPTIONS, PROMPT, SMALL, processed, small_model
-from torch import Tensor
+from sampling_kit import LIKELY, OPTIONS, ROWS, accepted, p_of_answers, sampled, small_model
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.static import Chain, StaticTree
-from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.draft.trees.static import Chain, ConfidentChain, StaticTree
+from saccade.engine import Engine
 from saccade.target.adapter import Target
 
-BATCHES = 3
 POLICIES: dict[str, Any] = {
     "chain": Chain(2),
     "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
@@ -27,30 +23,45 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def engine(kind: str, policy: str) -> Engine:
-    target = Target(small_model(1))
+def engine(kind: str, policy: Any, layers: int = 1, **options: Any) -> Engine:
+    """A target behind which a random head of this kind drafts by a policy, or one that is named."""
+    target = Target(small_model(1, layers=layers))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        head = build_head(HeadConfig.from_target(target, kind))
-    return Engine(target, HeadDrafter(head, target, POLICIES[policy]))
-
-
-def sampled(kind: str, policy: str, **options: Any) -> Tensor:
-    """``[n, NEW]`` tokens of as many independent rows."""
-    method, found, accepted = engine(kind, policy), [], 0
-    session = method.open(BATCH)
-    for batch in range(BATCHES):
-        requests = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
-        outputs = method.generate(requests, do_sample=True, max_new_tokens=NEW, session=session, **options)
-        found += [output.tokens for output in outputs]
-        accepted += sum(output.stats.accepted_tokens for output in outputs)
-    assert accepted > len(found) // 4
-    return torch.tensor(found)
+        head = build_head(HeadConfig.from_target(target, kind, **options))
+    if "own_vocabulary" in options:
+        head.get_buffer("token_ids").copy_(torch.tensor([4, 1]))
+    return Engine(target, HeadDrafter(head, target, POLICIES.get(policy, policy)))
 
 
 @pytest.mark.parametrize("options", ["as_it_is", "top_p"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis", "dream", "medusa", "hydra"])
+@pytest.mark.singly
 def test_rows_sampled_with_a_head_follow_the_target(kind: str, policy: str, options: str) -> None:
-    counts = histogram(sampled(kind, policy, **OPTIONS[options]), SMALL)
-    assert p_value(counts, exact(small_model(1), PROMPT, NEW, processed(**OPTIONS[options]))) > LIKELY
+    outputs = sampled(engine(kind, policy), **OPTIONS[options])
+    assert accepted(outputs) > ROWS // 4
+    assert p_of_answers(outputs, **OPTIONS[options]) > LIKELY
+
+
+@pytest.mark.parametrize("options", ["as_it_is", "top_p"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_sampled_with_a_head_of_two_tokens_follow_the_target(policy: str, options: str) -> None:
+    """A head may know fewer tokens than the target, and fewer than children are wanted."""
+    method = engine("eagle3", policy, own_vocabulary=2)
+    outputs = sampled(method, **OPTIONS[options])
+    assert accepted(outputs) > 0
+    assert p_of_answers(outputs, **OPTIONS[options]) > LIKELY
+
+
+@pytest.mark.parametrize("options", ["as_it_is", "top_p"])
+def test_rows_sampled_behind_an_early_exit_follow_the_target(options: str) -> None:
+    """Kangaroo's chains end where the target's first layers are unsure: at 0.4 before about half of the guesses."""
+    method = engine("kangaroo", ConfidentChain(3, 0.4), layers=2)
+    outputs = sampled(method, **OPTIONS[options])
+    drafted, passes = (
+        sum(getattr(output.stats, name) for output in outputs) for name in ("drafted_tokens", "target_passes")
+    )
+    assert accepted(outputs) > ROWS // 4
+    assert passes < drafted < 3 * passes  # some chains end early, others do not
+    assert p_of_answers(outputs, layers=2, **OPTIONS[options]) > LIKELY

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, exact, histogram, p_value
+from enumeration import ManyUniforms, Table, Trial, histogram, p_value
 from harness import POLICIES, draft, prompts, target, tokens
-from test_sampling import BATCH, BATCHES, LIKELY, NEW, PROMPT, SMALL, processed, small_model
+from sampling_kit import LIKELY, PROMPT, p_of_answers, sampled, small_model
 from test_turns import second_turn
 
 from families import FAMILIES, pristine, reference_greedy
@@ -141,10 +141,4 @@ def test_the_engine_draws_from_the_target() -> None:
         ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
     )
     method = Engine(Target(small_model(1)), drafter)
-    session, found = method.open(BATCH), []
-    for batch in range(BATCHES):
-        asked = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
-        outputs = method.generate(asked, do_sample=True, max_new_tokens=NEW, session=session, temperature=0.8)
-        found += [output.tokens for output in outputs]
-    probabilities = exact(small_model(1), PROMPT, NEW, processed(temperature=0.8))
-    assert p_value(histogram(torch.tensor(found), SMALL), probabilities) > LIKELY
+    assert p_of_answers(sampled(method, temperature=0.8), temperature=0.8) > LIKELY

@@ -7,26 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, exact, histogram, p_value
+from enumeration import ManyUniforms, Table, Trial, histogram, p_value
 from harness import assert_partly_accepted, draft, prompts, target, tokens
-from test_sampling import (
-    BATCH,
-    BATCHES,
-    LIKELY,
-    NEW,
-    OPTIONS,
-    PROMPT,
-    SMALL,
-    processed,
-    small_model,
-)
+from sampling_kit import LIKELY, OPTIONS, p_of_answers, sampled, small_model
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.verify.lossless import Sampling
 
@@ -110,10 +99,4 @@ def test_one_pass_draws_from_the_target(step: str, draft_seed: int) -> None:
 def test_the_engine_draws_from_the_target(option: str) -> None:
     policy = SageTree(d_min=1, d_max=2, ceiling=3, w_max=3)
     method = Engine(Target(small_model(1)), ModelDrafter(Target(small_model(2)), policy))
-    session, found, options = method.open(BATCH), [], OPTIONS[option]
-    for batch in range(BATCHES):
-        requests = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
-        outputs = method.generate(requests, do_sample=True, max_new_tokens=NEW, session=session, **options)
-        found += [output.tokens for output in outputs]
-    probabilities = exact(small_model(1), PROMPT, NEW, processed(**options))
-    assert p_value(histogram(torch.tensor(found), SMALL), probabilities) > LIKELY
+    assert p_of_answers(sampled(method, **OPTIONS[option]), **OPTIONS[option]) > LIKELY

@@ -6,27 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Process, Table, Trial, exact, histogram, p_value
+from enumeration import ManyUniforms, Table, Trial, histogram, p_value
+from sampling_kit import LIKELY, OPTIONS, SMALL, UNLIKELY, accepted, p_of_answers, sampled, small_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.generation import logits_process as hf
 
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import DrawProposer, TopProposer
 from saccade.draft.trees.static import Chain, StaticTree
-from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.engine import Engine
 from saccade.target.adapter import Target
 from saccade.verify import lossless
 from saccade.verify.lossless import Sampling
-
-LIKELY = 1e-5
-"""Seeds are fixed, so a right implementation passes always; it would need another seed in one of a hundred thousand
-cases after a change of the order in which random numbers are drawn."""
-UNLIKELY = 1e-9
-"""A planted mistake has to fall below this."""
 
 # --------------------------------------------------------------------------- the rule alone, many rows
 
@@ -139,32 +131,6 @@ def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: 
 
 # --------------------------------------------------------------------------- the whole engine, small models
 
-SMALL, NEW = 5, 4
-PROMPT = [1, 3, 2, 4, 1, 3]
-BATCH, BATCHES = 256, 3
-
-
-def small_model(seed: int, vocab: int = SMALL, layers: int = 1) -> LlamaForCausalLM:
-    """One layer or more over a handful of tokens, with logits that differ by about one."""
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                torch.nn.init.normal_(parameter, std=0.4)
-        model.generation_config.eos_token_id = None
-    return model.eval()
-
 
 def engine(drafting: str) -> Engine:
     target = Target(small_model(1))
@@ -182,40 +148,6 @@ def engine(drafting: str) -> Engine:
     return Engine(target, drafters[drafting]())
 
 
-def sampled(drafting: str, **options: Any) -> Tensor:
-    """``[n, NEW]`` tokens of as many independent rows."""
-    method = engine(drafting)
-    session = method.open(BATCH)
-    found, accepted = [], 0
-    for batch in range(BATCHES):
-        requests = [Request(Prompt(tuple(PROMPT)), seed=batch * BATCH + row) for row in range(BATCH)]
-        outputs = method.generate(requests, do_sample=True, max_new_tokens=NEW, session=session, **options)
-        found += [output.tokens for output in outputs]
-        accepted += sum(output.stats.accepted_tokens for output in outputs)
-    assert (accepted > 0) == (drafting != "plain")
-    return torch.tensor(found)
-
-
-def processed(**options: Any) -> Process:
-    processors = hf.LogitsProcessorList()
-    if "repetition_penalty" in options:
-        processors.append(hf.RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
-    if "temperature" in options:
-        processors.append(hf.TemperatureLogitsWarper(options["temperature"]))
-    if options.get("top_k"):
-        processors.append(hf.TopKLogitsWarper(options["top_k"]))
-    if "top_p" in options:
-        processors.append(hf.TopPLogitsWarper(options["top_p"]))
-    return lambda ids, logits: processors(ids, logits)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "as_it_is": {"top_k": 0},
-    "temperature": {"top_k": 0, "temperature": 0.6},
-    "top_p": {"top_k": 0, "temperature": 1.3, "top_p": 0.8},
-    "top_k": {"top_k": 3},
-    "repetition_penalty": {"top_k": 0, "repetition_penalty": 1.6, "temperature": 0.8},
-}
 ENGINE_CASES = [
     *((drafting, option) for drafting in ("chain", "static", "dynamic") for option in OPTIONS),
     ("plain", "top_p"),
@@ -227,9 +159,9 @@ ENGINE_CASES = [
 
 @pytest.mark.parametrize(("drafting", "option"), ENGINE_CASES)
 def test_the_engine_draws_from_the_target(drafting: str, option: str) -> None:
-    options = OPTIONS[option]
-    probabilities = exact(small_model(1), PROMPT, NEW, processed(**options))
-    assert p_value(histogram(sampled(drafting, **options), SMALL), probabilities) > LIKELY
+    outputs = sampled(engine(drafting), **OPTIONS[option])
+    assert (accepted(outputs) > 0) == (drafting != "plain")
+    assert p_of_answers(outputs, **OPTIONS[option]) > LIKELY
 
 
 @pytest.mark.parametrize(
@@ -241,6 +173,6 @@ def test_the_engine_draws_from_the_target(drafting: str, option: str) -> None:
     ],
 )
 def test_the_histogram_tells_settings_apart(drafting: str, played: str, believed: str) -> None:
-    """768 rows are enough for the test above to mean something."""
-    probabilities = exact(small_model(1), PROMPT, NEW, processed(**OPTIONS[believed]))
-    assert p_value(histogram(sampled(drafting, **OPTIONS[played]), SMALL), probabilities) < UNLIKELY
+    """The sample is large enough for the test above to mean something."""
+    outputs = sampled(engine(drafting), **OPTIONS[played])
+    assert p_of_answers(outputs, **OPTIONS[believed]) < UNLIKELY

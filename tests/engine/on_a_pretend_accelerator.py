@@ -139,7 +139,15 @@ def cpu_tokens(method: str, sampled: bool) -> list[list[int]]:
 
 
 DRAWN = ("plain", "chain", "prompt-lookup", "eagle2", "sage")
-CASES = [*((method, False) for method in OPTIONS), *((method, True) for method in DRAWN)]
+LIKE_OTHERS = ("static-tree", "eagle2", "hivis", "msd", "hydra", "self-spec", "random-loosening")
+"""Methods whose parts are those of others: only the slow tests run them."""
+CASES: list[Any] = [
+    *(
+        pytest.param(method, False, marks=[pytest.mark.slow] if method in LIKE_OTHERS else [])
+        for method in OPTIONS
+    ),
+    *((method, True) for method in DRAWN),
+]
 
 
 @pytest.mark.parametrize(("method", "sampled"), CASES)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_run import forked
 from transformers import (
     CLIPVisionConfig,
     GenerationConfig,
@@ -32,6 +31,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 import checkpoints
 from checkpoints import picture, ready, saved_picture, says, text, tokenizer
+from processes import forked
 from saccade import VLM, load
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.processor import InputProcessor

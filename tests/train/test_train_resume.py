@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_kit import listed, target
-from training_run import STEPS, closeness, forked, recipe, run, slow_run
+from training_run import STEPS, closeness, recipe, run, slow_run
 
+from processes import forked
 from saccade import files
 from saccade.errors import TrainingError
 from saccade.train import Listed, Recipe, Trainer

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from train_kit import head, listed, samples, target
-from training_run import as_rank, forked, recipe, run
+from training_run import as_rank, recipe, run
 
+from processes import forked
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +39,6 @@ def closeness(head: torch.nn.Module) -> float:
 def run(out: Path, chosen: Recipe | None = None, **options: Any) -> None:
     options = {"measure": closeness, "say": lambda _: None, **options}
     Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, **options).run()
-
-
-def forked(work: Callable[[], None]) -> multiprocessing.process.BaseProcess:
-    """Another process at work, without the seconds that imports take."""
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    return process
 
 
 def slow_run(out: Path, at_work: Any) -> None:

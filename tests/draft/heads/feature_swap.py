@@ -24,7 +24,8 @@ from saccade.train.recipe import objective_of
 
 WIDTH, VOCABULARY, LAYERS = 32, 24, 4
 PROMPT, ANSWER = 5, 10
-BATCH = 64
+BATCH, STEPS = 16, 60
+"""Samples a training step is given, and training steps."""
 
 
 class Recurrent:
@@ -45,11 +46,11 @@ class Recurrent:
     def lm_head(self, states: Tensor) -> Tensor:
         return F.linear(states, self.head)
 
-    def samples(self, seed: int) -> list[Features]:
+    def samples(self, seed: int, count: int = 64) -> list[Features]:
         """A batch of prompts with two visual tokens, and the target's greedy answers."""
         generator = torch.Generator().manual_seed(seed)
-        state = torch.randn(BATCH, WIDTH, generator=generator)
-        ids = torch.randint(VOCABULARY, (BATCH, PROMPT), generator=generator)
+        state = torch.randn(count, WIDTH, generator=generator)
+        ids = torch.randint(VOCABULARY, (count, PROMPT), generator=generator)
         states = []
         for place in range(PROMPT + ANSWER):
             if place >= PROMPT:
@@ -70,7 +71,7 @@ class Recurrent:
                 embeddings=self.embedding[ids[row]],
                 stops=(3,),
             )
-            for row in range(BATCH)
+            for row in range(count)
         ]
 
 
@@ -104,13 +105,13 @@ def entries(head: Head, samples: Sequence[Features]) -> Entries:
     return entries_of(head, samples)
 
 
-def train(head: Head, target: Recurrent, steps: int) -> Head:
+def train(head: Head, target: Recurrent, steps: int = STEPS) -> Head:
     """A short training with the loss of its kind, every step on fresh samples."""
     objective, depth = objective_of(head.kind)(), head.config.steps
-    optimiser = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    optimiser = torch.optim.AdamW(head.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.05, steps)
     for step in range(steps):
-        tally = objective(head, entries(head, target.samples(1000 + step)), target.lm_head, depth)
+        tally = objective(head, entries(head, target.samples(1000 + step, BATCH)), target.lm_head, depth)
         optimiser.zero_grad()
         (tally.loss / tally.kept.sum().clamp(min=1)).backward()
         optimiser.step()

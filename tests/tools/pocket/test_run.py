@@ -1,12 +1,10 @@
 """Runs: a killed one ends like an unbroken one, a pair is trained further, and a wrong start is refused."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from processes import forked
 from saccade.cli import execute
 from saccade.errors import TrainingError
 from saccade.pocket import Sample, target_path
@@ -47,15 +46,14 @@ def test_a_training_that_cannot_be_is_refused_before_it_begins(
     assert not (tmp_path / "run").exists()
 
 
-def _train(folder: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tools.pocket", "train", "--out", str(folder), "--quick"]
-    return subprocess.Popen(
-        [*command, "--threads", "1", *options],
-        text=True,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def _train(folder: Path) -> BaseProcess:
+    """Start a training, which prints into the file `printed` beside the folder."""
+
+    def work() -> None:
+        with (folder.parent / "printed").open("w", buffering=1) as printed, redirect_stdout(printed):
+            execute(workshop, "tools.pocket", ["train", "--out", str(folder), "--quick", "--threads", "1"])
+
+    return forked(work)
 
 
 def _kill_at(folder: Path, stage: str) -> None:
@@ -64,10 +62,10 @@ def _kill_at(folder: Path, stage: str) -> None:
     deadline = time.monotonic() + 400
     while not (folder / f"{stage}.checkpoint.pt").exists():
         assert time.monotonic() < deadline, f"no checkpoint of the {stage} stage within 400 seconds"
-        assert victim.poll() is None, f"training ended before its stage {stage}"
+        assert victim.is_alive(), f"training ended before its stage {stage}"
         time.sleep(0.01)
-    victim.send_signal(signal.SIGKILL)
-    victim.wait()
+    victim.kill()
+    victim.join()
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +83,9 @@ def test_a_twice_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: P
     for stage in ("shallow", "follow"):
         _kill_at(broken, stage)
     finisher = _train(broken)
-    printed, _ = finisher.communicate(timeout=400)
-    assert finisher.returncode == 0
+    finisher.join(400)
+    assert finisher.exitcode == 0
+    printed = (tmp_path / "printed").read_text()
     assert "[follow] resumed at step" in printed
     assert "[tower] step" not in printed
     for name in ("target", "draft"):
