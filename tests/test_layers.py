@@ -6,6 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@cache
 def imports(root: Path) -> list[Import]:
     """All imports between the modules of a package, ``from package import module`` resolved to the module."""
     known = modules(root)

@@ -198,11 +198,12 @@ def test_ctrl_c_keeps_what_was_generated(
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    """As in `saccade methods | true`."""
+    """As in `saccade --version | true`."""
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-c", "from saccade.cli import main; main(['methods'])"]
-    process = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, check=False)
+    command = [sys.executable, "-c", "from saccade.cli import main; main(['--version'])"]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that the answer is written at the end
+    process = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, env=buffered, check=False)
     os.close(theirs)
     assert process.stderr == b""
     assert process.returncode == 1

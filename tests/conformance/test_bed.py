@@ -34,7 +34,7 @@ def test_greedy_tokens_win_by_a_margin_far_above_rounding(name: str, kind: str) 
         assert logits.argmax(-1).tolist() == answer
         best = logits.topk(2, dim=-1).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-3
-        assert len(set(answer)) >= 20, "a model that repeats itself cannot tell positions apart"
+        assert len(set(answer)) >= 12, "a model that repeats itself cannot tell positions apart"
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
