@@ -145,7 +145,7 @@ def storm(vlm: VLM, asked: list[Asked], seed: int) -> int:
 @pytest.mark.parametrize("method", SAMPLE)
 def test_a_row_among_others_gives_what_it_gives_alone(method: str) -> None:
     vlm = pair().using(method)
-    assert storm(vlm, requests(method, 6, 1, 16), 1) > 20
+    assert storm(vlm, requests(method, 8, 1, 24), 1) > 40
 
 
 @pytest.mark.slow
@@ -173,4 +173,4 @@ def test_a_neighbour_that_leaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Span, "mask", leaking)
     with pytest.raises(AssertionError):
-        storm(pair().using("chain"), requests("chain", 6, 1, 16), 3)
+        storm(pair().using("chain"), requests("chain", 8, 1, 24), 3)
