@@ -18,9 +18,10 @@ from openai import OpenAI
 
 from checkpoints import picture, vlm
 from saccade import VLM
-from saccade.serve.app import Service, make_app
+from saccade.serve.app import make_app
 from saccade.serve.config import Limits, ModelEntry, ServerConfig
 from saccade.serve.server import Server, bind
+from saccade.serve.service import Service
 
 TIMEOUT = 60.0
 TINY = ModelEntry("tiny", profiles={"short": {"method": "chain", "gamma": 2}})

@@ -1,137 +1,30 @@
-"""The application: routes, and the parts of a server that they share."""
+"""The application: routes, and errors in OpenAI's form."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
-from saccade.errors import SaccadeError
-from saccade.serve.access import Gate, Keys, check_host
 from saccade.serve.config import ServerConfig
-from saccade.serve.metrics import Metrics
 from saccade.serve.models import ServedModel
-from saccade.serve.owner import Owner
-from saccade.serve.refusals import Refusal, broken, overloaded, refusal_of, unknown_model
+from saccade.serve.refusals import Refusal, broken
 from saccade.serve.schemas import ChatRequest, CompletionRequest
+from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 log = logging.getLogger("saccade.serve")
-Result = TypeVar("Result")
 PAGE = "static"
 """Folder of this package with the page that is served at ``/``, where there is one."""
-
-
-class Service:
-    """Parts of a server that its routes share.
-
-    Args:
-        config: of the server.
-        vlms: the loaded models, in the order of ``config.models``.
-    """
-
-    def __init__(self, config: ServerConfig, vlms: Sequence[VLM]) -> None:
-        self.config = config
-        self.models = {
-            entry.label: ServedModel(entry, vlm, config.limits, config.media)
-            for entry, vlm in zip(config.models, vlms, strict=True)
-        }
-        self.clock = time.perf_counter
-        self.keys = Keys(config.keys())
-        self.gate = Gate(config.limits.requests_per_key, config.limits.requests_per_minute)
-        self.owner = Owner(config.limits, self._post)
-        self.metrics = Metrics(self.owner)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._preparers = ThreadPoolExecutor(config.limits.prepare_threads, "saccade-prepare")
-        self._preparing = 0
-
-    @asynccontextmanager
-    async def running(self, _: FastAPI) -> AsyncIterator[None]:
-        """Run the owner's thread as long as the application."""
-        self._loop = asyncio.get_running_loop()
-        self.owner.start()
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(self.owner.stop)
-            self._preparers.shutdown(wait=False, cancel_futures=True)
-
-    def _post(self, deliver: Callable[[], None]) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
-
-    def admit(self, scope: MutableMapping[str, Any]) -> str:
-        """Check host and key of a request, and return the client's name for its limits.
-
-        Raises:
-            Refusal: 401 or 403.
-        """
-        headers = Headers(scope=scope)
-        check_host(headers, self.config.hosts)
-        address = scope.get("client") or ("unknown", 0)
-        return self.keys.client(headers.get("authorization"), str(address[0]))
-
-    def model(self, name: str | None) -> ServedModel:
-        """Return the model of a request; the first one without a name.
-
-        Raises:
-            Refusal: 404; it is not served.
-        """
-        if name is None:
-            return next(iter(self.models.values()))
-        if name not in self.models:
-            raise unknown_model(name, list(self.models))
-        return self.models[name]
-
-    def check_room(self, count: int) -> None:
-        """Refuse a request early, before its media are decoded.
-
-        Raises:
-            Refusal: 503; the queue is full, or as many requests are being prepared.
-        """
-        waiting = self.owner.waiting + self._preparing
-        if waiting + count > self.config.limits.max_queue + self.config.limits.max_rows:
-            raise overloaded(waiting)
-
-    async def prepare(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function in the threads that decode media and tokenize.
-
-        Raises:
-            Refusal: as the function; errors of Saccade are translated.
-        """
-        self._preparing += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._preparers, partial(function, *arguments))
-        except SaccadeError as problem:
-            raise refusal_of(problem) from problem
-        finally:
-            self._preparing -= 1
-
-    def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body of ``/health``: 503 once a step is stuck or the owner's thread has ended."""
-        stuck = self.owner.stuck_for
-        if not self.owner.is_alive:
-            return 503, {"status": "failed", "reason": "the owner thread has ended"}
-        if stuck > self.config.limits.stuck_seconds:
-            return 503, {"status": "stuck", "reason": f"a step has run for {stuck:.0f} s"}
-        return 200, {"status": "ok"}
 
 
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
 
@@ -14,9 +14,7 @@ from saccade.serve.jobs import Event, Job
 from saccade.serve.metrics import Timing
 from saccade.serve.refusals import Refusal, invalid, refusal_of
 from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
-
-if TYPE_CHECKING:
-    from saccade.serve.app import Service
+from saccade.serve.service import Service
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
