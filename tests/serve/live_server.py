@@ -19,7 +19,7 @@ from openai import OpenAI
 from checkpoints import picture, vlm
 from saccade import VLM
 from saccade.serve.app import make_app
-from saccade.serve.config import Limits, ModelEntry, ServerConfig
+from saccade.serve.configuration import Limits, ModelEntry, ServerConfig
 from saccade.serve.server import Server, bind
 from saccade.serve.service import Service
 

@@ -95,8 +95,8 @@ def serve(
         raise InputError(
             f"The server needs {', '.join(missing)}, which this environment lacks; run `pip install saccade[serve]`."
         )
-    from saccade.serve.config import ModelEntry, ServerConfig, override, read_config
-    from saccade.serve.config import plan as describe
+    from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
+    from saccade.serve.configuration import plan as describe
 
     own: dict[str, Any] = {
         "name": name,

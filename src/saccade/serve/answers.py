@@ -12,7 +12,7 @@ from typing import Any
 from saccade.output import Output, TreeTrace
 from saccade.serve.decoding import TokenLogprob
 from saccade.serve.jobs import Event
-from saccade.serve.metrics import FINISHED
+from saccade.serve.monitoring import FINISHED
 from saccade.text import Detokenizer
 
 DONE = b"data: [DONE]\n\n"

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from saccade.serve.config import ServerConfig
+from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
 from saccade.serve.schemas import ChatRequest, CompletionRequest

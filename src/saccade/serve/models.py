@@ -17,7 +17,7 @@ from saccade.inputs.media import MediaLimits
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.requests import RowInput
 from saccade.methods.groups import GROUPS
-from saccade.serve.config import Limits, ModelEntry
+from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of
 from saccade.serve.jobs import Event, Job
 from saccade.serve.messages import conversation

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from saccade.engine import Row, RunningBatch
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
-from saccade.serve.config import MIB, Limits
+from saccade.serve.configuration import MIB, Limits
 from saccade.serve.jobs import Event, Job, Lane
 from saccade.serve.refusals import Refusal, broken, draining, overloaded
 

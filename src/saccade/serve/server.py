@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from saccade.serve.app import make_app
-from saccade.serve.config import ConfigError, ServerConfig
+from saccade.serve.configuration import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

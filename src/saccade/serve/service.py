@@ -14,9 +14,9 @@ from starlette.datastructures import Headers
 
 from saccade.errors import SaccadeError
 from saccade.serve.access import Gate, Keys, check_host
-from saccade.serve.config import ServerConfig
-from saccade.serve.metrics import Metrics
+from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
+from saccade.serve.monitoring import Metrics
 from saccade.serve.owner import Owner
 from saccade.serve.refusals import overloaded, refusal_of, unknown_model
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from saccade.serve.answers import DONE, Choice, Form, error_chunk, usage
 from saccade.serve.jobs import Event, Job
-from saccade.serve.metrics import Timing
+from saccade.serve.monitoring import Timing
 from saccade.serve.refusals import Refusal, invalid, refusal_of
 from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
 from saccade.serve.service import Service
