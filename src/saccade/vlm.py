@@ -142,17 +142,8 @@ def check(
             draft_model = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
-        return VLM(
-            model,
-            processor,
-            drafter=draft_model,
-            draft_processor=draft_processor,
-            heads=given,
-            head=head,
-            draft_dtype=draft_dtype,
-            method=name,
-            **options,
-        )
+        drafting_with = {"drafter": draft_model, "draft_processor": draft_processor, "heads": given, "head": head}
+        return VLM(model, processor, **drafting_with, draft_dtype=draft_dtype, method=name, **options)
 
     return read
 
