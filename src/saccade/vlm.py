@@ -142,8 +142,9 @@ def check(
             draft_model = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
-        drafting_with = {"drafter": draft_model, "draft_processor": draft_processor, "heads": given, "head": head}
-        return VLM(model, processor, **drafting_with, draft_dtype=draft_dtype, method=name, **options)
+        reader: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor}
+        trained: dict[str, Any] = {"heads": given, "head": head, "draft_dtype": draft_dtype}
+        return VLM(model, processor, **reader, **trained, method=name, **options)
 
     return read
 
