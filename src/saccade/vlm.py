@@ -360,15 +360,9 @@ class VLM:
             media_cache: bytes of image and video features that are cached by digest.
             trace: attach the verified tree to every chunk.
         """
+        tokenizer = self.processor.tokenizer
         return Batch(
-            self.engine,
-            self.request,
-            self.processor.tokenizer,
-            max_rows,
-            kv_memory,
-            prefill_chunk,
-            media_cache,
-            trace,
+            self.engine, self.request, tokenizer, max_rows, kv_memory, prefill_chunk, media_cache, trace
         )
 
     def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:

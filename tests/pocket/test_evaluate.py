@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from saccade.pocket import Sample, draw, evaluate
+from saccade.bench import pocket_accuracy
+from saccade.pocket import Sample, draw
 
 PER_TASK = 6
 TASKS = ("receipt", "scene", "video")
@@ -14,7 +15,7 @@ TASKS = ("receipt", "scene", "video")
 
 def _measured(
     speak: Callable[[Sample], str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[evaluate.Accuracy], list[Sample]]:
+) -> tuple[list[pocket_accuracy.Accuracy], list[Sample]]:
     """What is measured of a model that says `speak(sample)`, and everything that it was asked."""
     asked: list[Sample] = []
 
@@ -22,9 +23,9 @@ def _measured(
         asked.extend(samples)
         return [speak(sample) for sample in samples]
 
-    monkeypatch.setattr(evaluate, "answer", answer)
+    monkeypatch.setattr(pocket_accuracy, "answer", answer)
     vlm: Any = SimpleNamespace(processor=SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=list)))
-    return evaluate.measure(vlm, TASKS, PER_TASK), asked
+    return pocket_accuracy.measure(vlm, TASKS, PER_TASK), asked
 
 
 def _seen(sample: Sample) -> bytes:
@@ -32,7 +33,7 @@ def _seen(sample: Sample) -> bytes:
 
 
 def test_a_model_that_reads_its_pictures_is_right_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = [draw(evaluate.FIRST_SEED + i, task) for task in TASKS for i in range(PER_TASK)]
+    drawn = [draw(pocket_accuracy.FIRST_SEED + i, task) for task in TASKS for i in range(PER_TASK)]
     answers = {_seen(sample): sample.answer for sample in drawn}
     rows, asked = _measured(lambda sample: answers[_seen(sample)], monkeypatch)
     assert len(asked) == len(TASKS) * (PER_TASK + 2)  # every fourth one again, with another picture
@@ -49,7 +50,7 @@ def test_a_model_that_looks_at_nothing_does_as_well_on_the_wrong_picture(
     answers = {
         (task, sample.question, str(sample.facts)): sample.answer
         for task in TASKS
-        for sample in (draw(evaluate.FIRST_SEED + i, task) for i in range(PER_TASK))
+        for sample in (draw(pocket_accuracy.FIRST_SEED + i, task) for i in range(PER_TASK))
     }
     rows, _ = _measured(lambda s: answers[s.task, s.question, str(s.facts)], monkeypatch)
     assert all(row.accuracy == row.shuffled == 1 for row in rows)

@@ -252,12 +252,7 @@ class _LiteralTokenizer:
         return getattr(self._tokenizer, name)
 
     def __call__(
-        self,
-        text: str | list[str],
-        *,
-        add_special_tokens: bool = True,
-        return_tensors: Any = None,
-        **_: Any,
+        self, text: str | list[str], *, add_special_tokens: bool = True, return_tensors: Any = None, **_: Any
     ) -> BatchEncoding:
         texts = [text] if isinstance(text, str) else text
         encodings = None

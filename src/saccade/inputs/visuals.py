@@ -131,11 +131,7 @@ def load_slots(
 
 
 def sampled_video(
-    family: Family,
-    parts: Parts,
-    source: Any,
-    sampling: Mapping[str, Any],
-    limits: MediaLimits = LOCAL,
+    family: Family, parts: Parts, source: Any, sampling: Mapping[str, Any], limits: MediaLimits = LOCAL
 ) -> Video:
     """Load a video with the frames that a family uses; all of them where its own processor samples.
 
