@@ -178,6 +178,9 @@ def test_pictures_come_from_the_media_folder_only(folder: Path) -> None:
     assert "not in" in traces.embed(folder, "absent.png").problem
     (folder / "media" / "film.mp4").write_bytes(b"\0" * 40)
     assert "no picture" in traces.embed(folder, "film.mp4").problem
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
+    (folder / "media" / "script.png").write_bytes(postscript)
+    assert "no picture" in traces.embed(folder, "script.png").problem
 
 
 def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp_path: Path) -> None:

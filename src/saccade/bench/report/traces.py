@@ -12,6 +12,7 @@ from typing import Any
 from saccade.bench.check import first_difference
 from saccade.bench.metrics import block_efficiency
 from saccade.bench.records import Record, Run
+from saccade.inputs.media.bounds import FORMATS
 
 LARGEST = 640
 """Longest side, in pixels, of a picture in the report; larger ones are scaled down."""
@@ -40,7 +41,7 @@ def embed(folder: Path, name: str) -> Medium:
     if not path.is_relative_to(root):
         return Medium(name, problem="lies outside the run's media folder")
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             image.thumbnail((LARGEST, LARGEST))
             picture = image.convert("RGBA" if image.has_transparency_data else "RGB")
     except FileNotFoundError:

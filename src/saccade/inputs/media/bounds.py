@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from saccade.errors import InputError
@@ -11,6 +12,18 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 PROGRAMS = frozenset({"EPS", "WMF", "FPX", "MIC"})
 """Formats of Pillow that run another program or read a file inside the file; never accepted."""
+
+
+_DOMAIN = re.compile(r"(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)(:[0-9]{1,5})?")
+
+CONTAINERS = ("mov", "matroska", "gif", "avi", "mpegts", "mpeg", "ogg")
+"""Video containers that are accepted by default, under FFmpeg's names of their demuxers; ``mov`` includes MP4."""
+
+CODECS = (
+    *("h264", "hevc", "libdav1d", "libaom-av1", "av1", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4"),
+    *("mpeg1video", "mpeg2video", "h263", "mjpeg", "theora", "gif"),
+)
+"""Video decoders that are accepted by default, under FFmpeg's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +39,21 @@ class MediaLimits:
         formats: image formats, under Pillow's names.
         image_bytes: bytes of an image file.
         image_pixels: width times height of an image, checked before it is decoded.
+        containers: video containers, under FFmpeg's names of their demuxers.
+        codecs: video decoders, under FFmpeg's names.
+        own_process: whether videos are decoded in a process of their own, which can open no other file and whose end
+            harms no one.
         video_bytes: bytes of a video file.
         video_pixels: width times height of a video's frames.
         video_frames: frames of a whole video.
         video_seconds: seconds of a whole video.
         decode_seconds: seconds until a video must be decoded.
-        decode_memory: bytes of address space for decoding a video.
+        decode_memory: bytes of address space of that process.
         media: images and videos of one conversation.
         total_pixels: pixels of all images and sampled frames of one conversation.
 
     Raises:
-        InputError: a number is not above 0, or a format runs other programs.
+        InputError: a number is not above 0, a domain is no host, or a format runs other programs.
     """
 
     paths: bool = False
@@ -46,6 +63,9 @@ class MediaLimits:
     formats: tuple[str, ...] = FORMATS
     image_bytes: int = 20 << 20
     image_pixels: int = 50_000_000
+    containers: tuple[str, ...] = CONTAINERS
+    codecs: tuple[str, ...] = CODECS
+    own_process: bool = True
     video_bytes: int = 100 << 20
     video_pixels: int = 4096 * 2304
     video_frames: int = 20_000
@@ -60,6 +80,11 @@ class MediaLimits:
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise InputError(f"The media limit {field.name} is {value}; give a number above 0.")
+        for domain in self.domains:
+            if not _DOMAIN.fullmatch(domain):
+                raise InputError(
+                    f"The domain {domain!r} is no host; give example.com, .example.com or *, with :port if needed."
+                )
         if unsafe := PROGRAMS.intersection(self.formats):
             raise InputError(
                 f"The image format {min(unsafe)} can run other programs; leave it out of the formats."
@@ -73,6 +98,25 @@ LOCAL = MediaLimits(
     paths=True,
     image_bytes=1 << 30,
     image_pixels=178_956_970,
+    containers=(*CONTAINERS, "flv", "asf"),
+    codecs=(
+        *CODECS,
+        *(
+            "ffv1",
+            "rawvideo",
+            "png",
+            "prores",
+            "dnxhd",
+            "huffyuv",
+            "ffvhuff",
+            "utvideo",
+            "qtrle",
+            "cfhd",
+            "vc1",
+        ),
+        *("flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "dvvideo", "cinepak", "msvideo1", "svq3"),
+    ),
+    own_process=False,
     video_bytes=8 << 30,
     video_pixels=8192 * 8192,
     video_frames=1_000_000,

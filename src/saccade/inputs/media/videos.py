@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from saccade.errors import InputError
 from saccade.inputs.media.bounds import LOCAL, MediaLimits
+from saccade.inputs.media.decoder import Decoder, Refused
 from saccade.inputs.media.images import load_image, to_uint8
+from saccade.inputs.media.isolated import DecoderProcess
 from saccade.inputs.media.sources import read_source
 
 ASSUMED_FPS = 24.0
@@ -79,7 +81,7 @@ def load_video(source: Any, choose: Choose | None = None, limits: MediaLimits = 
     if isinstance(source, (list, tuple)):
         return _given(_list_frames(source, limits))
     name, data = read_source(source, "video", limits)
-    return _decode(name, data, choose)
+    return _decode(name, data, choose, limits)
 
 
 def _given(frames: Frames) -> Video:
@@ -120,54 +122,62 @@ def _list_frames(source: Sequence[Any], limits: MediaLimits) -> Frames:
     return np.stack(frames)
 
 
-def _decode(name: str, data: bytes, choose: Choose | None) -> Video:
+def _decode(name: str, data: bytes, choose: Choose | None, limits: MediaLimits) -> Video:
     """Decode once for the frames that ``choose`` wants, and again if the file's own count was wrong."""
+    if find_spec("av") is None:
+        raise InputError("Video files need PyAV, which is not installed; run `pip install saccade[video]`.")
     try:
-        import av
-    except ImportError:
-        raise InputError(
-            "Video files need PyAV, which is not installed; run `pip install saccade[video]`."
-        ) from None
-    try:
-        with av.open(io.BytesIO(data)) as container:
-            if not container.streams.video:
-                raise InputError(f"{name} has no video stream; give a file with moving pictures.")
-            stream = container.streams.video[0]
-            total, rate = stream.frames, stream.average_rate
-        fps = float(rate) if rate else None
-        if not total:
-            total = _scan(av, data, ())[1]
-        for _ in range(2):
-            if total < 1:
-                break
-            wanted = list(range(total)) if choose is None else list(choose(total, fps or ASSUMED_FPS))
-            kept, seen = _scan(av, data, set(wanted))
-            if all(i in kept for i in wanted):
-                return Video(np.stack([kept[i] for i in wanted]), tuple(wanted), total, fps)
-            total = seen
-    except (av.FFmpegError, ValueError, EOFError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{name} is not a video that PyAV can decode; give an MP4, WebM or GIF file."
-        ) from None
-    raise InputError(f"{name} has no frames that can be decoded; give a complete video file.")
-
-
-def _scan(av: Any, data: bytes, wanted: Collection[int]) -> tuple[dict[int, Frames], int]:
-    """Decode in order, up to damage. Returns the wanted frames by number, and how many frames were passed."""
-    kept: dict[int, Frames] = {}
-    last = max(wanted, default=None)
-    count = 0
-    with av.open(io.BytesIO(data)) as container:
-        try:
-            for number, frame in enumerate(container.decode(video=0)):
-                count = number + 1
-                if number in wanted:
-                    kept[number] = frame.to_ndarray(format="rgb24")
-                if number == last:
+        with (DecoderProcess if limits.own_process else Decoder)(data, limits) as decoder:
+            total, fps, pixels = decoder.probe()
+            if not total:
+                total = _scan(decoder, (), limits)[1]
+            for _ in range(2):
+                if total < 1:
                     break
-        except av.FFmpegError:
-            if not count:
-                raise
+                if total > limits.video_frames:
+                    raise Refused("frames")
+                if total / (fps or ASSUMED_FPS) > limits.video_seconds:
+                    raise Refused("seconds")
+                wanted = list(range(total)) if choose is None else list(choose(total, fps or ASSUMED_FPS))
+                if len(wanted) * pixels > limits.total_pixels:
+                    raise Refused("total")
+                kept, seen = _scan(decoder, set(wanted), limits)
+                if all(i in kept for i in wanted):
+                    if len({frame.shape for frame in kept.values()}) > 1:
+                        raise Refused("film")
+                    return Video(np.stack([kept[i] for i in wanted]), tuple(wanted), total, fps)
+                total = seen
+        raise Refused("empty")
+    except Refused as refusal:
+        raise InputError(f"{name} {_REFUSALS.get(str(refusal), _REFUSALS['film']).format(limits)}.") from None
+
+
+_REFUSALS = {
+    "film": "is not a video that PyAV can decode; give an MP4, WebM or GIF file",
+    "stream": "has no video stream; give a file with moving pictures",
+    "codec": "has a codec that is not accepted; give H.264, H.265, VP9, AV1 or MPEG-4",
+    "pixels": "has no frame size from 1 to {0.video_pixels} pixels; scale it down first",
+    "frames": "has more than {0.video_frames} frames; cut it",
+    "seconds": "is longer than {0.video_seconds:g} seconds; cut it",
+    "total": "has sampled frames of more than {0.total_pixels} pixels together; take fewer or scale it down",
+    "time": "takes longer than {0.decode_seconds:g} seconds to decode; cut it or scale it down",
+    "memory": "needs more than {0.decode_memory} bytes to decode; scale it down",
+    "empty": "has no frames that can be decoded; give a complete video file",
+}
+
+
+def _scan(
+    decoder: Decoder | DecoderProcess, wanted: Collection[int], limits: MediaLimits
+) -> tuple[dict[int, Frames], int]:
+    """The wanted frames by number, and how many frames were passed."""
+    kept: dict[int, Frames] = {}
+    count = pixels = 0
+    for number, frame in decoder.scan(wanted):
+        if frame is None:
+            count = number
+            continue
+        kept[number] = frame
+        pixels += frame.size // 3
+        if pixels > limits.total_pixels:  # frames can be larger than the file says
+            raise Refused("total")
     return kept, count

@@ -1,0 +1,266 @@
+"""Frames of a video file through PyAV, in this process or as a program in a process of its own.
+
+The program reads the file and the wanted frames from its standard input and writes frames to its standard output. It
+imports nothing of Saccade, so that it starts fast; before it opens the file it gives up the right to open any other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import pkgutil
+import struct
+import sys
+import time
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from saccade.inputs.media.bounds import MediaLimits
+
+_ASF = bytes.fromhex("3026b2758e66cf11")
+_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+_STARTS = {
+    b"\x1aE\xdf\xa3": "matroska",
+    b"GIF87a": "gif",
+    b"GIF89a": "gif",
+    b"OggS": "ogg",
+    b"FLV\x01": "flv",
+    b"\0\0\x01\xba": "mpeg",
+    _ASF: "asf",
+}
+
+
+class Refused(Exception):
+    """A video that is not decoded, with a key of the reason's sentence."""
+
+
+def container_of(data: bytes) -> str | None:
+    """FFmpeg's demuxer by the first bytes of a file; None for text, playlists and whatever else is no container.
+
+    FFmpeg's own search is not used: it also finds formats that open other files or ports.
+    """
+    if data[4:8] in _BOXES:
+        return "mov"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    if any(data[n : n + 3 * size : size] == b"GGG" for n, size in ((0, 188), (4, 192), (0, 204))):
+        return "mpegts"
+    return next((name for start, name in _STARTS.items() if data.startswith(start)), None)
+
+
+class Decoder:
+    """A video file of which the first video stream is decoded.
+
+    Args:
+        data: content of the file.
+        limits: of the reader.
+
+    Raises:
+        Refused: the container is not an accepted one.
+    """
+
+    def __init__(self, data: bytes, limits: MediaLimits) -> None:
+        container = container_of(data)
+        if container is None or container not in limits.containers:
+            raise Refused("film")
+        self._data, self._limits, self._container = data, limits, container
+        self._deadline = time.monotonic() + limits.decode_seconds
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def probe(self) -> tuple[int, float | None, int]:
+        """Number of frames as the file says (0: it does not), frames per second and pixels of one frame.
+
+        Raises:
+            Refused: the video is not decodable or beyond the limits.
+        """
+        limits = self._limits
+        with self._open() as (container, stream):
+            seconds = (container.duration or 0) / 1_000_000
+            total, rate = max(0, int(stream.frames)), stream.average_rate
+            pixels = int(stream.width) * int(stream.height)
+        if not 0 < pixels <= limits.video_pixels:
+            raise Refused("pixels")
+        if total > limits.video_frames:
+            raise Refused("frames")
+        if seconds > limits.video_seconds:
+            raise Refused("seconds")
+        return total, float(rate) if rate else None, pixels
+
+    def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any]]:
+        """Decode in order up to the last wanted frame, all without any, or up to damage.
+
+        Yields:
+            Number and pixels ``[H, W, 3]`` of wanted frames; at last the number of frames that were passed, and None.
+
+        Raises:
+            Refused: no frame can be decoded, or the limits are reached.
+        """
+        import av
+
+        wanted = frozenset(wanted)
+        last = max(wanted, default=None)
+        count = 0
+        with self._open() as (container, stream):
+            stream.codec_context.options = {"max_pixels": str(self._limits.video_pixels)}
+            try:
+                for number, frame in enumerate(container.decode(stream)):
+                    count = number + 1
+                    if count > self._limits.video_frames:
+                        raise Refused("frames")
+                    if time.monotonic() > self._deadline:
+                        raise Refused("time")
+                    if frame.width * frame.height > self._limits.video_pixels:
+                        raise Refused("pixels")
+                    if number in wanted:
+                        yield number, frame.to_ndarray(format="rgb24")
+                    if number == last:
+                        break
+            except av.FFmpegError as error:
+                if isinstance(error, MemoryError) or not count:
+                    raise
+        yield count, None
+
+    def _open(self) -> _Opened:
+        return _Opened(self._data, self._container, self._limits)
+
+
+class _Opened:
+    """An open container with its first video stream; every error of PyAV becomes `Refused`."""
+
+    def __init__(self, data: bytes, container: str, limits: MediaLimits) -> None:
+        import av
+
+        options = {
+            "format_whitelist": _FULL_NAMES.get(container, container),
+            "protocol_whitelist": "",
+            "codec_whitelist": ",".join(limits.codecs),
+            "max_pixels": str(limits.video_pixels),
+        }
+        try:
+            file = io.BytesIO(data)
+            self._opened = av.open(file, format=container, options=options, metadata_errors="replace")
+        except Exception as error:  # of a damaged file, anything
+            raise _refusal(error) from None
+        self._codecs = limits.codecs
+
+    def __enter__(self) -> tuple[Any, Any]:
+        if not self._opened.streams.video:
+            self._opened.close()
+            raise Refused("stream")
+        stream = self._opened.streams.video[0]
+        if stream.codec_context is None or stream.codec_context.name not in self._codecs:
+            self._opened.close()
+            raise Refused("codec")
+        return self._opened, stream
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._opened.close()
+        if isinstance(error, Exception) and not isinstance(error, Refused):
+            raise _refusal(error) from None
+
+
+def _refusal(error: Exception) -> Refused:
+    return Refused("memory" if isinstance(error, MemoryError) else "film")
+
+
+_FULL_NAMES = {"mov": "mov,mp4,m4a,3gp,3g2,mj2", "matroska": "matroska,webm"}
+"""Names of demuxers of several containers."""
+
+
+def send(pipe: IO[bytes], message: Any, content: Any = b"") -> None:
+    """Write a message: two lengths, JSON, bytes."""
+    head = json.dumps(message).encode()
+    view = memoryview(content).cast("B")
+    pipe.write(struct.pack("<QQ", len(head), len(view)))
+    pipe.write(head)
+    pipe.write(view)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes], most: int) -> tuple[Any, bytes]:
+    """Read a message.
+
+    Args:
+        pipe: of the other process.
+        most: bytes of its content.
+
+    Raises:
+        EOFError: the other process has ended.
+        ValueError: the message is malformed or too large.
+    """
+    lengths = pipe.read(16)
+    if len(lengths) < 16:
+        raise EOFError("the other process has ended")
+    head, size = struct.unpack("<QQ", lengths)
+    if head > 1 << 26 or size > most:
+        raise ValueError("the message is too large")
+    message, content = json.loads(pipe.read(head)), pipe.read(size)
+    if len(content) < size:
+        raise EOFError("the other process has ended")
+    return message, content
+
+
+def _import_all() -> None:
+    """Import what PyAV imports late, before the right to open its files is given up."""
+    import av
+    import numpy  # noqa: F401  (for frames)
+
+    for module in pkgutil.walk_packages(av.__path__, "av."):
+        if not module.name.endswith(("__main__", "datasets")):
+            importlib.import_module(module.name)
+
+
+def _confine(memory: int, seconds: float) -> None:
+    """Give up new files, sockets and programs, and memory and time beyond the limits, where the system can."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    cpu = 16 * int(seconds + 1)  # of all threads; the other process has a clock
+    for name, value in (
+        ("RLIMIT_AS", memory),
+        ("RLIMIT_CPU", cpu),
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_NOFILE", 0),
+    ):
+        _, hard = resource.getrlimit(getattr(resource, name))
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def _main() -> None:
+    """Answer one probe, then scans until the input ends."""
+    reader, writer = sys.stdin.buffer, sys.stdout.buffer
+    given, data = receive(reader, 1 << 62)
+    sys.path[:] = given["path"]
+    limits: Any = SimpleNamespace(**given["limits"])
+    try:
+        _import_all()
+        _confine(limits.decode_memory, limits.decode_seconds)
+        with Decoder(data, limits) as decoder:
+            send(writer, decoder.probe())
+            while True:
+                wanted, _ = receive(reader, 0)
+                for number, frame in decoder.scan(wanted):
+                    if frame is None:
+                        send(writer, {"count": number})
+                    else:
+                        send(writer, {"number": number, "shape": frame.shape}, frame)
+    except EOFError:
+        return
+    except MemoryError:
+        send(writer, {"refused": "memory"})
+    except Refused as refusal:
+        send(writer, {"refused": str(refusal)})
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,499 @@
+"""Images and videos of strangers: every known trick is refused with one sentence, honest files stay as they are."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from kits import VIDEO, kit
+from PIL import Image
+
+from saccade.errors import InputError
+from saccade.inputs.media import LOCAL, SERVER, MediaLimits, decoder, isolated, load_image, load_video
+
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+IN_PROCESS = replace(SERVER, own_process=False)
+
+
+def encoded(kind: str, image: Image.Image = PICTURE, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def refused(source: Any, says: str, limits: MediaLimits = SERVER, load: Any = load_image) -> str:
+    with pytest.raises(InputError, match=ONE_SENTENCE) as error:
+        load(source, limits=limits)
+    assert says in str(error.value)
+    return str(error.value)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The start of a PNG, without any pixels."""
+    size = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + size + chunk(b"IDAT", b"")
+
+
+# Images
+
+
+@pytest.mark.parametrize("limits", [SERVER, LOCAL], ids=["server", "local"])
+def test_postscript_never_reaches_ghostscript(limits: MediaLimits, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(POSTSCRIPT)
+    assert Image.open(path).format == "EPS"  # whose load() starts gs
+    refused(POSTSCRIPT, "not an image in an accepted format", limits)
+    if limits.paths:
+        refused(path, "not an image in an accepted format", limits)
+
+
+@pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "SGI", "JPEG2000", "DDS"])
+def test_formats_that_are_not_listed_are_refused(kind: str) -> None:
+    data = encoded(kind)
+    assert Image.open(io.BytesIO(data)).size
+    refused(data, "give one of PNG, JPEG, WEBP, GIF, BMP, TIFF")
+    assert load_image(data, replace(SERVER, formats=(kind,))).size
+
+
+def test_a_format_that_runs_programs_cannot_be_listed() -> None:
+    with pytest.raises(InputError, match="EPS can run other programs"):
+        MediaLimits(formats=("PNG", "EPS"))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_listed_formats_have_the_pixels_that_pillow_reads(kind: str) -> None:
+    data = encoded(kind)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    for limits in (SERVER, LOCAL):
+        assert np.array_equal(np.asarray(load_image(data, limits)), expected)
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("pixels are decoded")
+
+
+def webp(kind: bytes, size: bytes) -> bytes:
+    return b"RIFF\x40\0\0\0WEBP" + kind + b"\x0a\0\0\0" + size + bytes(40)
+
+
+BOMBS = {
+    "png": png_header(13_000, 13_000),
+    "webp canvas": webp(b"VP8X", b"\x02\0\0\0" + (16_382).to_bytes(3, "little") * 2),
+    "webp lossless": webp(b"VP8L", b"\x2f" + ((16_382 << 14) | 16_382).to_bytes(4, "little")),
+    "webp lossy": webp(b"VP8 ", b"\0\0\0\x9d\x01\x2a" + struct.pack("<HH", 16_383, 16_383)),
+    "gif with a frame larger than its screen": b"GIF89a\x01\0\x01\0\0\0\0\x2c\0\0\0\0"
+    + struct.pack("<HH", 60_000, 60_000)
+    + b"\0\x02\0;",
+    "bmp": b"BM" + bytes(8) + struct.pack("<IIiiHHIIiiII", 54, 40, 13_000, 13_000, 1, 24, 0, 0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_pixels_are_counted_before_they_are_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", never)
+    if "webp" in name:
+        monkeypatch.setattr("PIL.Image.open", never)
+    refused(BOMBS[name], "more than 50000000 pixels")
+
+
+def test_a_whole_bomb_costs_no_time() -> None:
+    data = encoded("PNG", Image.new("1", (13_000, 13_000)))
+    start = time.process_time()
+    refused(data, "more than 50000000 pixels")
+    assert time.process_time() - start < 0.5  # decoding it to RGB takes several seconds
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_an_animation_is_its_first_picture(kind: str) -> None:
+    pictures = [Image.new("RGB", (30, 20), (n % 256, 255 - n, 0)) for n in range(200)]
+    data = encoded(kind, pictures[0], save_all=True, append_images=pictures[1:])
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(np.asarray(load_image(data, SERVER)), expected)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_damaged_files_are_refused_or_read_but_nothing_else(kind: str) -> None:
+    data, noise = encoded(kind), np.random.default_rng(1)
+    says = set()
+    for _ in range(150):
+        broken = bytearray(data)
+        for place in noise.integers(0, len(data), noise.integers(1, 9)):
+            broken[place] = noise.integers(256)
+        try:
+            image = load_image(bytes(broken[: noise.integers(1, len(data) + 1)]), SERVER)
+            assert image.mode == "RGB"
+        except InputError as error:
+            says.add(str(error))
+    assert all(re.fullmatch(ONE_SENTENCE, sentence) for sentence in says)
+
+
+# Places
+
+
+def test_strangers_name_no_files(tmp_path: Path) -> None:
+    path = tmp_path / "secret.png"
+    path.write_bytes(encoded("PNG"))
+    assert load_image(path).size
+    for source in (
+        path,
+        str(path),
+        path.as_uri(),
+        f"FILE://{path}",
+        "/etc/passwd",
+        "\0",
+        "",
+        os.fsencode("x").decode(),
+    ):
+        assert "secret" not in refused(source, "here; send its content as a data: URI")
+    for source in ("http://127.0.0.1/a.png", "https://example.com/a.png", "ftp://h/a", "gopher://h"):
+        assert "send its content as a data: URI" in refused(source, "an address, and none is fetched")
+
+
+def test_pipes_devices_and_sockets_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "socket"))
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (
+        tmp_path / "pipe",
+        tmp_path / "socket",
+        tmp_path / "link",
+        Path("/dev/zero"),
+        Path("/dev/null"),
+    ):
+        refused(path, "is a pipe, socket or device", LOCAL)
+        refused(path, "is a pipe, socket or device", LOCAL, load_video)
+    refused(tmp_path, "is a directory", LOCAL)
+    listener.close()
+
+
+def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(LOCAL.image_bytes + 1)  # without blocks on the disk
+    refused(path, "more than 1,073,741,824 bytes", LOCAL)
+    few = replace(LOCAL, image_bytes=100, video_bytes=100)
+    path.write_bytes(bytes(101))
+    refused(path, "more than 100 bytes", few)
+    refused(bytes(101), "more than 100 bytes", few)
+    refused(path, "more than 100 bytes", few, load_video)
+    monkeypatch.setattr(base64, "b64decode", never)
+    refused("data:image/png;base64," + "A" * 10_000, "more than 100 bytes", few)
+
+
+def test_limits_are_above_zero_and_hosts_well_formed() -> None:
+    for name in ("image_bytes", "decode_seconds", "media"):
+        with pytest.raises(InputError, match=f"media limit {name} is 0"):
+            MediaLimits(**{name: 0})
+    for domain in ("https://example.com", "a b", "example.com:x", ""):
+        with pytest.raises(InputError, match="is no host"):
+            MediaLimits(domains=(domain,))
+
+
+# Videos
+
+
+def film(
+    kind: str = "mp4",
+    codec: str = "mpeg4",
+    frames: int = 12,
+    size: tuple[int, int] = (64, 48),
+    rate: int = 10,
+) -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind) as container:
+        stream: Any = container.add_stream(codec, rate=25 if codec == "mpeg1video" else 10)
+        stream.width, stream.height = size
+        stream.pix_fmt = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
+        for n in range(frames):
+            pixels = np.full((size[1], size[0], 3), (9 * n) % 256, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+FILMS = [
+    ("mp4", "mpeg4"),
+    ("mov", "mjpeg"),
+    ("matroska", "libx264"),
+    ("webm", "libvpx-vp9"),
+    ("gif", "gif"),
+    ("avi", "mpeg4"),
+    ("mpegts", "mpeg2video"),
+    ("mpeg", "mpeg1video"),
+]
+
+
+@pytest.mark.parametrize(("kind", "codec"), FILMS)
+def test_listed_containers_have_the_frames_that_pyav_decodes(kind: str, codec: str) -> None:
+    data = film(kind, codec)
+    with av.open(io.BytesIO(data)) as container:
+        expected = np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
+    for limits in (IN_PROCESS, LOCAL):
+        video = load_video(data, limits=limits)
+        assert np.array_equal(video.frames, expected)
+
+
+def test_a_process_of_its_own_decodes_the_same_frames() -> None:
+    for kind, codec in (("mp4", "mpeg4"), ("mpegts", "mpeg2video")):  # the second does not say how many
+        data = film(kind, codec)
+        alone = load_video(data, lambda total, fps: [0, 2, total - 1], SERVER)
+        here = load_video(data, lambda total, fps: [0, 2, total - 1])
+        assert np.array_equal(alone.frames, here.frames)
+        assert (alone.indices, alone.total, alone.fps) == (here.indices, here.total, here.fps)
+
+
+SDP = (
+    b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=x\r\nc=IN IP4 127.0.0.1\r\nt=0 0\r\n"
+    b"m=video 45678 RTP/AVP 96\r\na=rtpmap:96 H264/90000\r\n"
+)
+PLAYLISTS = {
+    "ffconcat": b"ffconcat version 1.0\nfile film.mp4\n",
+    "sdp": SDP,
+    "hls": b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfilm.mp4\n#EXT-X-ENDLIST\n",
+    "dash": b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"><Period><AdaptationSet>'
+    b"<Representation><BaseURL>film.mp4</BaseURL></Representation></AdaptationSet></Period></MPD>",
+    "imf": b'<?xml version="1.0"?><CompositionPlaylist xmlns="http://www.smpte-ra.org/schemas/2067-3/2016">',
+    "rtsp": b"rtsp://127.0.0.1/film",
+    "subtitles": b"1\n00:00:01,000 --> 00:00:02,000\nhello\n",
+    "lrc": b"[00:00.00]hello\n",
+    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><image href='film.mp4'/></svg>",
+    "png": encoded("PNG"),
+}
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+@pytest.mark.parametrize("limits", [IN_PROCESS, LOCAL], ids=["server", "local"])
+def test_texts_and_playlists_never_reach_a_demuxer(
+    name: str, limits: MediaLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "film.mp4").write_bytes(film())
+    monkeypatch.chdir(tmp_path)
+    if name == "ffconcat":  # it does read the other file
+        with av.open(io.BytesIO(PLAYLISTS[name])) as container:
+            assert sum(1 for _ in container.decode(video=0)) == 12
+    opened = []
+    monkeypatch.setattr(av, "open", lambda *given, **options: opened.append(given))
+    refused(PLAYLISTS[name], "not a video that PyAV can decode", limits, load_video)
+    assert not opened
+
+
+def test_the_demuxer_is_the_named_one_whatever_follows_the_first_bytes() -> None:
+    for start in (b"\0\0\0\x08ftyp", b"OggS", b"\x1aE\xdf\xa3", b"\0\0\x01\xba"):
+        refused(
+            start + PLAYLISTS["ffconcat"] + SDP, "not a video that PyAV can decode", IN_PROCESS, load_video
+        )
+
+
+def test_whitelists_hold_even_if_the_first_bytes_lied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second wall: FFmpeg itself refuses what is not on its lists."""
+    (tmp_path / "film.mp4").write_bytes(film())
+    monkeypatch.chdir(tmp_path)
+    real = av.open
+    for name in ("ffconcat", "sdp"):
+        monkeypatch.setattr(decoder, "container_of", lambda _: "mov")
+        monkeypatch.setattr(av, "open", lambda file, format, options: real(file, options=options, timeout=5))
+        refused(PLAYLISTS[name], "not a video that PyAV can decode", IN_PROCESS, load_video)
+
+
+def test_the_third_wall_is_a_process_that_can_open_nothing(tmp_path: Path) -> None:
+    (tmp_path / "film.mp4").write_bytes(film())
+    program = f"""
+import io, os, runpy, socket
+program = runpy.run_path({decoder.__file__!r})
+program["_import_all"]()
+program["_confine"](2 << 30, 5)
+import av
+def read(data):
+    with av.open(io.BytesIO(data), timeout=5) as container:
+        return sum(1 for _ in container.decode(video=0))
+assert read({film()!r}) == 12
+for attempt in (
+    lambda: open("film.mp4"),
+    lambda: socket.socket(),
+    lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    lambda: os.pipe(),
+    lambda: read({PLAYLISTS["ffconcat"]!r}),
+    lambda: read({SDP!r}),
+    lambda: bytearray(3 << 30),
+):
+    try:
+        attempt()
+    except (OSError, MemoryError, ValueError):
+        continue
+    print("not confined")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert "not confined" not in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"video_frames": 11}, "more than 11 frames"),
+        ({"video_seconds": 1.1}, "longer than 1.1 seconds"),
+        ({"video_pixels": 64 * 48 - 1}, "no frame size from 1 to 3071 pixels"),
+        ({"total_pixels": 12 * 64 * 48 - 1}, "sampled frames of more than 36863 pixels"),
+        ({"video_bytes": 500}, "more than 500 bytes"),
+        ({"codecs": ("h264",)}, "a codec that is not accepted"),
+        ({"containers": ("matroska",)}, "not a video that PyAV can decode"),
+        ({"decode_seconds": 1e-9}, "longer than 1e-09 seconds to decode"),
+    ],
+    ids=str,
+)
+def test_every_limit_of_videos_holds(change: dict[str, Any], says: str) -> None:
+    for kind, codec in (
+        ("mp4", "mpeg4"),
+        ("mpegts", "mpeg2video"),
+    ):  # the second does not say how many frames
+        data = film(kind, codec)
+        load_video(data, limits=IN_PROCESS)
+        refused(data, says, replace(IN_PROCESS, **change), load_video)
+
+
+@pytest.mark.parametrize("codec", ["gif", "mjpeg", "libx264"])
+def test_a_film_of_huge_frames_is_refused_before_one_is_decoded(codec: str) -> None:
+    data = film({"gif": "gif", "mjpeg": "avi", "libx264": "matroska"}[codec], codec, 1, (4400, 2200))
+    refused(data, "no frame size from 1 to 9437184 pixels", IN_PROCESS, load_video)
+
+
+def test_a_film_that_needs_too_much_memory_ends_its_own_process_alone() -> None:
+    data = film("matroska", "libx264", 2, (2048, 2048))
+    assert load_video(data, limits=SERVER).total == 2
+    few = replace(SERVER, decode_memory=1 << 20)  # below what the process has when it begins to decode
+    refused(data, "needs more than 1048576 bytes", few, load_video)
+
+
+def test_a_decoder_that_hangs_or_crashes_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, crash = tmp_path / "stuck.py", tmp_path / "crash.py"
+    stuck.write_text("import time\ntime.sleep(600)")
+    crash.write_text("import os\nos.abort()")
+    data, start = film(), time.monotonic()
+    for program, says in (
+        (stuck, "takes longer than 2 seconds"),
+        (crash, "not a video that PyAV can decode"),
+    ):
+        monkeypatch.setattr(isolated.decoder, "__file__", str(program))
+        refused(data, says, replace(SERVER, decode_seconds=2), load_video)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ('{"refused": "no such reason"}', b""),
+        ("[1, 2]", b""),
+        ("[1, 10.0, 3072]", b"x"),
+        ("{}", b""),
+        ('[1e400, "x", null]', b""),
+    ],
+)
+def test_a_captured_decoder_can_say_nothing_harmful(
+    answer: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "captured.py"
+    head, content = answer
+    data = struct.pack("<QQ", len(head), len(content)) + head.encode() + content
+    program.write_text(f"import sys\nsys.stdout.buffer.write({data!r})")
+    monkeypatch.setattr(isolated.decoder, "__file__", str(program))
+    refused(film(), "not a video that PyAV can decode", SERVER, load_video)
+
+
+def test_the_decoder_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    given: dict[str, Any] = {}
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        given.update(options)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(isolated.subprocess, "Popen", popen)
+    assert load_video(film(), limits=SERVER).total == 12
+    assert "HF_TOKEN" not in given["env"]
+
+
+@pytest.mark.parametrize(("kind", "codec"), FILMS)
+def test_damaged_films_are_refused_or_read_but_nothing_else(kind: str, codec: str) -> None:
+    data, noise = film(kind, codec), np.random.default_rng(2)
+    says = set()
+    for _ in range(25):
+        broken = bytearray(data)
+        for place in noise.integers(0, len(data), noise.integers(1, 9)):
+            broken[place] = noise.integers(256)
+        try:
+            load_video(bytes(broken), limits=IN_PROCESS)
+        except InputError as error:
+            says.add(str(error))
+    assert all(re.fullmatch(ONE_SENTENCE, sentence) for sentence in says)
+
+
+def test_frames_given_one_by_one_are_bounded() -> None:
+    refused([PICTURE] * 3, "has 3 video frames; at most 2", replace(SERVER, video_frames=2), load_video)
+    few = replace(SERVER, total_pixels=2 * 40 * 50)
+    assert load_video([PICTURE] * 2, limits=few).total == 2
+    refused([PICTURE] * 3, "more than 4000 pixels together", few, load_video)
+
+
+# Whole conversations
+
+
+def question(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
+
+
+def uri(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_loaded_messages_make_the_prompt_of_their_files(name: str) -> None:
+    processor = kit(name).ours
+    messages = question(
+        {"type": "image_url", "image_url": {"url": uri(encoded("PNG"))}},
+        {"type": "video_url", "video_url": {"url": uri(film(), "video/mp4")}},
+    )
+    loaded = processor.load_media(messages, IN_PROCESS, num_frames=4)
+    kinds = [part["type"] for part in loaded[0]["content"]]
+    assert kinds == ["image", "video", "text"]
+    assert processor.prompt(loaded, limits=SERVER, num_frames=4) == processor.prompt(messages, num_frames=4)
+
+
+def test_a_conversation_has_a_limit_of_media_and_of_pixels() -> None:
+    processor = kit("llava").ours
+    picture = {"type": "image_url", "image_url": uri(encoded("PNG"))}
+    for call in (processor.load_media, processor.prompt):
+        with pytest.raises(InputError, match="has 3 images and videos; at most 2 are accepted"):
+            call(question(*[picture] * 3), limits=replace(SERVER, media=2))
+        with pytest.raises(InputError, match="more than 5999 pixels together"):
+            call(question(*[picture] * 3), limits=replace(SERVER, total_pixels=5999))
+        call(question(*[picture] * 3), limits=replace(SERVER, total_pixels=6000))
+        with pytest.raises(InputError, match="given as a path, and no files are read here"):
+            call(question({"type": "image", "path": "/etc/passwd"}), limits=SERVER)
