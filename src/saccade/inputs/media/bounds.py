@@ -48,7 +48,7 @@ class MediaLimits:
         video_frames: frames of a whole video.
         video_seconds: seconds of a whole video.
         decode_seconds: seconds until a video must be decoded.
-        decode_memory: bytes of address space of that process.
+        decode_memory: bytes that this process may allocate.
         media: images and videos of one conversation.
         total_pixels: pixels of all images and sampled frames of one conversation.
 
@@ -71,7 +71,7 @@ class MediaLimits:
     video_frames: int = 20_000
     video_seconds: float = 600.0
     decode_seconds: float = 30.0
-    decode_memory: int = 2 << 30
+    decode_memory: int = 1 << 30
     media: int = 32
     total_pixels: int = 250_000_000
 

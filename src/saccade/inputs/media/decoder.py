@@ -219,11 +219,16 @@ def _import_all() -> None:
 
 
 def _confine(memory: int, seconds: float) -> None:
-    """Give up new files, sockets and programs, and memory and time beyond the limits, where the system can."""
+    """Give up new files, sockets and programs, and more memory and time than the limits, where the system can."""
     try:
         import resource
     except ImportError:  # Windows
         return
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            memory += int(file.read().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):  # not Linux
+        memory += 1 << 30
     cpu = 16 * int(seconds + 1)  # of all threads; the other process has a clock
     for name, value in (
         ("RLIMIT_AS", memory),
