@@ -76,8 +76,7 @@ DeviceMap = Annotated[
     ),
 ]
 Threads = Annotated[
-    int | None,
-    _model(help="CPU threads; by default one for a small target, else as many as cores are idle."),
+    int | None, _model(help="CPU threads; by default one for a small target, else as many as cores are idle.")
 ]
 MaxNewTokens = Annotated[int | None, _decoding("--max-new-tokens", "-n", help="Most tokens of an answer.")]
 Sample = Annotated[bool, _decoding("--sample", help="Sample instead of greedy decoding.")]
