@@ -82,10 +82,14 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
 
 class Server(uvicorn.Server):
-    """A server whose first signal drains it, and whose second one ends the process at once."""
+    """A server whose first signal drains it, and whose second one ends the process at once.
 
-    def __init__(self, config: ServerConfig, app: FastAPI) -> None:
-        limits = config.limits
+    Args:
+        announcement: line for stderr once requests are accepted.
+    """
+
+    def __init__(self, config: ServerConfig, app: FastAPI, announcement: str = "") -> None:
+        limits, self._announcement = config.limits, announcement
         super().__init__(
             uvicorn.Config(
                 app,
@@ -103,6 +107,12 @@ class Server(uvicorn.Server):
             )
         )
         self._owner = app.state.service.owner
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept requests, and say so."""
+        await super().startup(sockets)
+        if self._announcement:
+            print(self._announcement, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -154,9 +164,9 @@ def serve(config: ServerConfig) -> None:
     listening = bind(config)
     host, port = listening.getsockname()[:2]
     vlms: list[VLM] = [load() for load in loaders]
-    server = Server(config, make_app(config, vlms))
     names = ", ".join(entry.label for entry in config.models)
-    print(f"Serving {names} on http://{host}:{port}/v1 (Ctrl-C drains and ends)", file=sys.stderr, flush=True)
+    announcement = f"Serving {names} on http://{host}:{port}/v1 (Ctrl-C drains and ends)"
+    server = Server(config, make_app(config, vlms), announcement)
     if not keys and not config.is_loopback:
         log.warning("No API key is set: everyone who reaches %s may use the models.", host)
     server.run(sockets=[listening])

@@ -1,0 +1,239 @@
+"""The official client of OpenAI against a live server."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from live_server import WORDS, Live, asks, live, uri
+
+from checkpoints import tokenizer, vlm
+from saccade import load
+
+
+def test_a_picture_is_answered_whole_and_streamed_alike(shared: Live) -> None:
+    client, messages = shared.client(), asks("What is it?", uri(3), uri(4, (60, 40)))
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
+    with client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=20, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 20
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + 20
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_a_second_turn_reuses_the_first_ones_cache(shared: Live) -> None:
+    client, messages = shared.client(), asks("What is in this picture, in all detail?", uri(5, (48, 48)))
+    first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8)
+    turns = [*messages, {"role": "assistant", "content": first.choices[0].message.content}, *asks("And now?")]
+    second = client.chat.completions.create(model="tiny", messages=turns, max_tokens=8)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
+def test_a_video_is_read_from_its_data_uri(shared: Live, tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="videos need the video extra")
+    from base64 import b64encode
+
+    import av
+    import numpy as np
+
+    path = tmp_path / "film.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for shade in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), shade * 30, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    film = "data:video/mp4;base64," + b64encode(path.read_bytes()).decode()
+    parts = [{"type": "video_url", "video_url": {"url": film}}, {"type": "text", "text": "What happens?"}]
+    answer = shared.client().chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=9,
+        extra_body={"num_frames": 4},
+    )
+    expected = vlm("qwen", "qwen-draft").generate(
+        "What happens?", videos=[str(path)], num_frames=4, max_new_tokens=9
+    )
+    assert answer.choices[0].message.content == expected.text
+
+
+def test_log_probabilities_are_the_targets_own(shared: Live) -> None:
+    messages = asks("Name one.")
+    answer = shared.client().chat.completions.create(
+        model="words", messages=messages, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    model = vlm("llama")
+    prompt = model.processor.prompt(messages)
+    output = model.generate(messages, max_new_tokens=6)
+    ids = torch.tensor([[*prompt.ids, *output.tokens]])
+    with torch.no_grad():
+        logits = model.target.model(ids).logits
+    logits = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == len(output.tokens)
+    for place, (entry, token) in enumerate(zip(content, output.tokens, strict=True)):
+        assert math.isclose(
+            entry.logprob, float(logits[place, token]), abs_tol=1e-4
+        )  # float32, other kernels
+        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(
+            logits[place].topk(3).values.tolist(), abs=1e-4
+        )
+        assert entry.top_logprobs[0].token == entry.token
+
+
+def test_log_probabilities_stream_one_per_token(shared: Live) -> None:
+    request = {"model": "tiny", "messages": asks("More?"), "max_tokens": 15, "logprobs": True, "seed": 2}
+    request |= {"temperature": 0.8}
+    whole = shared.client().chat.completions.create(**request)
+    chunks = list(shared.client().chat.completions.create(**request, stream=True))
+    parts = [c.choices[0].logprobs.content for c in chunks if c.choices and c.choices[0].logprobs]
+    assert [entry for part in parts for entry in part] == whole.choices[0].logprobs.content
+    assert len(whole.choices[0].logprobs.content) == 15
+
+
+@pytest.mark.parametrize("chosen", range(3))
+def test_a_stop_string_ends_the_text_before_it(shared: Live, chosen: int) -> None:
+    client, messages = shared.client(), asks("Say much.")
+    text = (
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=30)
+        .choices[0]
+        .message.content
+    )
+    stop = [text[4:6], text[9:13], text[3]][chosen]
+    for stream in (False, True):
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=30, stop=[stop, "never!"], stream=stream
+        )
+        if stream:
+            chunks = list(answer)
+            found = "".join(c.choices[0].delta.content or "" for c in chunks)
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            found, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+        assert found == text[: text.index(stop)]
+        assert reason == "stop"
+
+
+def test_a_trace_has_every_token_with_its_mark_and_the_steps_tree(shared: Live) -> None:
+    chunks = shared.client().chat.completions.create(
+        model="tiny",
+        messages=asks("Why?", uri(2)),
+        max_tokens=20,
+        stream=True,
+        extra_body={"saccade": {"trace": True}, "speculation": {"method": "static-tree"}},
+    )
+    text, tokens, stats = "", [], None
+    for chunk in chunks:
+        text += chunk.choices[0].delta.content or ""
+        own = (chunk.model_extra or {}).get("saccade")
+        if own is None:
+            continue
+        tokens += own["tokens"]
+        stats = own.get("stats", stats)
+        tree = own["tree"]
+        if tree is not None:
+            assert len(tree["tokens"]) == len(tree["parents"])
+            accepted = [tree["tokens"][node]["id"] for node in tree["path"][1:]]
+            assert accepted == [token["id"] for token in own["tokens"]][: len(accepted)]
+    assert "".join(token["text"] for token in tokens) == text
+    assert {token["mark"] for token in tokens} == {"target", "draft"}
+    assert stats["method"] == "static-tree"
+    assert stats["accepted_tokens"] == sum(token["mark"] == "draft" for token in tokens)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "sure": {"type": "boolean"},
+    },
+    "required": ["colour", "count", "sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server of a byte-level model whose answers end with its tokenizer's end."""
+    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
+    from checkpoints import llama
+
+    tok = tokenizer()
+    folder = llama(tmp_path_factory.mktemp("writer") / "llama", tok=tok, answers=len(tok), seed=4)
+    with live([(WORDS, load(folder, method="prompt-lookup"))]) as server:
+        yield server
+
+
+def valid(answer: str) -> bool:
+    found = json.loads(answer)
+    right = found["colour"] in ("red", "green", "blue") and isinstance(found["sure"], bool)
+    return right and set(found) == {"colour", "count", "sure"} and 0 <= found["count"] <= 99
+
+
+def schema_answers(server: Live, count: int) -> list[str]:
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    found = []
+    for number in range(count):
+        answer = server.client().chat.completions.create(
+            model="words",
+            messages=asks(f"Thing {number}"),
+            max_tokens=120,
+            response_format=form,
+            temperature=number % 3,
+            seed=number,
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        found.append(answer.choices[0].message.content)
+    return found
+
+
+def test_answers_of_a_schema_are_valid_with_speculation(writer: Live) -> None:
+    answers = schema_answers(writer, 6)
+    assert all(valid(answer) for answer in answers)
+    assert len(set(answers)) > 1
+
+
+@pytest.mark.slow
+def test_two_hundred_answers_of_a_schema_are_valid(writer: Live) -> None:
+    assert sum(valid(answer) for answer in schema_answers(writer, 200)) == 200
+
+
+def test_models_are_listed_with_their_context_and_methods(shared: Live) -> None:
+    client = shared.client()
+    found = {model.id: model for model in client.models.list()}
+    assert list(found) == ["tiny", "words"]
+    assert found["tiny"].max_model_len == 1024
+    assert "sage" in found["tiny"].saccade["methods"]
+    assert "chain" not in found["words"].saccade["methods"], "it has no draft model"
+    assert client.models.retrieve("words").id == "words"
+
+
+def test_errors_of_the_client_are_the_clients_classes(shared: Live) -> None:
+    client, messages = shared.client(), asks("Hello?")
+    with pytest.raises(openai.NotFoundError, match="expected one of tiny, words"):
+        client.chat.completions.create(model="huge", messages=messages)
+    with pytest.raises(openai.BadRequestError, match="context is 1024") as problem:
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=5000)
+    assert problem.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        client.chat.completions.create(
+            model="tiny", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    with pytest.raises(openai.BadRequestError, match="context is 1024"):
+        list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=5000, stream=True))

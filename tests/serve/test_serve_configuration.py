@@ -1,0 +1,138 @@
+"""Configuration of a server: checked before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints import ready
+from saccade.cli import main
+from saccade.serve.access import Gate, Keys
+from saccade.serve.answers import StopCutter
+from saccade.serve.configuration import ConfigError, read_config
+from saccade.serve.refusals import Refusal
+
+GOOD = """
+[server]
+port = 9000
+[limits]
+max_rows = 3
+[media]
+domains = ["images.example.com"]
+[[models]]
+name = "words"
+target = "{words}"
+method = "prompt-lookup"
+[models.profiles.long]
+method = "prompt-lookup"
+gamma = 20
+[[models]]
+name = "tiny"
+target = "{tiny}"
+drafter = "{draft}"
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "serve.toml"
+    names = {"words": ready("llama"), "tiny": ready("qwen"), "draft": ready("qwen-draft")}
+    for name, folder in names.items():
+        text = text.replace("{" + name + "}", str(folder))
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_plan_of_several_models_loads_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--config", written(tmp_path, GOOD), "--max-queue", "5", "--plan"])
+    assert end.value.code == 0
+    plan = capsys.readouterr().out
+    assert "http://127.0.0.1:9000" in plan
+    assert "3 per batch" in plan
+    assert "5 requests may wait" in plan
+    assert "profile long: method=prompt-lookup, gamma=20" in plan
+    assert "model     tiny" in plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("port = 9000", "prot = 9000", "unknown key 'server.prot'"),
+        ("port = 9000", 'port = "x"', "server.port must be a whole number"),
+        ("port = 9000", "port = 99999", "from 0 to 65535"),
+        ("max_rows = 3", "max_rows = 0", "limits.max_rows must be at least 1"),
+        ("max_rows = 3", "rows = 3", "unknown key 'limits.rows'"),
+        ('domains = ["images.example.com"]', "paths = true", "reads no paths"),
+        ('name = "tiny"', 'name = "words"', "Two models are named 'words'"),
+        ('name = "tiny"', 'nme = "tiny"', "unknown key"),
+        ("gamma = 20", "gama = 20", "no option gama"),
+        ("profiles.long", "profiles.off", "has the name of a method"),
+        ('drafter = "{draft}"', 'drafter = "/nowhere/at/all"', "no folder '/nowhere/at/all'"),
+        ('drafter = "{draft}"', 'drafter = "{words}"\nmethod = "hivis"', "hivis"),
+    ],
+)
+def test_every_mistake_is_found_before_loading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, words: str
+) -> None:
+    assert old in GOOD
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--config", written(tmp_path, GOOD.replace(old, new)), "--plan"])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SystemExit):
+            main(["serve", "-t", str(ready("llama")), "--port", str(taken.getsockname()[1])])
+    assert "choose another --port" in capsys.readouterr().err
+
+
+def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# none yet\n")
+    path = written(tmp_path, GOOD.replace("port = 9000", f'api_key_file = "{tmp_path}/keys"'))
+    with pytest.raises(ConfigError, match="holds no API key"):
+        read_config(path).keys()
+
+
+def test_keys_are_compared_whole() -> None:
+    keys = Keys(["right", "other"])
+    name = keys.client("Bearer right", "1.2.3.4")
+    assert name == keys.client("bearer right", "5.6.7.8") != keys.client("Bearer other", "1.2.3.4")
+    for wrong in ("right", "Bearer righ", "Bearer rightx", "Bearer ", None):
+        with pytest.raises(Refusal, match="API key"):
+            keys.client(wrong, "1.2.3.4")
+
+
+def test_a_minute_later_a_client_may_ask_again() -> None:
+    now = [0.0]
+    gate = Gate(0, 2, lambda: now[0])
+    for _ in range(2):
+        with gate.request("a"):
+            pass
+    with pytest.raises(Refusal) as refused, gate.request("a"):
+        pass
+    assert refused.value.retry_after == 60
+    with gate.request("b"):
+        pass
+    now[0] = 60.0
+    with gate.request("a"):
+        pass
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_text_before_a_stop_string_is_the_same_for_any_pieces(size: int) -> None:
+    text, stops = "aab aabc aabcd end", ["aabcd", "bcx", "nothing"]
+    cutter, found = StopCutter(stops), ""
+    for start in range(0, len(text), size):
+        found += cutter.add(text[start : start + size])
+    assert found + cutter.add("", last=True) == "aab aabc "
+    assert cutter.stopped

@@ -1,0 +1,270 @@
+"""A server under load: overload, limits, clients that leave or read slowly, steps that hang, and the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from live_server import TIMEOUT, Live, asks, live, questions
+
+from checkpoints import ready, vlm
+from saccade.target.adapter import Target
+
+LONG = {"model": "tiny", "messages": asks("Tell all."), "max_tokens": 400, "temperature": 0}
+
+
+@contextmanager
+def slowed(target: Target, seconds: float) -> Iterator[None]:
+    """Forwards that take longer, so that answers are under way when the test acts."""
+    forward = target.forward
+
+    def slow(*given: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return forward(*given, **options)
+
+    target.forward = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del target.forward
+
+
+def opened(server: Live, body: dict[str, Any]) -> HTTPConnection:
+    """A connection on which a request was sent and nothing is read."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
+    with live(max_rows=1) as server, slowed(vlm("qwen", "qwen-draft").target, 0.02):
+        connection = opened(server, {**LONG, "stream": stream})
+        server.until(lambda: server.service.owner.counts.running == 1)
+        if stream:
+            assert connection.getresponse().read(10)
+        connection.close()
+        server.until(lambda: server.is_idle, 5)
+        assert server.service.owner.counts.steps < 60, "the answer would have taken longer"
+        assert server.post({**LONG, "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_clients_that_leave_in_the_middle_cost_the_others_nothing() -> None:
+    model = vlm("qwen", "qwen-draft")
+    asked = [q for q in questions(60, seed=8) if q.body["max_tokens"] >= 8][:20]
+    expected = [q.expected(model) for q in asked]
+    with live(max_rows=6, max_queue=64) as server:
+        stop = threading.Event()
+
+        def leave(number: int) -> None:
+            connection = opened(server, {**LONG, "stream": True})
+            if number % 3:
+                connection.getresponse().read(number % 500 + 1)
+            connection.close()
+
+        def keep_asking() -> list[str]:
+            found = []
+            for question in asked:
+                while (answer := server.post(question.body))[0] == 503:
+                    time.sleep(0.1)
+                found.append(answer[1]["choices"][0]["message"]["content"])
+            return found
+
+        with ThreadPoolExecutor(10) as pool:
+            steady = [pool.submit(keep_asking) for _ in range(2)]
+            list(pool.map(leave, range(200)))
+            stop.set()
+            assert [future.result() for future in steady] == [expected, expected]
+        server.until(lambda: server.is_idle)
+
+
+def test_a_full_queue_is_refused_and_what_was_accepted_is_answered() -> None:
+    question = {**LONG, "max_tokens": 12}
+    with live(max_rows=1, max_queue=2) as server, slowed(vlm("qwen", "qwen-draft").target, 0.05):
+        with ThreadPoolExecutor(10) as pool:
+            answers = list(
+                pool.map(
+                    lambda _: server.call("POST", "/v1/chat/completions", json.dumps(question).encode()),
+                    range(10),
+                )
+            )
+        served = [json.loads(body) for status, _, body in answers if status == 200]
+        refused = [headers for status, headers, _ in answers if status == 503]
+        assert len(served) + len(refused) == 10
+        assert refused
+        assert 3 <= len(served) < 10
+        assert all(int(headers["retry-after"]) >= 1 for headers in refused)
+        texts = {answer["choices"][0]["message"]["content"] for answer in served}
+    assert texts == {vlm("qwen", "qwen-draft").generate(LONG["messages"], max_new_tokens=12).text}
+
+
+def test_limits_per_client_are_429_and_end_with_the_requests() -> None:
+    with live(requests_per_key=1) as server, slowed(vlm("qwen", "qwen-draft").target, 0.05):
+        connection = opened(server, {**LONG, "max_tokens": 20})
+        server.until(lambda: server.service.owner.counts.running == 1)
+        status, answer = server.post({**LONG, "max_tokens": 1})
+        assert status == 429
+        assert answer["error"]["type"] == "rate_limit_error"
+        connection.getresponse().read()
+        server.until(lambda: server.post({**LONG, "max_tokens": 1})[0] == 200, 5)
+    with live(requests_per_minute=2) as server:
+        statuses = [server.post({**LONG, "max_tokens": 1})[0] for _ in range(3)]
+        assert statuses == [200, 200, 429]
+
+
+def test_a_slow_reader_is_dropped_and_stalls_nobody() -> None:
+    with live(stream_buffer=8, send_seconds=1.0, max_rows=2) as server:
+        body = {**LONG, "max_tokens": 900, "stream": True, "logprobs": True, "top_logprobs": 20}
+        reader = socket.create_connection(("127.0.0.1", server.port))
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        content = json.dumps({**body, "saccade": {"trace": True}}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        reader.sendall(head + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        try:
+            server.until(lambda: server.service.owner.counts.running == 1)
+            for question in [q for q in questions(8, seed=5) if "temperature" not in q.body][:3]:
+                status, answer = server.post(question.body)
+                assert status == 200
+                assert answer["choices"][0]["message"]["content"] == question.expected(
+                    vlm("qwen", "qwen-draft")
+                )
+            server.until(lambda: server.is_idle, 60)
+            server.until(lambda: b'{kind="slow_reader"}' in server.call("GET", "/metrics")[2], 5)
+        finally:
+            reader.close()
+
+
+def test_a_head_that_comes_too_slowly_or_is_too_long_ends_its_connection() -> None:
+    with live(header_seconds=0.5, body_seconds=0.5) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
+            slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
+            begin = time.monotonic()
+            assert slow.recv(100) == b""
+            assert time.monotonic() - begin < 5
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as long:
+            try:
+                long.sendall(b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"x" * 2**20)
+                ended = long.recv(100)
+            except ConnectionError:
+                ended = b""
+            assert ended == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half:
+            half.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            assert b" 408 " in half.recv(1000)
+
+
+def test_requests_for_more_methods_than_batches_are_all_answered() -> None:
+    """The oldest batch runs dry for the others; nobody starves."""
+    model = vlm("qwen", "qwen-draft")
+    asked = {**LONG, "max_tokens": 10}
+    expected = model.generate(LONG["messages"], max_new_tokens=10).text
+    methods = ["off", "chain", "prompt-lookup", "static-tree", "short"] * 3
+    with live(batches=2, max_rows=2) as server, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda name: server.post({**asked, "speculation": name}), methods))
+        assert [status for status, _ in answers] == [200] * len(methods)
+        assert {answer["choices"][0]["message"]["content"] for _, answer in answers} == {expected}
+        assert len(server.service.owner._lanes) <= 2
+
+
+def test_a_step_that_hangs_makes_the_server_unhealthy() -> None:
+    with live(stuck_seconds=0.3) as server:
+        assert server.call("GET", "/health")[0] == 200
+        with slowed(vlm("qwen", "qwen-draft").target, 1.5):
+            connection = opened(server, {**LONG, "max_tokens": 1})
+            server.until(lambda: server.call("GET", "/health")[0] == 503, 5)
+            connection.getresponse().read()
+        server.until(lambda: server.call("GET", "/health")[0] == 200, 5)
+
+
+def test_metrics_count_what_was_served(shared: Live) -> None:
+    def value(name: str, labels: str = "") -> float:
+        text = shared.call("GET", "/metrics")[2].decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"saccade:{name}") and labels in line]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    names = ["prompt_tokens_total", "generation_tokens_total", "spec_decode_num_accepted_tokens_total"]
+    names += ["spec_decode_num_draft_tokens_total", "time_to_first_token_seconds_count"]
+    names += ["e2e_request_latency_seconds_count"]
+    before = {name: value(name, 'model_name="tiny"') for name in names}
+    errors = value("request_errors_total", 'kind="invalid_request"')
+    _, answer = shared.post({**LONG, "max_tokens": 20})
+    shared.post({**LONG, "max_tokens": 0})
+    after = {name: value(name, 'model_name="tiny"') for name in names}
+    used, details = answer["usage"], answer["usage"]["completion_tokens_details"]
+    drafted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    rise = [after[name] - before[name] for name in names]
+    assert rise == [used["prompt_tokens"], 20, details["accepted_prediction_tokens"], drafted, 1, 1]
+    assert value("request_errors_total", 'kind="invalid_request"') == errors + 1
+    assert value("num_requests_running") == value("num_requests_waiting") == 0
+    assert value("spec_decode_num_accepted_tokens_per_pos_total", 'lossless="true"') > 0
+
+
+# -- the end of a process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process() -> Iterator[Any]:
+    """`saccade serve` as a process of its own, with its port."""
+    command = [
+        sys.executable,
+        "-c",
+        "from saccade.cli import main; main()",
+        "serve",
+        "-t",
+        str(ready("qwen")),
+    ]
+    command += ["-d", str(ready("qwen-draft")), "--port", "0", "--name", "tiny"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as running:
+        assert running.stderr is not None
+        lines = iter(running.stderr.readline, "")
+        line = next((line for line in lines if line.startswith("Serving")), "")
+        assert line, "the server did not start"
+        threading.Thread(target=lambda: list(lines), daemon=True).start()
+        yield running, int(line.partition("127.0.0.1:")[2].partition("/")[0])
+        running.kill()
+
+
+def test_a_signal_lets_running_answers_finish_and_ends_with_zero(process: Any) -> None:
+    running, port = process
+    server = Live(None, None, port, None)  # type: ignore[arg-type]
+    connection = opened(server, {**LONG, "max_tokens": 700, "stream": True})
+    response = connection.getresponse()
+    first = response.read(200)
+    running.send_signal(signal.SIGTERM)
+    rest = response.read()
+    assert (first + rest).endswith(b"data: [DONE]\n\n")
+    assert (first + rest).count(b'"finish_reason": "length"') == 1
+    assert running.wait(30) == 0
+    with pytest.raises(ConnectionError):
+        server.call("GET", "/health")
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(process: Any) -> None:
+    running, port = process
+    connection = opened(Live(None, None, port, None), {**LONG, "max_tokens": 900, "stream": True})  # type: ignore[arg-type]
+    connection.getresponse().read(1)
+    running.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    assert running.wait(30) in (0, 128 + signal.SIGTERM)
+    assert time.monotonic() - begin < 5

@@ -1,0 +1,251 @@
+"""Requests that are refused: one sentence in OpenAI's form, never a failure of the server."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from live_server import Live, asks, live, uri
+
+HELLO = {"model": "tiny", "messages": asks("Hello"), "max_tokens": 2}
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of"),
+    ({"messages": [{"role": "user"}]}, "content is missing"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+        "must be text, image_url or video_url",
+    ),
+    ({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{}]}]}, "tools"),
+    ({"messages": asks("x", "/etc/passwd")}, "path"),
+    ({"messages": asks("x", "file:///etc/passwd")}, "address"),
+    ({"messages": asks("x", "http://127.0.0.1/x.png")}, "address|network|domain"),
+    ({"messages": asks("x", "data:image/png;base64,AAAA")}, "image"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"top_k": -5}, "top_k"),
+    ({"n": 99}, "1 to 8 answers"),
+    ({"stop": [""]}, "stop"),
+    ({"seed": 2**70}, "seed"),
+    ({"logit_bias": {"word": 1}}, "no token id"),
+    ({"logit_bias": {"9999": 1}}, "no token id"),
+    ({"top_logprobs": 3}, "needs logprobs"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema"),
+    ({"stream_options": {"include_usage": True}}, "needs stream"),
+    ({"speculation": "warp"}, "There is no method 'warp' here; expected one of off, short"),
+    ({"speculation": {"method": "chain", "gamma": 10_000}}, "at most 64"),
+    ({"speculation": {"method": "chain", "gamma": 0}}, "gamma"),
+    ({"speculation": {"method": "tabed", "captioner": "/etc"}}, "captioner is no option that a request"),
+    ({"speculation": {"method": "hivis"}}, "needs a trained hivis head"),
+    ({"temprature": 0.5}, "temperature may be meant"),
+    ({"suffix": "end"}, "suffix is not supported"),
+    ({"guided_regex": "a*"}, "guided_regex is not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named_in_one_sentence(shared: Live, change: dict[str, Any], words: str) -> None:
+    status, answer = shared.post({**HELLO, **change})
+    assert status == 400, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert re.search(words, answer["error"]["message"]), answer
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"tools": [], "tool_choice": "none", "modalities": ["text"]},
+        {"temperature": None, "stop": None, "seed": None, "logit_bias": {}},
+        {"something_new": 1},
+    ],
+)
+def test_fields_that_change_nothing_are_ignored(shared: Live, change: dict[str, Any]) -> None:
+    assert shared.post({**HELLO, **change})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"a":' * 50_000],
+    ids=lambda content: repr(content[:12]),
+)
+def test_a_body_that_is_no_object_is_refused(shared: Live, content: bytes) -> None:
+    status, answer = shared.post(content)
+    assert status == 400
+    assert "JSON" in answer["error"]["message"]
+
+
+def test_half_of_a_surrogate_pair_is_refused(shared: Live) -> None:
+    status, answer = shared.post(rb'{"model":"tiny","messages":[{"role":"user","content":"\ud800"}]}')
+    assert status == 400, answer
+
+
+def test_other_paths_methods_and_content_types_have_errors_in_the_same_form(shared: Live) -> None:
+    for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/chat/completions", 405)):
+        found, _, body = shared.call(method, path)
+        assert found == status
+        assert json.loads(body)["error"]["code"] == "not_found"
+    status, _, body = shared.call(
+        "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), {"content-type": "text/plain"}
+    )
+    assert status == 415
+    assert "application/json" in json.loads(body)["error"]["message"]
+
+
+def test_a_large_body_is_refused_before_it_is_read() -> None:
+    with live(max_body_mib=1) as server:
+        status, answer = server.post({**HELLO, "messages": asks("x" * 2**21)})
+        assert status == 413
+        assert "1 MiB" in answer["error"]["message"]
+
+
+def test_keys_are_asked_for_and_hosts_are_checked(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# two\nfirst-key\nsecond-key\n")
+    body = json.dumps(HELLO).encode()
+    with live(api_key_file=str(keys)) as server:
+        path = "/v1/chat/completions"
+        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first-key"}):
+            status, headers, answer = server.call("POST", path, body, given)
+            assert status == 401, answer
+            assert headers["www-authenticate"] == "Bearer"
+        assert server.call("POST", path, body, {"authorization": "Bearer second-key"})[0] == 200
+        assert server.call("GET", "/v1/models")[0] == 401
+        assert server.call("GET", "/health")[0] == 200
+        bearer = {"authorization": "Bearer first-key"}
+        assert server.call("GET", "/v1/models", b"", {**bearer, "host": "evil.example"})[0] == 403
+        assert server.call("GET", "/v1/models", b"", {**bearer, "host": "localhost:1"})[0] == 200
+
+
+# -- fuzz --------------------------------------------------------------------------------------------------
+
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**64,
+    1.5,
+    -0.0,
+    1e308,
+    "",
+    "x",
+    "\u0000",
+    "🙂" * 50,
+    "off",
+]
+VALUES += [
+    [],
+    {},
+    [[]],
+    [{}],
+    {"type": "text"},
+    {"url": "data:,"},
+    ["a"],
+    {"method": {}},
+    "data:image/png;base64,%%",
+]
+VALUES += [
+    "data:video/mp4;base64,AAAA",
+    uri(1),
+    {"type": "json_object"},
+    {"trace": 1},
+    {"include_usage": "yes"},
+]
+NAMES = [
+    *(
+        "model",
+        "messages",
+        "stream",
+        "stream_options",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+    ),
+    *(
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ),
+    *(
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "speculation",
+        "saccade",
+        "num_frames",
+        "fps",
+    ),
+    *("prompt", "best_of", "echo", "tools", "min_tokens"),
+]
+
+
+def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
+    """A value with some of its parts replaced, removed or wrapped."""
+    if rng.random() < 0.15:
+        return rng.choice(VALUES)
+    if isinstance(value, dict):
+        found = {k: mutated(v, rng, depth + 1) for k, v in value.items() if rng.random() > 0.05}
+        if depth == 0:
+            found |= {rng.choice(NAMES): rng.choice(VALUES) for _ in range(rng.randint(0, 3))}
+        return found
+    if isinstance(value, list):
+        return [mutated(v, rng, depth + 1) for v in value if rng.random() > 0.05]
+    return value
+
+
+def fuzz(server: Live, count: int, seed: int) -> dict[int, int]:
+    """Statuses of malformed requests."""
+    rng, found = random.Random(seed), dict[int, int]()
+    whole = {"model": "tiny", "messages": asks("Hello", uri(1)), "max_tokens": 1, "stop": ["a"], "seed": 1}
+    raw = {"model": "words", "prompt": ["Hello"], "max_tokens": 1}
+    for _ in range(count):
+        path = rng.choice(("/v1/chat/completions", "/v1/completions"))
+        body = mutated(whole if "chat" in path else raw, rng)
+        if isinstance(body, dict):
+            body["max_tokens"] = 1 if rng.random() < 0.9 else body.get("max_tokens")
+        content = json.dumps(body).encode()
+        if rng.random() < 0.1:
+            cut = rng.randrange(len(content) + 1)
+            content = (
+                content[:cut]
+                + bytes(rng.randrange(256) for _ in range(rng.randint(0, 3)))
+                + content[cut + 1 :]
+            )
+        status, _, answer = server.call("POST", path, content)
+        assert status < 500, (content, answer)
+        found[status] = found.get(status, 0) + 1
+    return found
+
+
+def test_malformed_requests_never_fail_the_server(shared: Live) -> None:
+    found = fuzz(shared, 300, seed=1)
+    assert found[400] > 100
+    assert shared.post(HELLO)[0] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_malformed_requests_never_fail_the_server(shared: Live) -> None:
+    fuzz(shared, 20_000, seed=2)
+    assert shared.post(HELLO)[0] == 200
+    shared.until(lambda: shared.is_idle)
