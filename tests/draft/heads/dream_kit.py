@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from heads_kit import LENGTH, Drafted, Text, kind_of_prompt, random_head, target
+from heads_kit import LENGTH, Drafted, Text, kind_of_prompt, random_head, target, worst_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -128,18 +128,9 @@ def worst_difference(
     steps: Sequence[Drafted],
 ) -> float:
     """Largest difference between any logit that was drafted from and the slow way's, in standard deviations."""
-    worst, nodes = 0.0, 0
-    for row, inputs in enumerate(rows):
-        slow = SlowDream(name, head, Text.of(name, inputs, outputs[row].tokens), dropped[row])
-        start = inputs["input_ids"].shape[1]
-        for step in steps:
-            if step.emitted[row]:
-                for path, logits in step.nodes(row):
-                    expected = slow.logits(start + len(step.emitted[row]), path)
-                    worst = max(worst, float((logits - expected).abs().max() / expected.std()))
-                    nodes += 1
-    assert nodes > len(rows)
-    return worst
+    texts = [Text.of(name, inputs, outputs[row].tokens) for row, inputs in enumerate(rows)]
+    slow = [SlowDream(name, head, text, without) for text, without in zip(texts, dropped, strict=True)]
+    return worst_of(rows, steps, [one.logits for one in slow])
 
 
 def drafting(session: RunningBatch) -> DreamDraftSession:

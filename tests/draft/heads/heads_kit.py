@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -364,18 +365,35 @@ def worst_difference(
     name: str, head: Head, rows: Sequence[Inputs], outputs: Sequence[Output], steps: Sequence[Drafted]
 ) -> float:
     """Largest difference between any logit that was drafted from and the slow way's, in standard deviations."""
+    texts = [Text.of(name, inputs, outputs[row].tokens) for row, inputs in enumerate(rows)]
+    return worst_of(rows, steps, [Slow(name, head, text).logits for text in texts])
+
+
+def worst_of(
+    rows: Sequence[Inputs], steps: Sequence[Drafted], slow: Sequence[Callable[[int, tuple[int, ...]], Tensor]]
+) -> float:
+    """The same with a slow way per row: ``[V]`` logits behind so many tokens and a path of guesses."""
     worst, nodes = 0.0, 0
     for row, inputs in enumerate(rows):
-        text = Text.of(name, inputs, outputs[row].tokens)
-        slow, start = Slow(name, head, text), inputs["input_ids"].shape[1]
+        start = inputs["input_ids"].shape[1]
         for step in steps:
             if step.emitted[row]:
                 for path, logits in step.nodes(row):
-                    expected = slow.logits(start + len(step.emitted[row]), path)
+                    expected = slow[row](start + len(step.emitted[row]), path)
                     worst = max(worst, float((logits - expected).abs().max() / expected.std()))
                     nodes += 1
     assert nodes > len(rows)
     return worst
+
+
+def answer_features_come_late(monkeypatch: pytest.MonkeyPatch, session: type[HeadDraftSession]) -> None:
+    """A planted mistake: what a head is fed of accepted tokens belongs to the tokens behind them."""
+    right = session.observe
+
+    def late(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
+        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), reading)
+
+    monkeypatch.setattr(session, "observe", late)
 
 
 def drafting(session: RunningBatch) -> HeadDraftSession:

@@ -8,17 +8,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from heads_kit import random_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoints import picture, ready
+from saccade import load
+from saccade.cli import app
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.store import kind_at
+from saccade.hf import speculate
 from saccade.target.adapter import Target
 
 KNOWN = 40
+QUESTION = "What is this?"
 AnyHead = TypeVar("AnyHead", bound=Head)
 
 
@@ -117,3 +124,26 @@ def same(one: Head, other: Any) -> None:
     for name, weight in theirs.items():
         assert ours[name].dtype == weight.dtype
         assert torch.equal(ours[name], weight), name
+
+
+def assert_taken_everywhere(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loaded as a drafter and by name, in Hugging Face's `generate`, and on the command line."""
+    assert kind_at(folder) == kind
+    plain = load(ready("llava"), method="plain").generate(QUESTION, [picture()]).text
+    vlm = load(ready("llava"), drafter=folder)
+    assert vlm.method == kind
+    output = vlm.generate(QUESTION, [picture()])
+    assert output.text == plain
+    assert output.stats.drafted_tokens > 0
+    named = load(ready("llava"), heads={"small": folder}, method=kind)
+    assert named.generate(QUESTION, [picture()]).text == plain
+
+    model, ids = vlm.target.model, torch.tensor([[5, 9, 12, 40, 7]])
+    expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    speculation = speculate(str(folder), tree="chain", gamma=3)
+    got = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=speculation)
+    assert got.tolist() == expected.tolist()
+
+    given = ["--target", str(ready("llava")), "-d", str(folder), "-n", "12", "--json", QUESTION]
+    app(["generate", *given], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["method"] == kind

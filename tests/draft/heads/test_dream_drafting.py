@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from dream_kit import drafting, dream, dropped_of, trained_head, worst_difference
-from heads_kit import LENGTH, POLICIES, Recording, engine, kind_of_prompt, prompts, recorded, target
+from heads_kit import (
+    LENGTH,
+    POLICIES,
+    Recording,
+    answer_features_come_late,
+    engine,
+    kind_of_prompt,
+    prompts,
+    recorded,
+    target,
+)
 from torch import Tensor
 
 from families import FAMILIES, Inputs, pristine, reference_greedy
@@ -227,12 +237,7 @@ def _positions_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answer_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = under_test.DreamDraftSession.observe
-
-    def late(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
-        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), reading)
-
-    monkeypatch.setattr(under_test.DreamDraftSession, "observe", late)
+    answer_features_come_late(monkeypatch, under_test.DreamDraftSession)
 
 
 def _guesses_stay_in_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ test_kangaroo_drafting.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from heads_kit import (
     DRAFTING,
     POLICIES,
     Recording,
+    answer_features_come_late,
     drafting,
     engine,
     kind_of_prompt,
@@ -105,12 +105,7 @@ def _prompt_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answer_features_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = under_test.HeadDraftSession.observe
-
-    def late(self: Any, rows: Any, tree: Any, scores: Tensor, verdict: Any, reading: Any) -> None:
-        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), reading)
-
-    monkeypatch.setattr(under_test.HeadDraftSession, "observe", late)
+    answer_features_come_late(monkeypatch, under_test.HeadDraftSession)
 
 
 def _nodes_fed_the_root_s_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from heads_kit import POLICIES, engine, kind_of_prompt, prompts, random_head, recorded, target
-from published_kit import KNOWN, original, randomised, released
+from published_kit import KNOWN, assert_taken_everywhere, original, randomised, released
 from transformers.generation import logits_process as hf
 
 import checkpoints
-from checkpoints import picture, ready
 from families import FAMILIES
-from saccade import load
-from saccade.cli import app
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.heads.store import kind_at, kind_in, load_head
+from saccade.draft.heads.store import kind_in, load_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
-from saccade.hf import speculate
 from saccade.verify.randomness import Uniforms
-
-QUESTION = "What is this?"
 
 
 def requests(name: str) -> list[Request]:
@@ -109,22 +102,5 @@ def for_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wherever_a_head_can_be_given(for_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kind_in(for_checkpoint) == kind_in(str(for_checkpoint)) == kind_at(for_checkpoint) == "eagle3"
-    plain = load(ready("llava"), method="plain").generate(QUESTION, [picture()]).text
-    vlm = load(ready("llava"), drafter=for_checkpoint)
-    assert vlm.method == "eagle3"
-    output = vlm.generate(QUESTION, [picture()])
-    assert output.text == plain
-    assert output.stats.drafted_tokens > 0
-    named = load(ready("llava"), heads={"small": for_checkpoint}, method="eagle3")
-    assert named.generate(QUESTION, [picture()]).text == plain
-
-    model, ids = vlm.target.model, torch.tensor([[5, 9, 12, 40, 7]])
-    expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
-    speculation = speculate(str(for_checkpoint), tree="chain", gamma=3)
-    got = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=speculation)
-    assert got.tolist() == expected.tolist()
-
-    given = ["--target", str(ready("llava")), "-d", str(for_checkpoint), "-n", "12", "--json", QUESTION]
-    app(["generate", *given], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["method"] == "eagle3"
+    assert kind_in(for_checkpoint) == kind_in(str(for_checkpoint)) == "eagle3"
+    assert_taken_everywhere(for_checkpoint, "eagle3", capsys)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from heads_kit import POLICIES, Text, kind_of_prompt, prompts, recorded, target
 from published_eagle_kit import CASES, by_hand, original, released
-from published_kit import randomised
+from published_kit import assert_taken_everywhere, randomised
 
 import checkpoints
-from checkpoints import picture, ready
 from families import FAMILIES
-from saccade import load
-from saccade.cli import app
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2
 from saccade.draft.heads.head import build_head
-from saccade.draft.heads.store import kind_at, load_head
-from saccade.hf import speculate
-
-QUESTION = "What is this?"
+from saccade.draft.heads.store import load_head
 
 
 @torch.no_grad()
@@ -67,22 +60,4 @@ def for_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wherever_a_head_can_be_given(for_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kind_at(for_checkpoint) == "msd"
-    plain = load(ready("llava"), method="plain").generate(QUESTION, [picture()]).text
-    vlm = load(ready("llava"), drafter=for_checkpoint)
-    assert vlm.method == "msd"
-    output = vlm.generate(QUESTION, [picture()])
-    assert output.text == plain
-    assert output.stats.drafted_tokens > 0
-    named = load(ready("llava"), heads={"small": for_checkpoint}, method="msd")
-    assert named.generate(QUESTION, [picture()]).text == plain
-
-    model, ids = vlm.target.model, torch.tensor([[5, 9, 12, 40, 7]])
-    expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
-    speculation = speculate(str(for_checkpoint), tree="chain", gamma=3)
-    got = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=speculation)
-    assert got.tolist() == expected.tolist()
-
-    given = ["--target", str(ready("llava")), "-d", str(for_checkpoint), "-n", "12", "--json", QUESTION]
-    app(["generate", *given], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["method"] == "msd"
+    assert_taken_everywhere(for_checkpoint, "msd", capsys)
