@@ -34,7 +34,7 @@ def _shared_by_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
         share(tmp_path_factory.getbasetemp().parent)
 
 
-LARGE = 8
+LARGE = 4
 """Tests from which on a grid of parameters is cut to a small cover (`pairwise`)."""
 
 

@@ -131,7 +131,6 @@ def test_an_interrupted_command_says_how_to_go_on(
         (("--suite", "quick", "--methods", "warp"), "there is no method 'warp'"),
         (("--suite", "quick", "--methods", ","), "No method was given"),
         (("--suite", "quick", "--repeats", "0"), "repeats must be a whole number of at least 1"),
-        (("--suite", "quick", "--threads", "0"), "--threads must be at least 1"),
         (("--suite", "quick", "--data", "gone.jsonl"), "leave out --tasks"),
         (("-s", "quick", "--data", "gone.jsonl"), "Cannot read the prompts in gone.jsonl"),
     ],

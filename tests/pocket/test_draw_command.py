@@ -48,7 +48,7 @@ def test_the_page_shows_every_picture_and_the_facts_are_on_file(tmp_path: Path) 
 def test_unknown_tasks_and_grammars_are_refused_in_a_sentence(tmp_path: Path) -> None:
     for arguments, words in (
         (["--task", "novel"], "no pocket task 'novel'"),
-        (["--grammar", "rhyme"], "dense or verbose"),
+        (["--grammar", "rhyme"], "has no grammar 'rhyme'; it has dense, verbose"),
     ):
         with pytest.raises(SaccadeError, match=words):
             CliRunner().invoke(app, ["draw", "--out", str(tmp_path), *arguments], catch_exceptions=False)
