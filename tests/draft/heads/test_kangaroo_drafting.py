@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from checkpoints import picture, vlm
 from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import kangaroo as under_test
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.store import load_head, save_head
@@ -54,7 +55,7 @@ def slow(name: str, head: Head, inputs: Inputs, tokens: list[int], length: int) 
     text = Text.of(name, inputs, tokens)
     states = text.streams[head.layers[0]][:length]
     causal = torch.ones(1, length, length, dtype=torch.bool).tril()
-    hidden = head(states[None], None, torch.arange(length)[None], causal)[0, -1]
+    hidden = head(states[None], None, Placement(torch.arange(length)[None], causal))[0, -1]
     return head.logits(hidden, target(name).model.get_output_embeddings())
 
 
@@ -75,7 +76,8 @@ def trained_head(name: str) -> Head:
             text = texts[step % 3]
             count = len(text.ids)
             causal = torch.ones(1, count, count, dtype=torch.bool).tril()
-            hidden = head(text.streams[head.layers[0]][None], None, torch.arange(count)[None], causal)
+            at = Placement(torch.arange(count)[None], causal)
+            hidden = head(text.streams[head.layers[0]][None], None, at)
             logits = head.logits(hidden, lambda h: F.linear(h, lm_head))
             optimiser.zero_grad()
             F.cross_entropy(logits[0, -LENGTH - 1 : -1], text.ids[-LENGTH:]).backward()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.errors import ModelError, TrainingError
@@ -90,7 +91,7 @@ def test_a_released_head_computes_what_its_files_say(folder: Path) -> None:
     torch.manual_seed(3)
     states, embeddings = torch.randn(9, 3 * 64), torch.randn(9, 64)
     causal = torch.ones(1, 9, 9, dtype=torch.bool).tril()
-    hidden = head(head.fuse(states)[None], embeddings[None], torch.arange(9)[None], causal)
+    hidden = head(head.fuse(states)[None], embeddings[None], Placement(torch.arange(9)[None], causal))
     expected, logits = by_hand(folder, states, embeddings)
     torch.testing.assert_close(hidden[0], expected, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(head.logits(hidden, torch.nn.Identity())[0], logits, atol=2e-4, rtol=2e-4)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from families import FAMILIES
 from saccade.draft.heads import store
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.errors import ModelError, TrainingError
@@ -48,7 +49,7 @@ def test_a_released_head_computes_what_its_files_say(case: str, tmp_path: Path) 
         alone[2:5] = True
         features[alone] = 0
     causal = torch.ones(1, 9, 9, dtype=torch.bool).tril()
-    out = head(head.fuse(features)[None], embeddings[None], torch.arange(9)[None], causal)
+    out = head(head.fuse(features)[None], embeddings[None], Placement(torch.arange(9)[None], causal))
     torch.testing.assert_close(out[0], by_hand(tmp_path, features, embeddings, alone), atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(head.logits(out, torch.nn.Identity()), out)  # no norm before the LM head
 
