@@ -209,7 +209,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no d2t": (
         lambda d: reweigh(d, lambda w: w.pop("d2t")),
-        "lacks the weight d2t, which says what its 40 tokens are",
+        "lacks the weight d2t, which maps its 40 tokens",
     ),
     "d2t beyond": (
         lambda d: reweigh(d, lambda w: w["d2t"].add_(192)),
