@@ -6,9 +6,9 @@ wherever it counts a wait here; that it waits nowhere else, and how long kernels
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
@@ -25,11 +25,11 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.engine import step_runner as work_module
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
+from saccade.target import cache
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 
@@ -63,6 +63,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:
 they ask the drafter after every guess, and wait for what it says."""
+FEW_UPLOADS = {*HEAD_KINDS, "plain", "chain", "static-tree", "dynamic-tree"} & set(OPTIONS)
+"""Methods whose steps send at most three tensors to the device: random numbers, what drafting and verification need of
+the host, and the places of entries that move."""
 PREFILL_WAITS = 24
 """Waits of the first step at most: the vision tower's stopwatch, transformers' checks of placeholders, and so on."""
 
@@ -73,17 +76,17 @@ def device() -> Iterator[PretendDevice]:
         yield opened
 
 
-@cache
+@functools.cache
 def target(place: str) -> Target:
     return Target(CASE.model().to(place))
 
 
-@cache
+@functools.cache
 def draft_model(place: str) -> Target:
     return Target(CASE.draft_model().to(place))
 
 
-@cache
+@functools.cache
 def head(kind: str, place: str) -> Head:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -133,7 +136,7 @@ def run(under_test: Engine, sampled: bool, device: PretendDevice | None = None, 
     return ran
 
 
-@cache
+@functools.cache
 def cpu_tokens(method: str, sampled: bool) -> list[list[int]]:
     return run(engine(method, "cpu"), sampled).tokens
 
@@ -161,16 +164,30 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(
         assert sum(counts.waits.values()) == 1, counts.waits
         assert "engine/step.py" in next(iter(counts.waits))
         assert not counts.blocking
+        assert method not in FEW_UPLOADS or counts.sent.total() <= 3, counts.sent
     for counts in ran.prefill:
         assert sum(counts.waits.values()) <= PREFILL_WAITS, counts.waits
+
+
+@pytest.mark.parametrize("method", ["dynamic-tree", "eagle2"])
+def test_sampling_on_a_tree_of_full_size_takes_few_more_launches_than_greedy_decoding(
+    device: PretendDevice, method: str
+) -> None:
+    """60 nodes in 6 levels; of a model of two layers, which leaves the rule more than its usual share."""
+    full = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60}
+    launches = []
+    for sampled in (False, True):
+        ran = run(engine(method, NAME, **full), sampled, device, rows=1)
+        launches.append(max(counts.launches.total() for counts in ran.steps))
+    assert launches[1] <= 1.2 * launches[0]
 
 
 # --------------------------------------------------------------------------- the known mistakes
 
 
 def _steps_of_a_planted(monkeypatch: pytest.MonkeyPatch, device: PretendDevice, mistake: Any) -> list[Counts]:
-    """Steps of plain decoding in which the roots are sent by ``mistake``."""
-    monkeypatch.setattr(work_module, "on_device", mistake)
+    """Steps of plain decoding in which host integers are sent by ``mistake``."""
+    monkeypatch.setattr(cache, "on_device", mistake)
     return run(engine("plain", NAME), False, device).steps
 
 

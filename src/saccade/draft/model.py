@@ -51,9 +51,10 @@ class ModelDraftSession:
     captioning_seconds = 0.0
 
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
-        self._drafter = drafter
+        self._drafter, self._target = drafter, target
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self.context = Context(drafter.model, rows, target.media)
+        self._numbers = self.context.cache.share_numbers(target.cache)
         self._shaping = drafter.policy.open(rows, drafter.model.device)
         self._prompts: list[Prompt | None] = [None] * rows
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
@@ -89,21 +90,39 @@ class ModelDraftSession:
     def propose(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
-        return self.draft(rows, new, self.run_and_commit(rows, new), proposer, limit)
+        logits = self.run_and_commit(rows, new, others=self._target.numbers_of(rows))
+        return self.draft(rows, new, logits, proposer, limit)
 
     def run_and_commit(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], every: bool = False
+        self,
+        rows: Sequence[int],
+        new: Sequence[Sequence[int]],
+        every: bool = False,
+        others: Sequence[tuple[int, ...]] = (),
     ) -> list[Tensor]:
-        """Run and commit the tokens that rows emitted; arguments and result as for `run`."""
-        logits = self.run(rows, new, every)
+        """Run and commit the tokens that rows emitted; arguments and result as for `run`.
+
+        Args:
+            others: host integers that later forwards need on the device, sent with those of drafting.
+        """
+        roots = tuple(tokens[-1] for tokens in new)
+        behind = self.context.numbers_of(rows, [len(tokens) for tokens in new])
+        logits = self.run(rows, new, every, [roots, *behind, *others])
         self.context.commit(rows, [range(len(tokens)) for tokens in new], [self._embeddable(t) for t in new])
         return logits
 
-    def run(self, rows: Sequence[int], new: Sequence[Sequence[int]], every: bool = False) -> list[Tensor]:
+    def run(
+        self,
+        rows: Sequence[int],
+        new: Sequence[Sequence[int]],
+        every: bool = False,
+        others: Sequence[tuple[int, ...]] = (),
+    ) -> list[Tensor]:
         """Run the tokens that rows emitted; their entries stay pending.
 
         Args:
             every: return logits after every token, not only after the last one of each row.
+            others: as of `run_and_commit`.
 
         Returns:
             Per row logits ``[n, V]`` with its own n, or ``[1, V]``.
@@ -111,10 +130,16 @@ class ModelDraftSession:
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
+        tokens_of = {
+            count: tuple(token for place in places for token in self._embeddable(new[place]))
+            for count, places in groups.items()
+        }
+        rows_of = {count: [rows[place] for place in places] for count, places in groups.items()}
+        needed = [each for own in rows_of.values() for each in self.context.numbers_of(own)]
+        self._numbers.send([*tokens_of.values(), *needed, *others])
         blocks: list[TokenBlock] = []
-        for count, places in groups.items():
-            emitted = self._tensor([self._embeddable(new[place]) for place in places])
-            block = self.context.block([rows[place] for place in places], emitted)
+        for count, own in rows_of.items():
+            block = self.context.block(own, self._numbers.get(tokens_of[count]).view(len(own), count))
             blocks.append(replace(block, logits_from=0 if every else count - 1))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, output in zip(groups.values(), self.context.run(blocks), strict=True):
@@ -131,7 +156,7 @@ class ModelDraftSession:
         limit: int,
     ) -> DraftTree:
         """Draft behind emitted tokens, from the ``logits`` that `run_and_commit` returned for them."""
-        roots = self._tensor([tokens[-1] for tokens in new])
+        roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
         # A shape that is chosen by the drafted tokens must not depend on the limit.
         capped = self._drafter.policy.can_sample
@@ -155,9 +180,6 @@ class ModelDraftSession:
     def _embeddable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those without an embedding in the drafter (padding of a larger vocabulary)."""
         return [token if token < self._num_embeddings else 0 for token in ids]
-
-    def _tensor(self, values: Sequence[object]) -> Tensor:
-        return on_device(values, self._drafter.model.device)
 
     def _shared(self, logits: Tensor) -> Tensor:
         """The logits of the vocabulary shared with the target."""

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from saccade.engine.row import Row
 from saccade.output import TreeTrace
-from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.target.prefill import Prefill
@@ -65,29 +64,32 @@ class Clock:
         return dict(self._seconds)
 
 
-def pack(
-    tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None, remaining: Tensor
-) -> Tensor:
-    """Pack verdicts into ``[A, 5 + 3 * (D + 1)]`` integers for one transfer.
+def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:
+    """Pack verdicts into ``[A, 4 + 4 * (D + 1)]`` integers for one transfer.
 
-    Per row: accepted count, token, drafted nodes (without padding and nodes deeper than ``remaining``, which serve
-    longer rows), whether logits are not finite, whether the token was sampled from scores without a finite maximum,
-    path nodes, path tokens, path marks.
+    Per row: accepted count, token, whether logits are not finite, whether the token was sampled from scores without a
+    finite maximum, path nodes, path tokens, nodes of at most each depth without padding, path marks.
 
     Args:
         sampled: scores ``[A, N, V]`` that tokens were sampled from; None for greedy decoding.
-        remaining: ``[A]`` tokens that each row may still emit.
     """
-    unsound = ~torch.isfinite(logits.amax((1, 2)))
+    unsound = _not_finite(logits.amax((1, 2)))
     barred = torch.zeros_like(unsound)
     if sampled is not None:  # only at the path's last node: nothing is accepted below it
-        last = verdict.path.gather(1, verdict.count[:, None])[:, 0]
-        barred = ~torch.isfinite(sampled[torch.arange(len(last), device=last.device), last].amax(-1))
+        last = verdict.path.gather(1, verdict.count[:, None])[..., None]
+        barred = _not_finite(sampled.gather(1, last.expand(-1, 1, sampled.shape[2])).amax((1, 2)))
+    count, token = verdict.count[:, None], verdict.token[:, None]
     path_tokens = tree.tokens.gather(1, verdict.path)
-    drafted = (tree.valid & (tree.depth <= remaining[:, None])).sum(1) - 1
-    head = torch.stack([verdict.count, verdict.token, drafted, unsound.long(), barred.long()], 1)
+    depths = torch.arange(verdict.path.shape[1], device=logits.device)[:, None]
+    nodes = (tree.valid[:, None] & (tree.depth[:, None] <= depths)).sum(-1).expand_as(path_tokens)
     marks = torch.zeros_like(path_tokens) if verdict.marks is None else verdict.marks
-    return torch.cat([head, verdict.path, path_tokens, marks], 1)
+    flags = [unsound[:, None], barred[:, None]]
+    return torch.cat([count, token, *flags, verdict.path, path_tokens, nodes, marks], 1)
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    """1 where values are infinite or NaN, else 0."""
+    return (values - values != 0).long()
 
 
 def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
@@ -177,8 +179,7 @@ class VerificationGroup:
         numbers = None if self.uniforms is None else self.uniforms.judging
         self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
         sampled = self.scores if self.rule.samples else None
-        remaining = on_device([row.remaining for row in self.rows], self.output.logits.device)
-        return pack(self.tree, self.verdict, self.output.logits, sampled, remaining)
+        return pack(self.tree, self.verdict, self.output.logits, sampled)
 
     def _processed(self, logits: Tensor) -> Tensor:
         prefixes, remaining = [row.ids for row in self.rows], [row.remaining for row in self.rows]

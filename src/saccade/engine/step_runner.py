@@ -24,7 +24,6 @@ from saccade.errors import InputError, ModelError
 from saccade.inputs.families import visual_ids
 from saccade.output import DRAFTED
 from saccade.processors import name_of
-from saccade.target.cache import on_device
 from saccade.target.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.target.limits import ContextError
 from saccade.target.prefill import PrefillResult
@@ -34,6 +33,8 @@ from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Rule
 
 Owner = PrefillChunk | VerificationGroup
+Commit = tuple[int, list[int], list[int]]
+"""A row's slot, its committed ones among the pending entries, and their tokens."""
 
 
 class StepRunner:
@@ -224,10 +225,13 @@ class StepRunner:
     def _root_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
         """A group with plain decoding's trees, of the last tokens alone."""
         rule, judge = self._state.judge(do_sample)
-        roots = on_device([row.ids[-1] for row in rows], self._target.device)
+        roots = tuple(row.ids[-1] for row in rows)
+        slots = [row.slot for row in rows if row.slot is not None]
+        numbers = self._context.cache.numbers
+        numbers.send([roots, *self._context.numbers_of(slots)])
         processing = Processing([row.processing for row in rows])
         uniforms, _ = self._uniforms(rows, rule)
-        tree = DraftTree.root_only(roots)
+        tree = DraftTree.root_only(numbers.get(roots).to(self._target.device))
         return VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=False)
 
     def _uniforms(self, rows: Sequence[Row], rule: Rule) -> tuple[Uniforms | None, bool]:
@@ -316,14 +320,18 @@ class StepRunner:
             with_tree: chunks whose trees were verified, by row.
         """
         paths: list[list[int]] = []
+        commits: list[Commit] = []
         for index, (row, verdict) in enumerate(zip(group.rows, numbers, strict=True)):
             try:
                 if index in group.failed:
                     raise group.failed[index]
-                paths.append(self._emit_row(row, verdict, with_tree.get(id(row))))
+                paths.append(self._emit_row(row, verdict, with_tree.get(id(row)), commits))
             except Exception as error:
                 self._state.fail(row, error)
                 paths.append([])
+        if commits:  # at once: entries that change slots are sent in one transfer
+            slots, entries, ids = zip(*commits, strict=True)
+            self._context.commit(slots, entries, ids)
         if self._trace and group.drafted:
             for row, tree in zip(group.rows, traces(group.tree, paths), strict=True):
                 row.steps[-1] = replace(row.steps[-1], tree=tree)
@@ -331,21 +339,24 @@ class StepRunner:
             if row.done and row.slot is not None:
                 self._state.leave(row, empty=False)
 
-    def _emit_row(self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None) -> list[int]:
-        """Emit a row's tokens and commit their entries; return the committed nodes."""
+    def _emit_row(
+        self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None, commits: list[Commit]
+    ) -> list[int]:
+        """Emit a row's tokens and add their entries to ``commits``; return the committed nodes."""
         assert row.slot is not None
-        count, token, drafted, unsound, barred, *rest = numbers
+        count, token, unsound, barred, *rest = numbers
         if unsound:
             raise ModelError(
                 f"The target's logits are not finite at step {self._number} (after {len(row.output)} new "
                 "tokens); check the weights and the dtype (float16 overflows in some models, use bfloat16)."
             )
-        width = len(rest) // 3
-        path, path_tokens, codes = (rest[at : at + count + 1] for at in (0, width, 2 * width))
+        width = len(rest) // 4
+        path, path_tokens, codes = (rest[at : at + count + 1] for at in (0, width, 3 * width))
         first = self._state.is_prefilling(row)
-        row.stats.drafted_tokens += drafted
+        # Deeper nodes serve longer rows.
+        row.stats.drafted_tokens += rest[2 * width + min(row.remaining, width - 1)] - 1
         if not first:
-            row.record_pass(min(count, row.remaining))  # deeper ones serve longer rows
+            row.record_pass(min(count, row.remaining))
         emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
         if barred and len(emitted) > count:
             names = ", ".join(name_of(processor) for processor in row.plan.processors) or "none"
@@ -363,9 +374,9 @@ class StepRunner:
             assert chunk.block is not None
             prompt = chunk.block.count
             entries = [*range(prompt), *(prompt - 1 + node for node in nodes[1:])]
-            self._context.commit([row.slot], [entries], [path_tokens[1 : len(emitted)]])
+            commits.append((row.slot, entries, path_tokens[1 : len(emitted)]))
         elif not first:
-            self._context.commit([row.slot], [nodes], [path_tokens[: len(emitted)]])
+            commits.append((row.slot, nodes, path_tokens[: len(emitted)]))
         self._state.prefills.pop(row.slot, None)
         return nodes
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saccade.errors import ModelError
 from saccade.inputs.batching import join
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import RowCache, on_device, to_device
+from saccade.target.cache import RowCache
 from saccade.target.forward import (
     ForwardOutput,
     Requirements,
@@ -275,10 +275,11 @@ class Target:
             return layout, joint, None
         indices, start = [], 0
         for block in blocks:
-            for _ in block.rows:
-                indices.append(torch.arange(start + block.logits_from, start + block.count))
-                start += block.count
-        return layout, joint, to_device(torch.cat(indices), self.device)
+            stop = start + block.tokens.numel()
+            each = torch.arange(start, stop, device=self.device).view(-1, block.count)
+            indices.append(each[:, block.logits_from :].flatten())
+            start = stop
+        return layout, joint, indices[0] if len(indices) == 1 else torch.cat(indices)
 
     def _masks(self, cache: RowCache, block: TokenBlock) -> dict[str, Tensor | None]:
         return self.traits.masks.build(
@@ -307,10 +308,10 @@ class Target:
         if min(first) == max(first):
             positions = (depth + first[0]).expand(len(rows), -1)
         else:
-            positions = depth + on_device(first, self.device)[:, None]
+            positions = depth + cache.numbers.get(first).to(self.device)[:, None]
         ahead = None
         if max(deltas) > 0:
-            ahead = on_device(list(deltas), self.device)[:, None]
+            ahead = cache.numbers.get(deltas).to(self.device)[:, None]
         return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
 
     # -- the stock modules, a row at a time ----------------------------------------------------------------

@@ -9,7 +9,7 @@ accepted entries never move.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from saccade.target.layout import Layout, Masks, Span
 
 QUANTUM = 64
 """Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
+
+
+_MOST_NUMBERS = 256
+"""Most tuples of host integers on a device at a time."""
 
 
 @dataclass(slots=True)
@@ -111,6 +115,7 @@ class RowCache(Cache):
         lengths: committed entries per row, on the host.
         pending: entries per row that are written and neither committed nor dropped.
         layout: of the current forward.
+        numbers: integers of the forwards under way, on the device of the first layer.
         max_slots: size beyond which the arena grows without headroom.
     """
 
@@ -124,6 +129,8 @@ class RowCache(Cache):
         self.max_slots = sys.maxsize
         self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)
+        # a cache may have no layers
+        self.numbers = HostNumbers(self._devices[0] if self._devices else torch.device("cpu"))
         self._stores: dict[tuple[Any, ...], _Store] = {}
 
     @property
@@ -147,19 +154,41 @@ class RowCache(Cache):
             raise ModelError(f"Row {row} of the KV cache has no slots yet; reserve them first.")
         return segment.start
 
+    def share_numbers(self, other: RowCache) -> HostNumbers:
+        """Return the other cache's `numbers`, used from now on here, too; its own on another device."""
+        if other.numbers.device == self.numbers.device:
+            self.numbers = other.numbers
+        return self.numbers
+
+    def ends(self, rows: Sequence[int], new: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the first slot behind each row's committed entries, or behind ``new`` more of each."""
+        return tuple(
+            self.start(row) + self.lengths[row] + more
+            for row, more in zip(rows, new or [0] * len(rows), strict=True)
+        )
+
     def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
         """Lay out the next forward, whose entries become pending.
 
         Args:
             parts: rows, number of tokens of each, and masks of `MaskPlan.build`, in the order of the packed sequence.
+                Rows of one part have equally many pending entries.
 
         Raises:
             ModelError: a row's segment is too small.
         """
         spans: list[Span] = []
         slots: list[Tensor] = []
+        is_single = sum(len(rows) for rows, _, _ in parts) == 1
         at = 0
         for rows, count, masks in parts:
+            pending = self.pending[rows[0]]
+            if len(rows) > 1:
+                new = torch.arange(pending, pending + count, device=self.numbers.device)
+                slots.append((self.numbers.get(self.ends(rows))[:, None] + new).flatten())
+            elif not is_single:
+                first = self.ends(rows)[0] + pending
+                slots.append(torch.arange(first, first + count, device=self.numbers.device))
             for place, row in enumerate(rows):
                 start, occupied = self.start(row), self.lengths[row] + self.pending[row]
                 if occupied + count > self.capacity(row):
@@ -172,15 +201,14 @@ class RowCache(Cache):
                     for k, m in masks.items()
                 }
                 spans.append(Span(row, at, count, start, occupied + count, own))
-                slots.append(torch.arange(start + occupied, start + occupied + count))
                 self.pending[row] += count
                 at += count
-        if len(slots) == 1:
+        if is_single:
             first = spans[0].start + spans[0].visible - spans[0].count
             self.layout = Layout(spans, slice(first, first + at), self.slots)
         else:
-            device = self._devices[0] if self._devices else torch.device("cpu")  # a cache may have no layers
-            self.layout = Layout(spans, to_device(torch.cat(slots), device), self.slots)
+            joint = slots[0] if len(slots) == 1 else torch.cat(slots)
+            self.layout = Layout(spans, joint, self.slots)
         return self.layout
 
     # -- segments --------------------------------------------------------------------------------------------
@@ -333,6 +361,35 @@ class RowCache(Cache):
             )
             self._stores[key] = store
         return store
+
+
+class HostNumbers:
+    """Host integers on a device, sent together and found again by their values; only to be read.
+
+    Args:
+        device: where they are sent.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sent: dict[tuple[int, ...], Tensor] = {}
+
+    def send(self, parts: Iterable[tuple[int, ...]]) -> None:
+        """Copy to the device what is not there yet, in one transfer without blocking the host."""
+        new = [part for part in dict.fromkeys(parts) if part not in self._sent]
+        if not new:
+            return
+        if len(self._sent) + len(new) > _MOST_NUMBERS:
+            self._sent.clear()
+        joint = on_device([value for part in new for value in part], self.device)
+        self._sent.update(zip(new, joint.split([len(part) for part in new]), strict=True))
+
+    def get(self, values: Sequence[int]) -> Tensor:
+        """Return ``[n]`` integers, sent now unless they are there."""
+        key = tuple(values)
+        if key not in self._sent:
+            self.send([key])
+        return self._sent[key]
 
 
 def round_to_segment(slots: int) -> int:

@@ -130,6 +130,20 @@ class Context:
         """Return the input of ``layer``, ``[A, n, d]``; see `Target.early_exit`."""
         return self.target.early_exit(self.cache, self.block(rows, tokens, attention_mask, depth), layer)
 
+    def numbers_of(self, rows: Sequence[int], new: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """Return integers that a forward of some rows reads on the device, once ``new`` more entries are committed.
+
+        Where `RowCache.numbers` has sent them ahead, with others, the forward sends none.
+        """
+        if len(rows) == 1:
+            return []
+        more = new or [0] * len(rows)
+        deltas = tuple(self._contents[row].rope_delta for row in rows)
+        first = [self.cache.lengths[row] + n + d for row, n, d in zip(rows, more, deltas, strict=True)]
+        needed = [self.cache.ends(rows, more)]
+        needed += [tuple(first)] if min(first) < max(first) else []
+        return needed + ([deltas] if max(deltas) > 0 else [])
+
     def block(
         self,
         rows: Sequence[int],

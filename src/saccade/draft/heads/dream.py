@@ -177,6 +177,7 @@ class DreamDraftSession(HeadDraftSession):
         self._pruning = drafter.head.pruning
         self._dropped: list[list[int]] = [[] for _ in range(rows)]
         self.memory: RowCache = drafter.head.new_memory(rows)
+        self.memory.share_numbers(self.cache)
         if self._pruning.needs_attention:
             target.requirements.add_attention(self._pruning.layers, "all")
 
@@ -245,6 +246,10 @@ class DreamDraftSession(HeadDraftSession):
         span = Span(row, 0, reach.shape[1], start, held + count, {ALL: mask})
         self.memory.layout = Layout([span], slice(start + held, start + held + count), self.memory.slots)
         self.memory.pending[row] += count
+
+    @property
+    def _caches(self) -> list[RowCache]:
+        return [self.cache, self.memory]
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
         hidden = super()._catch_up(rows, new, width)

@@ -16,7 +16,6 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.hidden_states import final_norm
 from saccade.tree import DraftTree
@@ -140,7 +139,7 @@ class KangarooDraftSession(HeadDraftSession):
         return tree
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
-        roots = on_device([[tokens[-1]] for tokens in new], self._device)
+        roots = self._numbers.get([tokens[-1] for tokens in new])[:, None]
         states = self._early(rows, roots, None, 0)
         for place, (row, tokens) in enumerate(zip(rows, new, strict=True)):
             self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
@@ -158,7 +157,7 @@ class KangarooDraftSession(HeadDraftSession):
     ) -> Tensor:
         """``[A, W, d]`` states of pending tokens, ``attention_mask`` ``[A or 1, W, T]`` as in `Context.forward`."""
         self._depths += [depth] * tokens.shape[1]
-        depths = on_device([self._depths], self._device)
+        depths = self._numbers.get(self._depths)[None]
         return self._context.early_exit(rows, tokens, attention_mask, depths, self._layer).to(
             self._features[0]
         )

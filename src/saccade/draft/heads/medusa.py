@@ -17,7 +17,6 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
 from saccade.target.prefill import PrefillResult
@@ -147,6 +146,7 @@ class AheadDraftSession:
         assert isinstance(drafter.head, StackedHead)
         self._drafter, self._head = drafter, drafter.head
         self._device = drafter.target.device
+        self._context, self._numbers = target, target.cache.numbers
         self._shaping = drafter.policy.open(rows, self._device)
         self._prompts = [0] * rows
         weight = next(self._head.parameters())
@@ -174,12 +174,13 @@ class AheadDraftSession:
     def propose(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
-        roots = on_device([tokens[-1] for tokens in new], self._device)
-        self._going = self._state[on_device(list(rows), self._device)]
-        growth = self._shaping.begin(rows, roots, proposer)
+        roots = tuple(tokens[-1] for tokens in new)
+        self._numbers.send([roots, tuple(rows), *self._context.numbers_of(rows)])
+        self._going = self._state[self._numbers.get(rows)]
+        growth = self._shaping.begin(rows, self._numbers.get(roots), proposer)
         # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
         capped = self._drafter.policy.can_sample
-        ran = roots[:, None]  # [A, 1 + F], root first
+        ran = self._numbers.get(roots)[:, None]  # [A, 1 + F], root first
         frontier = growth.expand(self._logits(ran[:, :, None]))
         while frontier is not None and not (capped and frontier.depth >= limit):
             ran = torch.cat([ran, frontier.tokens], 1)
@@ -194,7 +195,7 @@ class AheadDraftSession:
         (layer,) = self._head.layers
         states = output.hidden[layer].to(self._state)  # [A, N, d]
         at = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
-        self._state[on_device(list(rows), self._device)] = at
+        self._state[self._numbers.get(rows)] = at
         self._shaping.observe(rows, verdict)
 
     def _logits(self, paths: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from saccade.errors import ModelError
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.cache import RowCache, on_device
+from saccade.target.cache import RowCache
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
 from saccade.target.masks import MaskPlan
@@ -94,6 +94,7 @@ class HeadDraftSession:
         self._slack = policy.max_run + policy.max_nodes
         self._shaping = policy.open(rows, self._device)
         self.cache: RowCache = self._head.new_cache(rows)
+        self._numbers = self.cache.share_numbers(target.cache)
         self._room = [0] * rows
         # Per row: tokens whose entries have run (hidden ones included), and tokens whose states are stored,
         # among them those of the last verification.
@@ -153,13 +154,14 @@ class HeadDraftSession:
         self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree:
         counts = [len(tokens) for tokens in new]
+        self._send_numbers(rows, new, counts)
         hidden = self._catch_up(rows, new, max(counts))
         if min(counts) == max(counts):
             ran = hidden[:, -1:]  # [A, 1 + F, d], root first
         else:
-            last = on_device([count - 1 for count in counts], self._device)
+            last = self._numbers.get(counts) - 1
             ran = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
-        roots = on_device([tokens[-1] for tokens in new], self._device)
+        roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
         # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
         capped = self._drafter.policy.can_sample
@@ -213,9 +215,25 @@ class HeadDraftSession:
         masks = MASKS.build(attention_mask, lengths, count, pending, None, dtype, self._device)
         cache.plan_layout([(rows, count, masks)])
 
+    @property
+    def _caches(self) -> list[RowCache]:
+        """Caches with an entry per token run."""
+        return [self.cache]
+
+    def _send_numbers(self, rows: Sequence[int], new: Sequence[Sequence[int]], counts: list[int]) -> None:
+        """Send the integers that drafting and verification need on the device in one transfer."""
+        parts = [_padded(new), tuple(tokens[-1] for tokens in new), *self._context.numbers_of(rows)]
+        if len(rows) > 1:
+            parts.append(tuple(counts))
+            for cache in self._caches:
+                lengths = [cache.lengths[row] for row in rows]
+                parts += [cache.ends(rows), cache.ends(rows, counts), tuple(lengths)]
+                parts.append(tuple(held + more for held, more in zip(lengths, counts, strict=True)))
+        self._numbers.send(parts)
+
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
         """Run the tokens that every row emitted last, with the target's states; ``[A, width, d]``."""
-        tokens = on_device([[*t, *[0] * (width - len(t))] for t in new], self._device)
+        tokens = self._numbers.get(_padded(new)).view(-1, width)
         firsts = [max(self._known[row] - self.lag, 0) for row in rows]
         parts = [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
         order = torch.arange(width, device=self._device)
@@ -254,11 +272,11 @@ class HeadDraftSession:
     def _placed(self, cache: RowCache, rows: Sequence[int], offset: int | Tensor) -> Tensor:
         """Return positions ``[A or 1, N or 1]``, ``offset`` after the rows' committed entries."""
         lengths = [cache.lengths[row] for row in rows]
-        if len(rows) == 1 and isinstance(offset, int):
-            return on_device([[lengths[0] + offset]], self._device)
-        if min(lengths) == max(lengths) and not isinstance(offset, int):
-            return (offset + lengths[0])[None]
-        return on_device(lengths, self._device)[:, None] + offset
+        if min(lengths) < max(lengths):
+            return self._numbers.get(lengths)[:, None] + offset
+        if isinstance(offset, int):
+            return torch.full((1, 1), lengths[0] + offset, device=self._device)
+        return (offset + lengths[0])[None]
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._words(tokens)
@@ -288,3 +306,9 @@ class HeadDraftSession:
                 "that sees visual tokens needs; use a head that hides them."
             )
         return prefill.embeddings
+
+
+def _padded(new: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the rows' tokens one after the other, each row padded to the longest."""
+    width = max(map(len, new))
+    return tuple(token for tokens in new for token in (*tokens, *[0] * (width - len(tokens))))

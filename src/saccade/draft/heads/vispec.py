@@ -17,7 +17,6 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.prefill import PrefillResult
 
@@ -184,5 +183,5 @@ class ViSpecDraftSession(HeadDraftSession):
         return self._vispec.with_images(words, places, images)[None]
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        vectors = self._global[on_device(list(rows), self._device)]
+        vectors = self._global[self._numbers.get(rows)]
         return torch.cat([self._words(tokens), vectors[:, None].expand(-1, tokens.shape[1], -1)], -1)

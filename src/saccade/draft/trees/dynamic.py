@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -92,8 +93,7 @@ class _DynamicGrowth:
 
     def tree(self) -> DraftTree:
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
-        sizes = enumerate(self._level_sizes)
-        depths = on_device([depth for depth, size in sizes for _ in range(size)], tokens.device)
+        depths = _depths(tuple(self._level_sizes), tokens.device)
         # Stable: of equal scores the earlier node wins, so no child is chosen without its parent.
         order = torch.cat(self._scores, 1).sort(dim=1, descending=True, stable=True).indices
         chosen = order[:, : self._policy.max_nodes].sort(1).values  # [B, N], node 0 first
@@ -107,6 +107,12 @@ class _DynamicGrowth:
             max_depth=self._policy.max_depth,
             max_children=self._policy.top,
         )
+
+
+@lru_cache(maxsize=64)
+def _depths(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the depth of every node of levels of these sizes, copied to a device once for all steps."""
+    return on_device([depth for depth, size in enumerate(sizes) for _ in range(size)], device)
 
 
 @dataclass(frozen=True)
