@@ -64,13 +64,18 @@ class MaskPlan:
         longest, new = max(lengths), pending + count
         near = self.window is None or (slot_shifts is None and longest + new <= self.window)
         mask = attention_mask
-        if mask is None and count > 1:
-            mask = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)
-        full = None if mask is None else pad(additive(mask, dtype), (longest, 0))
+        full = None
+        if mask is not None:
+            full = torch.zeros(*mask.shape[:2], longest + new, dtype=dtype, device=device)
+            full[:, :, longest:].masked_fill_(~mask, torch.finfo(dtype).min)
+        elif count > 1:
+            lowest = torch.finfo(dtype).min
+            full = torch.full((1, count, longest + new), lowest, dtype=dtype, device=device)
+            full = full.triu_(longest + pending + 1)
         if near:
             return dict.fromkeys(self.names, full)
         if mask is None:
-            mask = torch.ones(1, count, new, dtype=torch.bool, device=device)
+            mask = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)
         if depth is None:
             depth = torch.arange(new, device=device)[None]
         inside = self._in_window(longest, depth, count, slot_shifts)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.target.cache import on_device
+from saccade.target.cache import HostNumbers, on_device
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -71,16 +71,18 @@ class History:
         self._added = [0] * batch
         places = 1 if window is None else window + 1  # the last one collects positions beyond the window
         self._sums = torch.zeros(batch, places, size, device=device)
+        self._numbers = HostNumbers(device)
 
     def add(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> None:
         """Add positions of some rows in order: of values ``[A, T, S]`` the first ``new`` ones of each."""
-        index = on_device(rows, self._sums.device)
+        self._numbers.send([tuple(rows), tuple(new)])
+        index = self._numbers.get(rows)
         if self._window is not None:
             ring = self._sums[index].scatter_(1, self._places(rows, values, new), values)
             self._sums.index_copy_(0, index, ring)
         else:
             places = torch.arange(values.shape[1], device=values.device)
-            known = places < on_device(new, values.device)[:, None]
+            known = places < self._numbers.get(new)[:, None]
             self._sums.index_add_(0, index, torch.where(known[..., None], values, 0.0).sum(1, keepdim=True))
         for row, more in zip(rows, new, strict=True):
             self._added[row] += more
@@ -101,7 +103,7 @@ class History:
 
     def total(self, rows: Sequence[int]) -> Tensor:
         """``[A, S]`` sums of some rows."""
-        own = self._sums[on_device(rows, self._sums.device)]
+        own = self._sums[self._numbers.get(rows)]
         return own[:, 0] if self._window is None else own[:, : self._window].sum(1)
 
     def counts(self, rows: Sequence[int]) -> list[int]:

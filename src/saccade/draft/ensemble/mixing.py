@@ -74,7 +74,7 @@ class MixedGrowth:
             (slot // count, places[slot % count]) for slot in slots
         ]  # (view, place) of active views
         self._shares = mixing.weights.t()[:, :, None, None]  # [m, A, 1, 1]
-        self._index = self._indexed()
+        self._index, self._places = self._indexed(), self._placed()
         self._first = True
 
     def expand(self, logits: Tensor) -> Frontier | None:
@@ -91,10 +91,11 @@ class MixedGrowth:
         if new is None:
             return None
         tokens, mask = new.tokens, new.attention_mask
-        if len(self._pairs) > 1 or rows > 1:
-            places = on_device([place for _, place in self._pairs], tokens.device)
-            tokens = tokens[places]
-            mask = mask if mask is None or len(mask) == 1 else mask[places]
+        if self._places is not None:
+            tokens = tokens[self._places]
+            mask = mask if mask is None or len(mask) == 1 else mask[self._places]
+        elif rows == 1:
+            tokens = tokens.expand(len(self._pairs), -1)
         return Frontier(tokens, mask, new.depth, self._active)
 
     def tree(self) -> DraftTree:
@@ -110,7 +111,13 @@ class MixedGrowth:
         if len(chosen) < len(self._pairs):
             self._active = [self._active[i] for i in chosen]
             self._pairs = [self._pairs[i] for i in chosen]
-            self._index = self._indexed()
+            self._index, self._places = self._indexed(), self._placed()
+
+    def _placed(self) -> Tensor | None:
+        """Places of the active pairs' rows; None where there is one row."""
+        if self._shares.shape[1] == 1:
+            return None
+        return on_device([place for _, place in self._pairs], self._shares.device)
 
     def _indexed(self) -> Tensor | None:
         """``[m * A]`` index of the active pair that represents each view of each row; None where all run in order.

@@ -43,16 +43,20 @@ class Rotary:
             frequencies = float(rope["rope_theta"]) ** -exponents
         else:
             raise ModelError(f"The rope type {kind!r} is not known to drafter heads; expected default.")
-        self._frequencies = {torch.device("cpu"): frequencies.float()}
+        # By device [D], once for each half that is rotated; the sines' signs, scaled.
+        self._frequencies = {torch.device("cpu"): frequencies.float().repeat(2)}
+        signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))
+        self._signs = {torch.device("cpu"): signs}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``, for `turn`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
-        angles = positions[:, None, :, None].float() * self._frequencies[device]
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+            self._signs[device] = self._signs[torch.device("cpu")].to(device)
+        angles = positions[:, None, :, None] * self._frequencies[device]
+        cos = angles.cos() if self._scale == 1 else angles.cos() * self._scale
+        return cos, angles.sin_() * self._signs[device]
 
 
 def turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

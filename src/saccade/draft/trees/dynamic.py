@@ -75,8 +75,8 @@ class _DynamicGrowth:
 
     def expand(self, logits: Tensor) -> Frontier | None:
         top = min(self._policy.top, logits.shape[2])
-        best, tokens = logits.float().topk(top, -1)
-        scores = best - logits.float().logsumexp(-1, keepdim=True) + self._frontier_scores[..., None]
+        best, tokens = logits.log_softmax(-1, torch.float32).topk(top, -1)
+        scores = best + self._frontier_scores[..., None]
         first = sum(self._level_sizes)
         self._tokens.append(tokens.flatten(1))
         self._scores.append(scores.flatten(1))
