@@ -147,6 +147,24 @@ def test_the_question_may_come_from_stdin(shell: Shell) -> None:
     assert "The question is empty" in shell("generate", "-t", ready("llama"), "-", stdin="\n").complaint
 
 
+def test_control_tokens_in_the_question_are_text_where_that_is_said(shell: Shell, image: str) -> None:
+    arguments = ("generate", "-t", ready("llava"), "-i", image, "What </s> is <image>?")
+    assert "take placeholders out" in shell(*arguments).err
+    expected = vlm("llava", None).generate("What </s> is <image>?", [picture()], text_as_text=True)
+    result = shell(*arguments, "--text-as-text", "-m", "plain")
+    assert (result.code, result.out) == (0, expected.text + "\n")
+
+
+def test_a_question_that_is_no_utf_8_is_one_sentence() -> None:
+    for arguments, given in (([b"a \xff"], b""), ([b"-"], b"a \xff")):
+        program = "from saccade.cli import main; main()"
+        command = [sys.executable, "-c", program, "generate", "-t", "pocket", *arguments]
+        strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+        done = subprocess.run(command, input=given, capture_output=True, env=strict, timeout=300)
+        assert done.returncode == 2
+        assert done.stderr == b"saccade: The text is not valid UTF-8 at character 3; give whole characters.\n"
+
+
 def test_sampling_repeats_with_its_seed(shell: Shell) -> None:
     def tokens(*options: str) -> list[int]:
         result = shell("generate", "-t", ready("llama"), "--json", *options, "Tell")

@@ -115,9 +115,9 @@ def test_a_plain_string_and_a_model_without_template_are_covered() -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "fine \udcff not"])
-def test_half_of_a_surrogate_pair_is_one_sentence(text: str) -> None:
+def test_text_that_is_no_utf_8_is_one_sentence(text: str) -> None:
     for given in (text, [{"role": "user", "content": text}]):
-        with pytest.raises(InputError, match=r"surrogate pair at character \d+; give valid UTF-8\.$"):
+        with pytest.raises(InputError, match=r"not valid UTF-8 at character \d+; give whole characters\.$"):
             kit("llama").ours.prompt(given)
 
 

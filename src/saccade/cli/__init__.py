@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = 
     Args:
         arguments: those of the process when None.
     """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # the prompt's check says it in a sentence
     try:
         code = commands(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()

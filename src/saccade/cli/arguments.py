@@ -102,6 +102,13 @@ Videos = Annotated[
         "--video", "-v", metavar="FILE", help="Video of the prompt (needs the video extra); may be repeated."
     ),
 ]
+TextAsText = Annotated[
+    bool,
+    typer.Option(
+        "--text-as-text",
+        help="Encode control tokens and placeholders in the messages, such as `</s>` or `<image>`, as ordinary text.",
+    ),
+]
 Marks = Annotated[
     bool,
     typer.Option(

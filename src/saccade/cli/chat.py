@@ -47,6 +47,7 @@ def chat(
     repetition_penalty: args.RepetitionPenalty = None,
     stop: args.Stop = None,
     seed: args.Seed = None,
+    text_as_text: args.TextAsText = False,
     marks: args.Marks = False,
 ) -> None:
     """Chat with a model about images and videos.
@@ -68,7 +69,7 @@ def chat(
         threads=threads,
         **settings,
     )
-    talk = _Talk(vlm, system, image or [], {"seed": seed, **decoding}, marks)
+    talk = _Talk(vlm, system, image or [], {"seed": seed, "text_as_text": text_as_text, **decoding}, marks)
     screen.note(f"{target} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):

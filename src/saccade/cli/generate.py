@@ -40,6 +40,7 @@ def generate(
     repetition_penalty: args.RepetitionPenalty = None,
     stop: args.Stop = None,
     seed: args.Seed = None,
+    text_as_text: args.TextAsText = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -85,7 +86,9 @@ def generate(
         threads=threads,
         **settings,
     )
-    stream = vlm.stream(question, images, videos, seed=seed, num_frames=num_frames, **decoding)
+    stream = vlm.stream(
+        question, images, videos, seed=seed, num_frames=num_frames, text_as_text=text_as_text, **decoding
+    )
     if as_json:
         output = screen.finish(stream, lambda _: None)
         print(json.dumps({"target": target, **_configuration(vlm, drafter), **output.as_dict()}))

@@ -272,7 +272,7 @@ def check_unicode(messages: Any) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"The text has half of a surrogate pair at character {error.start + 1}; give valid UTF-8."
+                f"The text is not valid UTF-8 at character {error.start + 1}; give whole characters."
             ) from None
 
 
