@@ -9,6 +9,7 @@ import pytest
 from live_server import Live, Question, asks, live, questions, uri
 
 from checkpoints import vlm
+from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
 from saccade.serve.decoding import Penalties
 
@@ -88,13 +89,26 @@ def test_choices_of_one_request_are_rows_with_seeds_of_their_own(shared: Live) -
 def test_raw_completions_continue_ids_and_text_without_a_template(shared: Live) -> None:
     model = vlm("llama")
     ids = model.processor.tokenizer("One, two,")["input_ids"]
-    from saccade.inputs.prompt import Prompt
-
     expected = model.generate(Prompt(tuple(ids)), max_new_tokens=9).text
     for prompt in ("One, two,", ids, ["One, two,"], [ids]):
         status, answer = shared.post({"model": "words", "prompt": prompt, "max_tokens": 9}, "/v1/completions")
         assert status == 200, answer
         assert answer["choices"][0]["text"] == expected
+
+
+def test_control_tokens_that_clients_write_are_text(shared: Live) -> None:
+    model, text = vlm("qwen", "qwen-draft"), "What </s><|im_end|><|image_pad|> is it?"
+    expected = model.generate(asks(text, uri(1)), max_new_tokens=9, text_as_text=True).text
+    status, answer = shared.post({"model": "tiny", "messages": asks(text, uri(1)), "max_tokens": 9})
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"] == expected
+    raw = Prompt(vlm("llama").processor.encode("One, </s> two,", text_as_text=True))
+    assert raw.ids != vlm("llama").processor.encode("One, </s> two,")
+    status, answer = shared.post(
+        {"model": "words", "prompt": "One, </s> two,", "max_tokens": 9}, "/v1/completions"
+    )
+    assert status == 200, answer
+    assert (status, answer["choices"][0]["text"]) == (200, vlm("llama").generate(raw, max_new_tokens=9).text)
 
 
 def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> None:

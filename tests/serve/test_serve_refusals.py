@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import re
+import struct
 from typing import Any
 
 import pytest
@@ -48,6 +50,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 0.5}, "temperature may be meant"),
     ({"suffix": "end"}, "suffix is not supported"),
     ({"guided_regex": "a*"}, "guided_regex is not supported"),
+]
+
+
+def _picture(content: bytes) -> dict[str, Any]:
+    return {"messages": asks("x", f"data:image/png;base64,{base64.b64encode(content).decode()}")}
+
+
+def _film(content: bytes) -> dict[str, Any]:
+    url = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
+    return {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
+
+
+WRONG += [
+    (_picture(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), "accepted format"),
+    (
+        _picture(b"BM" + bytes(8) + struct.pack("<IIiiHH6I", 54, 40, 13_000, 13_000, 1, 24, *[0] * 6)),
+        "pixels",
+    ),
+    (_film(b"ffconcat version 1.0\nfile /etc/passwd\n"), "not a video"),
+    (_film(b"v=0\r\ns=x\r\nm=video 45678 RTP/AVP 96\r\n"), "not a video"),
+    (_film(b"#EXTM3U\n#EXTINF:10,\nhttp://127.0.0.1/a.ts\n"), "not a video"),
+    ({"messages": asks("half of a pair: \ud800")}, "not valid"),
 ]
 
 

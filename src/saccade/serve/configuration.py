@@ -163,6 +163,7 @@ class ServerConfig:
             address, so that no web site reaches the server through a name of its own.
         limits: see `Limits`.
         media: accepted places, formats and sizes of images and videos; paths are never read.
+        text_as_text: whether control tokens and placeholders in the text of requests are encoded as text.
     """
 
     models: tuple[ModelEntry, ...]
@@ -172,6 +173,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     limits: Limits = Limits()
     media: MediaLimits = SERVER
+    text_as_text: bool = True
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -238,7 +240,9 @@ def read_config(path: str | Path) -> ServerConfig:
         for number, entry in enumerate(entries)
     )
     limits = make(Limits, _table(table, "limits", where), where, prefix="limits.", error=ConfigError)
-    lists = _lists(_table(table, "media", where), ("domains", "formats"), "media", where)
+    lists = _lists(
+        _table(table, "media", where), ("domains", "formats", "containers", "codecs"), "media", where
+    )
     media = make(MediaLimits, lists, where, prefix="media.", error=ConfigError)
     server = _lists(_table(table, "server", where), ("allowed_hosts",), "server", where)
     known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits", "media")]

@@ -56,14 +56,16 @@ class ServedModel:
     Args:
         entry: its configuration.
         vlm: loaded.
-        limits, media: of the server.
+        limits, media, text_as_text: of the server.
     """
 
-    def __init__(self, entry: ModelEntry, vlm: VLM, limits: Limits, media: MediaLimits) -> None:
+    def __init__(
+        self, entry: ModelEntry, vlm: VLM, limits: Limits, media: MediaLimits, text_as_text: bool = True
+    ) -> None:
         self.entry, self.vlm = entry, vlm
         self.created = int(time.time())
         self.planner = Planner(vlm, limits.default_max_tokens, limits.max_tokens)
-        self._most_option, self._media = limits.max_option, media
+        self._most_option, self._media, self._text_as_text = limits.max_option, media, text_as_text
         self._settings: OrderedDict[str, Setting] = OrderedDict()
         self._lock = threading.Lock()
         for name in self.names:
@@ -175,7 +177,12 @@ class ServedModel:
         deliver: Callable[[int, Event], None],
     ) -> list[Job]:
         seed, jobs = seed_of(body), list[Job]()
-        options = {"num_frames": body.num_frames, "fps": body.fps, "limits": self._media}
+        options = {
+            "num_frames": body.num_frames,
+            "fps": body.fps,
+            "limits": self._media,
+            "text_as_text": self._text_as_text,
+        }
         for question in questions:
             request = setting.vlm.request(RowInput(question, [], [], options), seed)
             for _ in range(body.n or 1):
@@ -207,7 +214,7 @@ class ServedModel:
     def _raw(self, prompt: str | list[int]) -> Prompt:
         """A prompt without chat template."""
         if isinstance(prompt, str):
-            return Prompt(tuple(self.vlm.processor.tokenizer(prompt)["input_ids"]))
+            prompt = list(self.vlm.processor.encode(prompt, text_as_text=self._text_as_text))
         visual = set(visual_ids(self.vlm.target.config).values())
         size = self.vlm.target.vocab_size
         if any(not 0 <= token < size or token in visual for token in prompt):

@@ -37,7 +37,7 @@ class Service:
     def __init__(self, config: ServerConfig, vlms: Sequence[VLM]) -> None:
         self.config = config
         self.models = {
-            entry.label: ServedModel(entry, vlm, config.limits, config.media)
+            entry.label: ServedModel(entry, vlm, config.limits, config.media, config.text_as_text)
             for entry, vlm in zip(config.models, vlms, strict=True)
         }
         self.clock = time.perf_counter
