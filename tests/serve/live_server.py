@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -76,14 +77,18 @@ class Live:
 
 
 @contextmanager
-def live(models: Sequence[tuple[ModelEntry, VLM]] = (), **settings: Any) -> Iterator[Live]:
-    """A server on a free port; settings of `Limits` and `ServerConfig`."""
+def live(
+    models: Sequence[tuple[ModelEntry, VLM]] = (), send_buffer: int = 0, **settings: Any
+) -> Iterator[Live]:
+    """A server on a free port; settings of `Limits` and `ServerConfig`, and bytes that its sockets may buffer."""
     models = models or [(TINY, vlm("qwen", "qwen-draft"))]
     of_server = {name: settings.pop(name) for name in ("api_key_file", "allowed_hosts") if name in settings}
     limits = Limits(**{"kv_memory_mib": 256, "media_cache_mib": 16, **settings})
     config = ServerConfig(tuple(entry for entry, _ in models), port=0, limits=limits, **of_server)
     app = make_app(config, [model for _, model in models])
     listening = bind(config)
+    if send_buffer:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(config, app)
     server.capture_signals = _no_signals  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

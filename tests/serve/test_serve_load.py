@@ -127,7 +127,7 @@ def test_limits_per_client_are_429_and_end_with_the_requests() -> None:
 
 
 def test_a_slow_reader_is_dropped_and_stalls_nobody() -> None:
-    with live(stream_buffer=8, send_seconds=1.0, max_rows=2) as server:
+    with live(stream_buffer=8, send_seconds=1.0, max_rows=2, send_buffer=4096) as server:
         body = {**LONG, "max_tokens": 900, "stream": True, "logprobs": True, "top_logprobs": 20}
         reader = socket.create_connection(("127.0.0.1", server.port))
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
