@@ -179,7 +179,7 @@ def bare(vlm: VLM, conversations: Sequence[Any], at_a_time: int, tokens: int) ->
     """Answer conversations by the batch alone, so many at a time; return the number of tokens."""
     left, count = list(conversations), 0
     running: list[Any] = []
-    with vlm.batch(at_a_time) as batch:
+    with vlm.batch(max(CLIENTS)) as batch:
         while left or running:
             while left and len(running) < at_a_time:
                 running.append(batch.add(left.pop(0), max_new_tokens=tokens))

@@ -10,10 +10,10 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.remote import RemoteChat
 from saccade.errors import InputError, SaccadeError
 
 if TYPE_CHECKING:
-    from saccade.output import Output
     from saccade.vlm import VLM
 
 HELP = """\
@@ -25,7 +25,7 @@ HELP = """\
 
 
 def chat(
-    target: args.Target = "pocket",
+    target: args.Target = None,
     image: Annotated[
         list[str] | None,
         typer.Option("--image", "-i", metavar="FILE", help="Image for the first message; may be repeated."),
@@ -49,6 +49,14 @@ def chat(
     seed: args.Seed = None,
     text_as_text: args.TextAsText = False,
     marks: args.Marks = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Talk to a server instead, such as http://127.0.0.1:8000/v1; --target and --method then name its "
+            "models and methods, and SACCADE_API_KEY has its key.",
+        ),
+    ] = None,
 ) -> None:
     """Chat with a model about images and videos.
 
@@ -59,18 +67,29 @@ def chat(
     )
     settings = args.settings(set_)
     screen.check_media(image or [], [])
-    vlm = screen.load_models(
-        target or "pocket",
-        drafter,
-        method,
-        dtype=dtype,
-        draft_dtype=draft_dtype,
-        device_map=device,
-        threads=threads,
-        **settings,
-    )
-    talk = _Talk(vlm, system, image or [], {"seed": seed, "text_as_text": text_as_text, **decoding}, marks)
-    screen.note(f"{target} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
+    options = {"seed": seed, **decoding}
+    talker: _Local | RemoteChat
+    if url is not None:
+        if drafter is not None or settings or text_as_text:
+            raise InputError(
+                "--drafter, --set and --text-as-text are for models loaded here; leave them out with --url."
+            )
+        talker = RemoteChat(url, target, method, system, options, marks)
+        screen.note(f"{url}. /help lists commands, Ctrl-D leaves.")
+    else:
+        vlm = screen.load_models(
+            target or "pocket",
+            drafter,
+            method,
+            dtype=dtype,
+            draft_dtype=draft_dtype,
+            device_map=device,
+            threads=threads,
+            **settings,
+        )
+        talker = _Local(vlm, system, {"text_as_text": text_as_text, **options}, marks)
+        screen.note(f"{target or 'pocket'} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
+    talk = _Talk(talker, image or [])
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then has history and cursor keys)
@@ -98,17 +117,29 @@ def _line() -> str | None:
             screen.note("\nCtrl-D leaves.")
 
 
+class _Local:
+    """A conversation with a model of this process."""
+
+    def __init__(self, vlm: VLM, system: str | None, options: dict[str, Any], marks: bool) -> None:
+        self._vlm, self._system, self._options, self._marks = vlm, system, options, marks
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self._chat = self._vlm.chat(self._system)
+
+    def send(self, text: str, images: list[str], videos: list[str]) -> str:
+        """Send a message, print the answer, and return a line of statistics."""
+        turn = self._chat.stream(text, images, videos, **self._options)
+        painter = screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks)
+        return screen.summary(screen.answer(turn, painter), self._vlm.method)
+
+
 class _Talk:
     """A conversation, and the files attached to its next message."""
 
-    def __init__(
-        self, vlm: VLM, system: str | None, images: list[str], options: dict[str, Any], marks: bool
-    ) -> None:
-        self._vlm = vlm
-        self._system = system
-        self._options = options
-        self._marks = marks
-        self._chat = vlm.chat(system)
+    def __init__(self, talker: _Local | RemoteChat, images: list[str]) -> None:
+        self._talker = talker
         self._images, self._videos = images, list[str]()
 
     def take(self, line: str) -> None:
@@ -122,11 +153,11 @@ class _Talk:
         if not line:
             return
         if not line.startswith("/"):
-            screen.note(screen.summary(self._send(line), self._vlm.method))
+            screen.note(self._send(line))
         elif name in ("/image", "/video"):
             self._attach(name, argument.strip().strip("'\""))
         elif line == "/reset":
-            self._chat = self._vlm.chat(self._system)
+            self._talker.reset()
             self._images, self._videos = [], []
             screen.note("A new conversation.")
         elif line == "/help":
@@ -134,11 +165,10 @@ class _Talk:
         else:
             raise InputError(f"{line} is not a command; /help lists the commands.")
 
-    def _send(self, text: str) -> Output:
+    def _send(self, text: str) -> str:
         images, videos = self._images, self._videos
         self._images, self._videos = [], []  # even if they are refused, or every later message would fail
-        turn = self._chat.stream(text, images, videos, **self._options)
-        return screen.answer(turn, screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks))
+        return self._talker.send(text, images, videos)
 
     def _attach(self, name: str, file: str) -> None:
         if not file:

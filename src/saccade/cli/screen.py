@@ -154,49 +154,61 @@ _OWN, _ACCEPTED, _LOOSENED = _Look(), _Look("green", "‹", "›"), _Look("yello
 _LOOKS: dict[Mark, _Look] = {"target": _OWN, "draft": _ACCEPTED, "loose": _LOOSENED, "shifted": _LOOSENED}
 
 
-class Painter:
-    """Printer of a streamed answer that marks accepted draft tokens.
+class MarkPrinter:
+    """Printer of text that marks accepted draft tokens.
 
     With colours, accepted draft tokens are green, loosely accepted ones yellow; without, they are enclosed in ‹ and ›,
     and in « and ».
     """
 
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._colours = bool(console.color_system) and not console.no_color
+        self._look = _OWN
+
+    def put(self, text: str, mark: Mark) -> None:
+        """Print a token's text."""
+        look = _LOOKS[mark]
+        if self._colours and look.colour:
+            self._console.print(Text(text, style=look.colour), end="", soft_wrap=True)
+            return
+        if text and look != self._look and not self._colours:
+            self._write(self._look.closes + look.opens)
+            self._look = look
+        self._write(text)
+
+    def finish(self) -> None:
+        """End the line."""
+        self._write(self._look.closes + "\n")
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class Painter:
+    """Printer of a streamed answer; ``marked``: with marks of accepted draft tokens."""
+
     def __init__(self, tokenizer: Any, console: Console, marked: bool) -> None:
         from saccade.text import Detokenizer
 
         self._text = Detokenizer(tokenizer)
-        self._console = console
+        self._printer = MarkPrinter(console)
         self._marked = marked
-        self._colours = bool(console.color_system) and not console.no_color
-        self._look = _OWN
 
     def show(self, chunk: Chunk) -> None:
         """Print one chunk (first row)."""
         if not self._marked:
-            self._put(chunk.text)
+            self._printer.put(chunk.text, "target")
             return
         for token, mark in zip(chunk.tokens[0], chunk.marks[0], strict=True):
-            self._piece(self._text.add([token]), mark)
+            self._printer.put(self._text.add([token]), mark)
 
     def finish(self) -> None:
         """Print buffered characters, and end the line."""
         if self._marked:
-            self._piece(self._text.finish(), "target")
-        self._put(self._look.closes + "\n")
-
-    def _piece(self, text: str, mark: Mark) -> None:
-        look = _LOOKS[mark]
-        if self._colours:
-            self._console.print(Text(text, style=look.colour), end="", soft_wrap=True)
-            return
-        if text and look != self._look:
-            self._put(self._look.closes + look.opens)
-            self._look = look
-        self._put(text)
-
-    def _put(self, text: str) -> None:
-        self._console.file.write(text)
-        self._console.file.flush()
+            self._printer.put(self._text.finish(), "target")
+        self._printer.finish()
 
 
 def answer(stream: Stream | Turn, painter: Painter) -> Output:

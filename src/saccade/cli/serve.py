@@ -24,6 +24,7 @@ def serve(
     dtype: args.Dtype = "auto",
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
+    threads: args.Threads = None,
     name: Annotated[
         str | None,
         typer.Option(help="Name of the model in requests; the target by default.", rich_help_panel="Models"),
@@ -107,6 +108,7 @@ def serve(
         "dtype": dtype,
         "draft_dtype": draft_dtype,
         "device": device,
+        "threads": threads,
     }
     if config is not None and target is not None:
         raise InputError("Both --config and --target name models; give one of them.")

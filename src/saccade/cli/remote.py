@@ -1,0 +1,143 @@
+"""Conversations with a server, for `saccade chat --url`."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import mimetypes
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from saccade.cli import screen
+from saccade.errors import InputError
+from saccade.formats import count
+
+NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+"""Generation options -> fields of requests, where the names differ."""
+KEY_VARIABLE = "SACCADE_API_KEY"
+
+
+class RemoteChat:
+    """A conversation with an OpenAI-compatible server.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        model: name of a served model; None for the server's first one.
+        speculation: method; None for the server's default.
+        system: system message; None for none.
+        options: generation options of every answer.
+        marked: whether accepted draft tokens are marked (Saccade's servers only).
+
+    Raises:
+        InputError: the address is not one of a server.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        speculation: str | None,
+        system: str | None,
+        options: dict[str, Any],
+        marked: bool,
+    ) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000/v1.")
+        self._address = parts
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        given = {NAMES.get(name, name): value for name, value in options.items() if value is not None}
+        if given.pop("do_sample", None) is False:
+            given["temperature"] = 0
+        self._body = {"stream": True, **given}
+        for name, value in (("model", model), ("speculation", speculation)):
+            if value is not None:
+                self._body[name] = value
+        if marked:
+            self._body["saccade"] = {"trace": True}
+        self._marked, self._system = marked, system
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self._messages: list[dict[str, Any]] = []
+        if self._system is not None:
+            self._messages.append({"role": "system", "content": self._system})
+
+    def send(self, text: str, images: Sequence[str], videos: Sequence[str]) -> str:
+        """Send a message, print the answer as it comes, and return a line of statistics.
+
+        Raises:
+            InputError: a file cannot be read, or the server cannot be reached or refuses; the conversation is as
+                before.
+        """
+        content = [_medium("image", file) for file in images] + [_medium("video", file) for file in videos]
+        turn = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+        body = {**self._body, "messages": [*self._messages, turn], "stream_options": {"include_usage": True}}
+        printer, answer, used = screen.MarkPrinter(screen.out()), "", dict[str, Any]()
+        try:
+            for event in self._events(body):
+                used = event.get("usage") or used
+                own = event.get("saccade") or {}
+                for choice in event.get("choices", ()):
+                    piece = (choice.get("delta") or {}).get("content") or ""
+                    answer += piece
+                    if not self._marked:
+                        printer.put(piece, "target")
+                for token in own.get("tokens", ()):
+                    printer.put(token["text"], token["mark"])
+        finally:
+            printer.finish()
+        self._messages += [turn, {"role": "assistant", "content": answer}]
+        accepted = (used.get("completion_tokens_details") or {}).get("accepted_prediction_tokens")
+        drafted = "" if accepted is None else f", {accepted} of them drafted"
+        return f"{count(used.get('completion_tokens', 0), 'token')}{drafted}"
+
+    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Post a request and yield its server-sent events."""
+        kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
+        where = self._address.netloc
+        connection = kind(str(self._address.hostname), self._address.port, timeout=600)
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        try:
+            connection.request("POST", self._path, json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise InputError(f"The server {where} refuses: {_reason(response.read(), response.status)}")
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise InputError(f"The server {where} failed: {_reason(line[6:], 500)}")
+                    yield event
+        except (OSError, http.client.HTTPException) as problem:
+            raise InputError(f"The server {where} cannot be reached ({problem}); check --url.") from problem
+        finally:
+            connection.close()
+
+
+def _reason(content: bytes, status: int) -> str:
+    """The sentence of an error in OpenAI's form."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}, without a reason in OpenAI's form."
+
+
+def _medium(kind: str, file: str) -> dict[str, Any]:
+    """A part of a message with a file's content."""
+    if file.startswith("data:"):
+        url = file
+    else:
+        try:
+            content = Path(file).expanduser().read_bytes()
+        except OSError as problem:
+            raise InputError(f"Cannot read the {kind} {file}: {problem.strerror}.") from problem
+        guessed = mimetypes.guess_type(file)[0] or f"{kind}/*"
+        url = f"data:{guessed};base64,{base64.b64encode(content).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}

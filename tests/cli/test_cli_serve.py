@@ -1,0 +1,61 @@
+"""`saccade serve --help`, and `saccade chat --url` against a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import Shell
+
+from checkpoints import picture, saved_picture, vlm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+from live_server import Live, live
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live() as found:
+        yield found
+
+
+def test_the_help_teaches_the_fields_and_paths(shell: Shell) -> None:
+    text = " ".join(shell("serve", "--help").out.split())
+    for words in ("speculation", "/v1/chat/completions", "/metrics", "127.0.0.1", "saccade serve -t pocket"):
+        assert words in text
+
+
+def test_a_model_is_named_once(shell: Shell) -> None:
+    assert "No model is named" in shell("serve").err
+    assert "give one of them" in shell("serve", "-t", "pocket", "--config", "x.toml").err
+
+
+def test_a_conversation_with_a_server_is_that_of_a_local_one(
+    server: Live, shell: Shell, tmp_path: Path
+) -> None:
+    talk = vlm("qwen", "qwen-draft").chat("Be short.")
+    file = saved_picture(tmp_path / "a.png", 1)
+    options = {"max_new_tokens": 12}
+    answers = [talk.send("What is it?", [picture(1)], **options).text, talk.send("Sure?", **options).text]
+    lines = [f"/image {file}", "What is it?", "x" * 3000, "Sure?"]
+    result = shell("chat", "--url", server.url, "--system", "Be short.", "-n", "12", stdin="\n".join(lines))
+    assert result.out.splitlines()[:1] == answers[:1]
+    assert result.out.splitlines()[-1] == answers[1]
+    assert "refuses: The sequence needs" in result.err
+    assert "12 tokens, " in result.err
+    assert "of them drafted" in result.err
+
+
+def test_marks_of_a_server_join_to_its_answer(server: Live, shell: Shell) -> None:
+    plain = shell("chat", "--url", server.url, "-n", "12", stdin="Why?\n").out
+    marked = shell("chat", "--url", server.url, "-n", "12", "--marks", "-m", "chain", stdin="Why?\n").out
+    assert "‹" in marked
+    assert marked.replace("‹", "").replace("›", "") == plain
+
+
+def test_a_server_that_is_not_there_is_one_sentence(shell: Shell) -> None:
+    result = shell("chat", "--url", "http://127.0.0.1:9", stdin="Hello\n")
+    assert "cannot be reached" in result.err
+    assert "check --url" in result.err
