@@ -120,18 +120,18 @@ def measure(
     methods: list[str], count: int, answers: int, new_tokens: int, clock: Callable[[], float]
 ) -> Iterator[tuple[str, dict[bool, Steps]]]:
     """Every method's steps, greedy and sampled."""
-    found = {method: {sampled: Steps() for sampled in DECODING} for method in methods}
-    with PretendDevice() as device:
-        pair = Pair(NAME)
-        for method in methods:
-            engine = pair.engine(method)
-            for sampled, inputs in ((s, i) for s in DECODING for i in pair.prompts(count)):
-                for counts, _ in steps(engine, inputs, new_tokens, sampled, device.counting, clock):
-                    found[method][sampled].counts.append(counts)
+    with PretendDevice():
+        pretended = Pair(NAME)
     pair = Pair("cpu")
     for method in methods:
+        found = {sampled: Steps() for sampled in DECODING}
+        with PretendDevice() as device:
+            engine = pretended.engine(method)
+            for sampled, inputs in ((s, i) for s in DECODING for i in pretended.prompts(count)):
+                for counts, _ in steps(engine, inputs, new_tokens, sampled, device.counting, clock):
+                    found[sampled].counts.append(counts)
         engine = pair.engine(method)
-        for number, inputs in enumerate(pair.prompts(answers + 1)):
+        for number, inputs in enumerate(pair.prompts(answers + 1 if answers else 0)):
             turns = {s: steps(engine, inputs, 4 * new_tokens, s, nullcontext, clock) for s in DECODING}
             while turns:
                 for sampled in list(turns):
@@ -139,8 +139,8 @@ def measure(
                     if step is None:
                         del turns[sampled]
                     elif number:
-                        found[method][sampled].seconds.append(step[1])
-        yield method, found[method]
+                        found[sampled].seconds.append(step[1])
+        yield method, found
 
 
 def row(method: str, greedy: Steps, sampled: Steps) -> str:
