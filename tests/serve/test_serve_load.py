@@ -53,10 +53,12 @@ def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
     with live(max_rows=1) as server, slowed(vlm("qwen", "qwen-draft").target, 0.02):
         connection = opened(server, {**LONG, "stream": stream})
         server.until(lambda: server.service.owner.counts.running == 1)
+        assert 0 < server.service.owner.counts.kv_usage < 1
         if stream:
             assert connection.getresponse().read(10)
         connection.close()
         server.until(lambda: server.is_idle, 5)
+        assert server.service.owner.counts.kv_usage == 0
         assert server.service.owner.counts.steps < 60, "the answer would have taken longer"
         assert server.post({**LONG, "max_tokens": 2})[0] == 200
 
@@ -245,7 +247,7 @@ def process() -> Iterator[Any]:
 def test_a_signal_lets_running_answers_finish_and_ends_with_zero(process: Any) -> None:
     running, port = process
     server = Live(None, None, port, None)  # type: ignore[arg-type]
-    connection = opened(server, {**LONG, "max_tokens": 700, "stream": True})
+    connection = opened(server, {**LONG, "max_tokens": 250, "stream": True})
     response = connection.getresponse()
     first = response.read(200)
     running.send_signal(signal.SIGTERM)

@@ -36,7 +36,7 @@ class Limits:
         max_rows: rows of one running batch.
         max_queue: requests that wait for a row; further ones get 503.
         batches: running batches, one per model and method, that exist at once.
-        kv_memory_mib: keys and values of all batches together; None: half of the free memory.
+        kv_memory_mib: keys and values of all batches together, in equal shares; None: half of the free memory.
         media_cache_mib: features of images and videos of all batches together.
         prefill_chunk: prompt tokens per step.
         default_max_tokens: of an answer whose request sets none.
@@ -58,7 +58,7 @@ class Limits:
 
     max_rows: int = 8
     max_queue: int = 64
-    batches: int = 4
+    batches: int = 2
     kv_memory_mib: int | None = None
     media_cache_mib: int = MEDIA_BYTES // MIB
     prefill_chunk: int = PREFILL_CHUNK

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from saccade.output import Output
 from saccade.serve.jobs import Event
@@ -63,6 +70,7 @@ class Metrics:
     """
 
     def __init__(self, owner: Owner) -> None:
+        disable_created_metrics()  # or every counter has a second series with its first time
         self.registry = CollectorRegistry()
         self._gauges(owner)
         self._first = self._histogram("time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN)

@@ -138,7 +138,7 @@ class Exchange(Response):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise invalid("The client has gone before the end of the body.")
+                        raise Refusal(400, "The client has gone before the end of the body.", "client_gone")
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
