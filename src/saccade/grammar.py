@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -187,14 +188,29 @@ def json_schema(
             info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
             return XGrammar(xgrammar.GrammarCompiler(info).compile_json_schema(text))
         if backend == "llguidance":
-            import llguidance.hf
+            import llguidance
 
-            known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
-            return LLGuidance(known, llguidance.LLMatcher.grammar_from_json_schema(text))
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
+            return LLGuidance(_guided(tokenizer, vocab_size), grammar)
+    except InputError:
+        raise
     except (ValueError, RuntimeError) as problem:
         reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
         raise InputError(f"{backend} cannot compile the schema ({reason}); correct it.") from problem
     raise InputError(f"There is no backend {backend!r}; choose xgrammar or llguidance.")
+
+
+_GUIDED: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+
+
+def _guided(tokenizer: Any, vocab_size: int) -> Any:
+    """Return llguidance's form of a tokenizer, made once: it reads the whole vocabulary."""
+    import llguidance.hf
+
+    known = _GUIDED.setdefault(tokenizer, {})
+    if vocab_size not in known:
+        known[vocab_size] = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+    return known[vocab_size]
 
 
 def of_xgrammar(processor: Any, row: int) -> XGrammar:
