@@ -123,6 +123,65 @@ def test_a_whole_bomb_costs_no_time() -> None:
     assert time.process_time() - start < 0.5  # decoding it to RGB takes several seconds
 
 
+def progressive(scans: int) -> bytes:
+    """A JPEG whose last scan is repeated; each costs a pass over all pixels."""
+    data = encoded("JPEG", Image.new("L", (2000, 2000), 128), progressive=True)
+    start = data.rindex(b"\xff\xda")
+    return data[:-2] + data[start:-2] * (scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def strips(count: int, order: str = "<", big: bool = False) -> bytes:
+    """A TIFF of one pixel a strip, whose strips are all the same bytes."""
+    number, header = ("Q", 16) if big else ("I", 8)
+    start = header + 8 * count
+    tags = [(256, 1, 1), (257, 1, count), (258, 1, 8), (259, 1, 1), (262, 1, 1), (273, count, header)]
+    tags += [(277, 1, 1), (278, 1, 1), (279, count, header + 4 * count)]
+    data = (b"II" if order == "<" else b"MM") + struct.pack(order + "H", 43 if big else 42)
+    data += struct.pack(order + "HHQ", 8, 0, start) if big else struct.pack(order + "I", start)
+    data += struct.pack(f"{order}{count}I", *[header] * count) + struct.pack(f"{order}{count}I", *[1] * count)
+    data += struct.pack(order + ("Q" if big else "H"), len(tags))
+    for tag, values, value in tags:
+        data += struct.pack(f"{order}HH{number}{number}", tag, 4, values, value)
+    return data + bytes(8)
+
+
+def flooded(kind: str, piece: bytes, count: int) -> bytes:
+    data = encoded(kind)
+    place = 2 if kind == "JPEG" else data.index(b"IDAT") - 4
+    return data[:place] + piece * count + data[place:]
+
+
+LABORIOUS = {
+    "scans": progressive,
+    "markers": lambda n: flooded("JPEG", b"\xff\xfe\0\x02", n * 2000),
+    "filled markers": lambda n: flooded("JPEG", b"\xff\xff\xff\xfe\0\x02", n * 2000),
+    "chunks": lambda n: flooded("PNG", chunk(b"aaAa", b""), n * 2000),
+    "strips": lambda n: strips(n * 2000),
+    "strips, big-endian": lambda n: strips(n * 2000, ">"),
+    "strips, BigTIFF": lambda n: strips(n * 2000, big=True),
+}
+
+
+@pytest.mark.parametrize("name", LABORIOUS)
+def test_small_files_that_take_long_are_refused_at_once(name: str) -> None:
+    assert load_image(LABORIOUS[name](15), SERVER).size
+    data, start = LABORIOUS[name](100), time.process_time()
+    refused(data, "far more parts than a picture needs")
+    assert time.process_time() - start < 1
+    assert Image.open(io.BytesIO(data)).size, "Pillow would read it"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"progressive": True, "restart_marker_rows": 1}]
+)
+def test_pictures_of_cameras_have_few_parts(options: dict[str, Any]) -> None:
+    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (600, 800, 3), dtype=np.uint8))
+    data = encoded("JPEG", noise, quality=95, **options)
+    assert np.array_equal(np.asarray(load_image(data)), np.asarray(Image.open(io.BytesIO(data))))
+    followed = data + b"\xff\xda\0\2" * 100  # as a phone's film behind the end of the picture
+    assert np.array_equal(np.asarray(load_image(followed)), np.asarray(load_image(data)))
+
+
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
 def test_an_animation_is_its_first_picture(kind: str) -> None:
     pictures = [Image.new("RGB", (30, 20), (n % 256, 255 - n, 0)) for n in range(200)]

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from saccade.errors import InputError
 from saccade.inputs.media.bounds import LOCAL, MediaLimits
+from saccade.inputs.media.headers import is_laborious, webp_size
 from saccade.inputs.media.sources import read_source
 
 
@@ -36,8 +37,10 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
     if isinstance(source, np.ndarray):
         return _rgb(Image.fromarray(_pixels(source)), "The image array", limits)
     name, data = read_source(source, "image", limits)
-    if size := _webp_size(data):  # Pillow's decoder allocates the whole canvas when it opens the file
+    if size := webp_size(data):
         _check_size(size, name, limits)
+    if is_laborious(data):
+        raise InputError(f"{name} has far more parts than a picture needs; save it anew.")
     # Pillow warns of images that it deems large, where a larger limit says otherwise.
     is_quiet = limits.image_pixels > (Image.MAX_IMAGE_PIXELS or 0)
     try:
@@ -52,19 +55,6 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
             f"{name} is not an image in an accepted format; give one of {', '.join(limits.formats)}."
         ) from None
     return _rgb(image, name, limits)
-
-
-def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a WebP file's canvas; None for other files."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
-        return None
-    kind, body = data[12:16], data[20:30].ljust(10, b"\0")
-    if kind == b"VP8X":
-        return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
-    if kind == b"VP8L":
-        bits = int.from_bytes(body[1:5], "little")
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
 
 
 def _too_many(name: str, limits: MediaLimits) -> InputError:
