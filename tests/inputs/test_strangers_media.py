@@ -487,6 +487,12 @@ def test_a_captured_decoder_can_say_nothing_harmful(
     refused(film(), "not a video that PyAV can decode", SERVER, load_video)
 
 
+def test_no_process_is_started_for_what_is_no_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated.subprocess, "Popen", never)
+    for content in PLAYLISTS.values():
+        refused(content, "not a video that PyAV can decode", SERVER, load_video)
+
+
 def test_the_decoder_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     given: dict[str, Any] = {}

@@ -51,6 +51,14 @@ def container_of(data: bytes) -> str | None:
     return next((name for start, name in _STARTS.items() if data.startswith(start)), None)
 
 
+def accepted_container(data: bytes, limits: MediaLimits) -> str:
+    """As of `container_of`; raises `Refused` for containers that are not accepted."""
+    container = container_of(data)
+    if container is None or container not in limits.containers:
+        raise Refused("film")
+    return container
+
+
 class Decoder:
     """A video file of which the first video stream is decoded.
 
@@ -63,10 +71,8 @@ class Decoder:
     """
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
-        container = container_of(data)
-        if container is None or container not in limits.containers:
-            raise Refused("film")
-        self._data, self._limits, self._container = data, limits, container
+        self._data, self._limits = data, limits
+        self._container = accepted_container(data, limits)
         self._deadline = time.monotonic() + limits.decode_seconds
 
     def __enter__(self) -> Decoder:

@@ -19,7 +19,7 @@ import numpy as np
 
 from saccade.inputs.media import decoder
 from saccade.inputs.media.bounds import MediaLimits
-from saccade.inputs.media.decoder import Refused, receive, send
+from saccade.inputs.media.decoder import Refused, accepted_container, receive, send
 
 
 class DecoderProcess:
@@ -30,10 +30,11 @@ class DecoderProcess:
         limits: of the reader.
 
     Raises:
-        Refused: the process cannot be started.
+        Refused: the container is not an accepted one.
     """
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
+        accepted_container(data, limits)
         self._limits = limits
         self._is_late = False
         # Nothing of this process's environment is needed but where libraries lie; it may hold keys.
