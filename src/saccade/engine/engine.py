@@ -8,6 +8,7 @@ from typing import Any
 from saccade.draft.drafter import Drafter
 from saccade.engine.batch import RunningBatch
 from saccade.engine.generation import Plan, plan
+from saccade.engine.pacing import Pacer
 from saccade.engine.row import Request, Row, RowStep
 from saccade.errors import InputError
 from saccade.output import Output, Step
@@ -23,11 +24,19 @@ class Engine:
         target: the model whose output is reproduced.
         drafter: proposes draft trees; None for plain decoding, one target pass per token.
         rule: acceptance rule that replaces the lossless pair (greedy rule, speculative sampling).
+        pacer: chooses the number of draft tokens of every step; None for as many as the drafter drafts.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        rule: Rule | None = None,
+        pacer: Pacer | None = None,
+    ) -> None:
         self.target = target
         self.drafter = drafter
+        self.pacer = pacer
         self._rule = rule
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from saccade.engine.generation import RowPlan
+from saccade.engine.pacing import Trials
 from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
 from saccade.verify.processing import RowProcessing
@@ -68,6 +69,9 @@ class Row:
         steps: unread steps, oldest first; readers remove them.
         generator: random generator, on the host.
         drafter_prefilled: whether the drafter has cached its prompt ahead of the target.
+        drafter_lacks_end: whether the drafter has cached its prompt without the last token.
+        drafts: whether the drafter drafts for the row at all; None until that is decided.
+        trials: acceptance of the row's draft tokens, where a pacer chooses their number.
     """
 
     def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
@@ -82,6 +86,9 @@ class Row:
         self.processing = RowProcessing(plan.processors, plan.eos)
         self.generator = torch.Generator().manual_seed(request.seed)
         self.drafter_prefilled = False
+        self.drafter_lacks_end = False
+        self.drafts: bool | None = None
+        self.trials = Trials()
         self._device = device
         self._reason: FinishReason | None = None
         self._num_proposed = 0
@@ -110,9 +117,12 @@ class Row:
         self._begun = time.perf_counter()
 
     def pop_new_tokens(self) -> list[int]:
-        """Return tokens emitted since the last call; the prompt's last one if the first tree is drafted before any."""
+        """Return the tokens that the drafter lacks: emitted since the last call, behind the prompt's last one."""
         new, self._num_proposed = self.output[self._num_proposed :], len(self.output)
-        return new or self.ids[-1:]
+        if self.drafter_lacks_end:
+            self.drafter_lacks_end = False
+            return [self.request.prompt.ids[-1], *new]
+        return new
 
     def record_pass(self, accepted: int) -> None:
         """Record one verification pass after prefill."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from saccade.draft.drafter import Drafter, DraftSession
+from saccade.engine.pacing import Pacer
 from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import SlotAllocator
 from saccade.target.adapter import Target
@@ -19,6 +20,7 @@ class Components(Protocol):
 
     target: Target
     drafter: Drafter | None
+    pacer: Pacer | None
 
     def rule(self, do_sample: bool) -> Rule:
         """Return the acceptance rule of greedy decoding or sampling."""
@@ -36,6 +38,7 @@ class BatchState:
 
     Attributes:
         context: the target's caches.
+        pacer: chooses the number of draft tokens; None for as many as the drafter drafts.
         drafting: the drafter's session; None without a drafter.
         models: target and draft model, each once.
         slots: allocator of cache slots.
@@ -46,7 +49,7 @@ class BatchState:
     def __init__(
         self, components: Components, max_rows: int, kv_memory: int | None, media_cache: int
     ) -> None:
-        self.target, self.drafter = components.target, components.drafter
+        self.target, self.drafter, self.pacer = components.target, components.drafter, components.pacer
         self._components = components
         self.context = Context(self.target, max_rows, MediaCache(media_cache))
         self.drafting: DraftSession | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
+from saccade.engine.pacing import SAMPLED_LENGTH
 from saccade.engine.row import Row, RowStep
 from saccade.engine.state import BatchState
 from saccade.engine.step import (
@@ -35,6 +37,8 @@ from saccade.verify.rule import Rule
 Owner = PrefillChunk | VerificationGroup
 Commit = tuple[int, list[int], list[int]]
 """A row's slot, its committed ones among the pending entries, and their tokens."""
+_LATE = 8
+"""Tokens after which it is considered again whether the drafter is to join a row."""
 
 
 class StepRunner:
@@ -79,6 +83,7 @@ class StepRunner:
                     )
         host = to_host(packed) if packed else []  # the step's one synchronisation
         self._count_seconds([*chunks, *prefilled, *ahead], groups)
+        self._observe_costs(groups, alone=not (chunks or prefilled or ahead))
         with_tree = {id(c.row): c for c in chunks if c.has_tree}
         for group, numbers in zip(groups, host, strict=True):
             self._emit(group, numbers, with_tree)
@@ -143,12 +148,36 @@ class StepRunner:
 
     def _drafts_early(self, row: Row) -> bool:
         """Whether a row's first tree is verified in the pass that ends its prompt."""
+        return self._can_draft_early(row) and self._drafts(row)
+
+    def _can_draft_early(self, row: Row) -> bool:
+        """Whether the drafter needs nothing of the target, and the prompt's last token can be its first root."""
         drafter = self._state.drafter
         if drafter is None or not drafter.early:
             return False
         prompt, drafter_prompt = row.request.prompt, row.request.drafter_prompt
         same_end = prompt.ids[-1] == drafter_prompt.ids[-1] and len(drafter_prompt) > 1
         return same_end and prompt.ids[-1] not in visual_ids(self._target.config).values()
+
+    def _drafts(self, row: Row) -> bool:
+        """Whether the drafter drafts for a row, as decided last."""
+        pacer = self._state.pacer
+        if row.drafts is None:
+            others = sum(other is not row for other in self._state.decoding)
+            row.drafts = (
+                pacer is None
+                or row.do_sample
+                or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
+            )
+        return row.drafts
+
+    def _start_late(self, row: Row) -> bool:
+        """Whether the drafter joins a row that began without it, now that it is known to pay."""
+        pacer = self._state.pacer
+        if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
+            return False
+        row.drafts = None
+        return self._drafts(row) and self._prefill_drafter(row, None)
 
     def _prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
         """Prefill the drafter, without the prompt's last token before the target's prefill; False if the row failed."""
@@ -158,6 +187,8 @@ class StepRunner:
         prompt = row.request.drafter_prompt
         if result is None:
             prompt = replace(prompt, ids=prompt.ids[:-1])
+        row.drafter_lacks_end = result is None
+        started = time.perf_counter()
         try:
             with self._clock.stage("draft_prefill"):
                 drafting.load(row.slot, prompt, result)
@@ -172,6 +203,8 @@ class StepRunner:
         except Exception as error:
             self._state.fail(row, error)
             return False
+        if self._state.pacer is not None:
+            self._state.pacer.observe_prefill(len(prompt), time.perf_counter() - started)
         captions = drafting.captioning_seconds
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)
@@ -193,19 +226,58 @@ class StepRunner:
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
         rows = self._state.decoding
+        beginning = []
         for chunk in chunks:
             if chunk.has_tree and (chunk.row.drafter_prefilled or self._prefill_drafter(chunk.row, None)):
-                rows.append(chunk.row)
-        return [
-            self._propose_group(alike, do_sample)
-            for do_sample in (False, True)
-            if (alike := [row for row in rows if row.do_sample == do_sample])
-        ]
+                beginning.append(chunk.row)
+        for row in rows:
+            if row.drafts is False:
+                self._start_late(row)
+        rows = [row for row in rows if not row.done]
+        groups = []
+        for do_sample in (False, True):
+            decoding = [row for row in rows if row.do_sample == do_sample]
+            lengths = self._draft_lengths([row for row in decoding if row.drafts is not False], do_sample)
+            drafting = [row for row in decoding if lengths.get(id(row))]
+            plain = [row for row in decoding if not lengths.get(id(row))]
+            drafting += [row for row in beginning if row.do_sample == do_sample]
+            if drafting:
+                groups.append(self._propose_group(drafting, do_sample, max([1, *lengths.values()])))
+            if plain:
+                groups.append(self._root_group(plain, do_sample))
+        return groups
 
-    def _propose_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
+    def _draft_lengths(self, rows: Sequence[Row], do_sample: bool) -> dict[int, int]:
+        """Most draft tokens of rows in this step, by id; 0 for none."""
+        drafter, pacer = self._state.drafter, self._state.pacer
+        if drafter is None or not rows:
+            return {}
+        if pacer is None:
+            lengths = [drafter.max_depth] * len(rows)
+        elif do_sample:
+            lengths = [SAMPLED_LENGTH] * len(rows)
+        else:
+            lengths = pacer.lengths([row.trials for row in rows])
+        return {id(row): length for row, length in zip(rows, lengths, strict=True)}
+
+    def _observe_costs(self, groups: Sequence[VerificationGroup], alone: bool) -> None:
+        """Let the pacer take in the times of a step; ``alone``: without prefill."""
+        pacer, seconds = self._state.pacer, self._clock.read()
+        if pacer is None or not alone or not groups:
+            return
+        drafted = [group for group in groups if group.drafted]
+        pacer.observe_step(
+            sum(len(group.rows) * group.tree.size for group in groups),
+            seconds.get("verify", 0.0),
+            sum(len(group.rows) for group in drafted),
+            max((group.tree.size - 1 for group in drafted), default=0),
+            seconds.get("draft", 0.0),
+        )
+
+    def _propose_group(self, rows: list[Row], do_sample: bool, length: int) -> VerificationGroup:
         drafter, drafting = self._state.drafter, self._state.drafting
-        if drafter is None or drafting is None:
-            return self._root_group(rows, do_sample)
+        assert drafter is not None
+        assert drafting is not None
         rule, judge = self._state.judge(do_sample)
         processing = Processing([row.processing for row in rows])
         uniforms, draws = self._uniforms(rows, rule)
@@ -215,7 +287,7 @@ class StepRunner:
             proposer = DrawProposer(processing.warp, uniforms)
         # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
         remaining = max(row.remaining for row in rows)
-        limit = remaining if rule.lossless else drafter.max_depth
+        limit = min(remaining, length) if rule.lossless else drafter.max_depth
         slots = [row.slot for row in rows if row.slot is not None]
         with self._clock.stage("draft"):
             tree = drafting.propose(slots, [row.pop_new_tokens() for row in rows], proposer, limit)
@@ -298,7 +370,8 @@ class StepRunner:
                 if row.do_sample != do_sample or row.done or row.slot is None:
                     continue
                 self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
-                if self._state.drafting is None or self._prefill_drafter(row, result):
+                drafts = self._state.drafting is not None and self._drafts(row)
+                if not drafts or self._prefill_drafter(row, result):
                     assert result.logits is not None
                     rows.append(row)
                     logits.append(result.logits)
@@ -337,6 +410,8 @@ class StepRunner:
                 row.steps[-1] = replace(row.steps[-1], tree=tree)
         for row in group.rows:
             if row.done and row.slot is not None:
+                if self._state.pacer is not None:
+                    self._state.pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
 
     def _emit_row(
@@ -354,9 +429,12 @@ class StepRunner:
         path, path_tokens, codes = (rest[at : at + count + 1] for at in (0, width, 3 * width))
         first = self._state.is_prefilling(row)
         # Deeper nodes serve longer rows.
-        row.stats.drafted_tokens += rest[2 * width + min(row.remaining, width - 1)] - 1
+        drafted = rest[2 * width + min(row.remaining, width - 1)] - 1
+        row.stats.drafted_tokens += drafted
         if not first:
             row.record_pass(min(count, row.remaining))
+        if self._state.pacer is not None and drafted:
+            self._state.pacer.observe_acceptance(row.trials, drafted, min(count, drafted))
         emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
         if barred and len(emitted) > count:
             names = ", ".join(name_of(processor) for processor in row.plan.processors) or "none"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from saccade.draft.heads.head import Head
     from saccade.draft.trees.policy import TreePolicy
     from saccade.engine import Engine
+    from saccade.engine.pacing import Pacer
     from saccade.inputs.processor import InputProcessor
     from saccade.target.adapter import Target
     from saccade.verify.rule import Rule
@@ -54,7 +55,34 @@ def compose(parts: Parts, values: Values) -> Engine:
 
     if not values:
         return Engine(parts.target)
-    return Engine(parts.target, _drafter(parts, values), _rule(values, parts.special_ids))
+    return Engine(
+        parts.target, _drafter(parts, values), _rule(values, parts.special_ids), _pacer(parts, values)
+    )
+
+
+def _pacer(parts: Parts, values: Values) -> Pacer | None:
+    from saccade.engine.pacing import Pacer
+    from saccade.methods.groups import LOSSLESS_RULE
+
+    if values.get("tree") != "paced":
+        return None
+    others = {"draft_with": "model", "rule": LOSSLESS_RULE, "copied": 0, "views": ""}
+    wrong = next((name for name, value in others.items() if values[name] != value), None)
+    if wrong is not None:
+        raise ValueError(
+            f"tree=paced may skip drafting at any step, which needs {wrong}={others[wrong]}; choose tree=chain"
+        )
+    assert parts.draft_model is not None
+    return Pacer(values["gamma"], _relative_cost(parts.draft_model, parts.target))
+
+
+def _relative_cost(drafter: Target, target: Target) -> float:
+    """Time of a drafter's forward over the target's, guessed from their parameters and layers, whichever is more."""
+
+    def size(model: Target) -> int:
+        return sum(p.numel() for p in model.decoder.parameters())
+
+    return max(size(drafter) / size(target), len(drafter.layers) / len(target.layers))
 
 
 def _drafter(parts: Parts, values: Values) -> Drafter:
@@ -135,6 +163,7 @@ def tree_policy(values: Values) -> TreePolicy:
 
     makers: dict[str, Callable[..., TreePolicy]] = {
         "chain": Chain,
+        "paced": Chain,
         "branches": lambda branches, gamma: branches_of(branches, gamma),
         "confident": lambda gamma, confidence: ConfidentChain(gamma, confidence),
         "static": StaticTree,

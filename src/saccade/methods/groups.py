@@ -90,6 +90,13 @@ class ChainTree:
 
 
 @dataclass(frozen=True)
+class PacedTree:
+    """A chain of as many draft tokens as pay, by measured costs and acceptance; none where no number does."""
+
+    gamma: int = option(8, "most tokens of a chain", 1)
+
+
+@dataclass(frozen=True)
 class BranchesTree:
     """Chains that branch at the root (LVSpec, Appendix E)."""
 
@@ -193,6 +200,7 @@ class RandomRule:
 
 TREE_OPTIONS: dict[str, type] = {
     "chain": ChainTree,
+    "paced": PacedTree,
     "branches": BranchesTree,
     "confident": ConfidentTree,
     "static": StaticTree,

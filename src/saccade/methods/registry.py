@@ -64,6 +64,11 @@ METHODS: dict[str, Method] = {
     "chain": Method(
         "a draft model drafts gamma tokens in a row", source="Leviathan et al. 2023, Algorithm 1"
     ),
+    "auto": Method(
+        "a chain of as many draft tokens as pay, by costs and acceptance measured as it runs; none where none do",
+        source="Leviathan et al. 2023, Section 3.3, with measured costs",
+        settings={"tree": "paced"},
+    ),
     "static-tree": Method(
         "a draft model fills SpecVLM's tree of 25 nodes over 5 levels",
         source="Ji et al. 2025, SpecVLM; the tree is EAGLE's mc_sim_7b_63",
