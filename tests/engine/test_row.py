@@ -97,6 +97,7 @@ def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
 
 def test_a_drafter_that_guesses_before_any_token_gets_the_prompts_last_one() -> None:
     under_test = row()
+    under_test.drafter_lacks_end = True
     assert under_test.pop_new_tokens() == PROMPT[-1:]
     under_test.emit([2, 4], block_marks(1, 1))
     assert under_test.pop_new_tokens() == [2, 4]
@@ -176,3 +177,12 @@ def test_stopping_criteria_are_given_ids_on_the_device_of_the_model() -> None:
     under_test = on("meta", RowPlan(9, frozenset(), (), (criterion,)))
     under_test.emit([2, 4], block_marks(1, 1))
     assert devices == ["meta", "meta"]
+
+
+def test_a_drafter_that_joins_late_gets_the_prompts_last_token_and_all_of_the_answer() -> None:
+    under_test = row()
+    under_test.emit([5, 6], ["target", "target"])
+    under_test.drafter_lacks_end = True
+    assert under_test.pop_new_tokens() == [*PROMPT[-1:], 5, 6]
+    under_test.emit([7], ["target"])
+    assert under_test.pop_new_tokens() == [7]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
 from saccade.engine.pacing import SAMPLED_LENGTH
+from saccade.engine.prompts import PromptRunner
 from saccade.engine.row import Row, RowStep
 from saccade.engine.state import BatchState
 from saccade.engine.step import (
@@ -23,12 +22,9 @@ from saccade.engine.step import (
     tree_block,
 )
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import visual_ids
 from saccade.output import DRAFTED
 from saccade.processors import name_of
 from saccade.target.forward import ForwardOutput, TokenBlock, concat_outputs
-from saccade.target.limits import ContextError
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
@@ -37,8 +33,6 @@ from saccade.verify.rule import Rule
 Owner = PrefillChunk | VerificationGroup
 Commit = tuple[int, list[int], list[int]]
 """A row's slot, its committed ones among the pending entries, and their tokens."""
-_LATE = 8
-"""Tokens after which it is considered again whether the drafter is to join a row."""
 
 
 class StepRunner:
@@ -53,12 +47,13 @@ class StepRunner:
 
     def __init__(self, state: BatchState, prefill_chunk: int, number: int, trace: bool) -> None:
         self._state, self._context, self._target = state, state.context, state.target
-        self._prefill_chunk, self._number, self._trace = prefill_chunk, number, trace
+        self._number, self._trace = number, trace
         self._clock = Clock(state.target.device)
+        self._prompts = PromptRunner(state, self._clock, prefill_chunk)
 
     def run(self) -> None:
         """Run the step; rows that fail on their own end with their errors."""
-        chunks, prefilled, ahead = self._prefill_chunks()
+        chunks, prefilled, ahead = self._prompts.chunks()
         groups = self._propose(chunks)
         blocks = self._blocks(chunks, groups)
         decoding = any(not self._state.is_prefilling(row) for group in groups for row in group.rows)
@@ -88,127 +83,7 @@ class StepRunner:
         for group, numbers in zip(groups, host, strict=True):
             self._emit(group, numbers, with_tree)
 
-    # -- prompts -------------------------------------------------------------------------------------------
-
-    def _prefill_chunks(self) -> tuple[list[PrefillChunk], list[PrefillChunk], list[PrefillChunk]]:
-        """This step's parts of prompts: chunks for the joint forward; last chunks that have run in passes of their own;
-        and chunks whose large media or long draft prompt ran ahead, which takes the step's whole budget."""
-        chunks: list[PrefillChunk] = []
-        done: list[PrefillChunk] = []
-        ahead: list[PrefillChunk] = []
-        budget = self._prefill_chunk
-        busy = bool(self._state.decoding)
-        for row in list(self._state.active):
-            if row.slot is None or not self._state.is_prefilling(row) or budget <= 0:
-                continue
-            prefill = self._state.prefills[row.slot]
-            stop = prefill.chunk_end(budget)
-            size = stop - prefill.num_computed
-            if size > budget < self._prefill_chunk:
-                continue  # an image that fits a later step
-            chunk = PrefillChunk(row, prefill, stop)
-            if busy and self._run_ahead(chunk):
-                ahead.append(chunk)
-                break
-            budget -= size
-            alone = prefill.runs_alone
-            try:  # errors of a row's media surface before anything is drafted
-                if alone:
-                    with self._clock.stage("prefill"), self._vision_time("prefill"):
-                        prefill.run(stop)
-                else:
-                    with self._vision_time():
-                        chunk.block = prefill.block(stop, final=chunk.is_last)
-            except Exception as error:
-                self._state.fail(row, error)
-                continue
-            if not alone:
-                chunk.has_tree = chunk.is_last and self._drafts_early(row)
-                chunks.append(chunk)
-            elif prefill.done:
-                done.append(chunk)
-        return chunks, done, ahead
-
-    def _run_ahead(self, chunk: PrefillChunk) -> bool:
-        """Run the large part of a chunk before its own step, so that decoding rows never wait for all of it."""
-        row, prefill, large = chunk.row, chunk.prefill, self._prefill_chunk // 4
-        try:
-            if prefill.num_unencoded(chunk.stop) > large:
-                with self._vision_time():
-                    prefill.encode_media(chunk.stop)
-                return True
-        except Exception as error:
-            self._state.fail(row, error)
-            return True
-        long_draft_prompt = len(row.request.drafter_prompt) > large and not row.drafter_prefilled
-        if chunk.is_last and long_draft_prompt and self._drafts_early(row):
-            row.drafter_prefilled = self._prefill_drafter(row, None)
-            return True
-        return False
-
-    def _drafts_early(self, row: Row) -> bool:
-        """Whether a row's first tree is verified in the pass that ends its prompt."""
-        return self._can_draft_early(row) and self._drafts(row)
-
-    def _can_draft_early(self, row: Row) -> bool:
-        """Whether the drafter needs nothing of the target, and the prompt's last token can be its first root."""
-        drafter = self._state.drafter
-        if drafter is None or not drafter.early:
-            return False
-        prompt, drafter_prompt = row.request.prompt, row.request.drafter_prompt
-        same_end = prompt.ids[-1] == drafter_prompt.ids[-1] and len(drafter_prompt) > 1
-        return same_end and prompt.ids[-1] not in visual_ids(self._target.config).values()
-
-    def _drafts(self, row: Row) -> bool:
-        """Whether the drafter drafts for a row, as decided last."""
-        pacer = self._state.pacer
-        if row.drafts is None:
-            others = sum(other is not row for other in self._state.decoding)
-            row.drafts = (
-                pacer is None
-                or row.do_sample
-                or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
-            )
-        return row.drafts
-
-    def _start_late(self, row: Row) -> bool:
-        """Whether the drafter joins a row that began without it, now that it is known to pay."""
-        pacer = self._state.pacer
-        if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
-            return False
-        row.drafts = None
-        return self._drafts(row) and self._prefill_drafter(row, None)
-
-    def _prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
-        """Prefill the drafter, without the prompt's last token before the target's prefill; False if the row failed."""
-        drafting = self._state.drafting
-        assert drafting is not None
-        assert row.slot is not None
-        prompt = row.request.drafter_prompt
-        if result is None:
-            prompt = replace(prompt, ids=prompt.ids[:-1])
-        row.drafter_lacks_end = result is None
-        started = time.perf_counter()
-        try:
-            with self._clock.stage("draft_prefill"):
-                drafting.load(row.slot, prompt, result)
-        except ContextError as problem:
-            length = len(row.request.drafter_prompt)
-            error = InputError(
-                f"The draft model's prompt has {length} tokens but that model's context is {problem.context}; give a "
-                "draft model of a longer context, choose a method without one, or shorten the prompt."
-            )
-            self._state.fail(row, error)
-            return False
-        except Exception as error:
-            self._state.fail(row, error)
-            return False
-        if self._state.pacer is not None:
-            self._state.pacer.observe_prefill(len(prompt), time.perf_counter() - started)
-        captions = drafting.captioning_seconds
-        self._clock.add("caption", captions)
-        self._clock.add("draft_prefill", -captions)
-        return True
+    # -- trees ---------------------------------------------------------------------------------------------
 
     def _record(self, chunk: PrefillChunk, output: ForwardOutput) -> None:
         """Commit a chunk that has run; with a tree behind it, that follows the verdict."""
@@ -221,28 +96,30 @@ class StepRunner:
         else:
             self._context.cache.commit([slot], [range(chunk.block.count)])
 
-    # -- trees ---------------------------------------------------------------------------------------------
-
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
         rows = self._state.decoding
         beginning = []
         for chunk in chunks:
-            if chunk.has_tree and (chunk.row.drafter_prefilled or self._prefill_drafter(chunk.row, None)):
+            if chunk.has_tree and (
+                chunk.row.drafter_prefilled or self._prompts.prefill_drafter(chunk.row, None)
+            ):
                 beginning.append(chunk.row)
         for row in rows:
             if row.drafts is False:
-                self._start_late(row)
+                self._prompts.start_late(row)
         rows = [row for row in rows if not row.done]
         groups = []
         for do_sample in (False, True):
             decoding = [row for row in rows if row.do_sample == do_sample]
-            lengths = self._draft_lengths([row for row in decoding if row.drafts is not False], do_sample)
-            drafting = [row for row in decoding if lengths.get(id(row))]
+            new = [row for row in beginning if row.do_sample == do_sample]
+            joined = [row for row in decoding if row.drafts is not False]
+            lengths = self._draft_lengths([*joined, *new], do_sample)
+            longest = max([1, *lengths.values()])
+            drafting = [row for row in joined if lengths[id(row)]]
             plain = [row for row in decoding if not lengths.get(id(row))]
-            drafting += [row for row in beginning if row.do_sample == do_sample]
-            if drafting:
-                groups.append(self._propose_group(drafting, do_sample, max([1, *lengths.values()])))
+            if drafting or new:
+                groups.append(self._propose_group([*drafting, *new], do_sample, longest))
             if plain:
                 groups.append(self._root_group(plain, do_sample))
         return groups
@@ -250,9 +127,11 @@ class StepRunner:
     def _draft_lengths(self, rows: Sequence[Row], do_sample: bool) -> dict[int, int]:
         """Most draft tokens of rows in this step, by id; 0 for none."""
         drafter, pacer = self._state.drafter, self._state.pacer
-        if drafter is None or not rows:
+        if not rows:
             return {}
-        if pacer is None:
+        if drafter is None:
+            lengths = [0] * len(rows)
+        elif pacer is None:
             lengths = [drafter.max_depth] * len(rows)
         elif do_sample:
             lengths = [SAMPLED_LENGTH] * len(rows)
@@ -370,8 +249,8 @@ class StepRunner:
                 if row.do_sample != do_sample or row.done or row.slot is None:
                     continue
                 self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
-                drafts = self._state.drafting is not None and self._drafts(row)
-                if not drafts or self._prefill_drafter(row, result):
+                drafts = self._state.drafting is not None and self._prompts.drafts(row)
+                if not drafts or self._prompts.prefill_drafter(row, result):
                     assert result.logits is not None
                     rows.append(row)
                     logits.append(result.logits)
@@ -459,16 +338,6 @@ class StepRunner:
         return nodes
 
     # -- times ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _vision_time(self, within: str | None = None) -> Iterator[None]:
-        """Count the vision tower's time as a stage of its own, not as part of the stage ``within``."""
-        before = self._context.media.seconds
-        yield
-        spent = self._context.media.seconds - before
-        self._clock.add("vision", spent)
-        if within is not None:
-            self._clock.add(within, -spent)
 
     def _count_seconds(self, prefilled: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
         """Add the stages' times to the rows that took part in them; rows of one step share them."""

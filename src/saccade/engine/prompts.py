@@ -1,0 +1,162 @@
+"""Prefill of the rows of a step: chunks of prompts, the drafter's prompts, and whether the drafter joins a row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from saccade.engine.row import Row
+from saccade.engine.state import BatchState
+from saccade.engine.step import Clock, PrefillChunk
+from saccade.errors import InputError
+from saccade.inputs.families import visual_ids
+from saccade.target.limits import ContextError
+from saccade.target.prefill import PrefillResult
+
+_LATE = 8
+"""Tokens after which it is considered again whether the drafter is to join a row."""
+
+
+class PromptRunner:
+    """Prefill of one step.
+
+    Args:
+        state: rows and caches.
+        clock: of the step.
+        prefill_chunk: prompt tokens per step.
+    """
+
+    def __init__(self, state: BatchState, clock: Clock, prefill_chunk: int) -> None:
+        self._state, self._target, self._clock, self._budget = state, state.target, clock, prefill_chunk
+
+    def chunks(self) -> tuple[list[PrefillChunk], list[PrefillChunk], list[PrefillChunk]]:
+        """This step's parts of prompts: chunks for the joint forward; last chunks that have run in passes of their own;
+        and chunks whose large media or long draft prompt ran ahead, which takes the step's whole budget."""
+        chunks: list[PrefillChunk] = []
+        done: list[PrefillChunk] = []
+        ahead: list[PrefillChunk] = []
+        budget = self._budget
+        busy = bool(self._state.decoding)
+        for row in list(self._state.active):
+            if row.slot is None or not self._state.is_prefilling(row) or budget <= 0:
+                continue
+            prefill = self._state.prefills[row.slot]
+            stop = prefill.chunk_end(budget)
+            size = stop - prefill.num_computed
+            if size > budget < self._budget:
+                continue  # an image that fits a later step
+            chunk = PrefillChunk(row, prefill, stop)
+            if busy and self._run_ahead(chunk):
+                ahead.append(chunk)
+                break
+            budget -= size
+            alone = prefill.runs_alone
+            try:  # errors of a row's media surface before anything is drafted
+                if alone:
+                    with self._clock.stage("prefill"), self._vision_time("prefill"):
+                        prefill.run(stop)
+                else:
+                    with self._vision_time():
+                        chunk.block = prefill.block(stop, final=chunk.is_last)
+            except Exception as error:
+                self._state.fail(row, error)
+                continue
+            if not alone:
+                chunk.has_tree = chunk.is_last and self._drafts_early(row)
+                chunks.append(chunk)
+            elif prefill.done:
+                done.append(chunk)
+        return chunks, done, ahead
+
+    def _run_ahead(self, chunk: PrefillChunk) -> bool:
+        """Run the large part of a chunk before its own step, so that decoding rows never wait for all of it."""
+        row, prefill, large = chunk.row, chunk.prefill, self._budget // 4
+        try:
+            if prefill.num_unencoded(chunk.stop) > large:
+                with self._vision_time():
+                    prefill.encode_media(chunk.stop)
+                return True
+        except Exception as error:
+            self._state.fail(row, error)
+            return True
+        long_draft_prompt = len(row.request.drafter_prompt) > large and not row.drafter_prefilled
+        if chunk.is_last and long_draft_prompt and self._drafts_early(row):
+            row.drafter_prefilled = self.prefill_drafter(row, None)
+            return True
+        return False
+
+    def _drafts_early(self, row: Row) -> bool:
+        """Whether a row's first tree is verified in the pass that ends its prompt."""
+        return self._can_draft_early(row) and self.drafts(row)
+
+    def _can_draft_early(self, row: Row) -> bool:
+        """Whether the drafter needs nothing of the target, and the prompt's last token can be its first root."""
+        drafter = self._state.drafter
+        if drafter is None or not drafter.early:
+            return False
+        prompt, drafter_prompt = row.request.prompt, row.request.drafter_prompt
+        same_end = prompt.ids[-1] == drafter_prompt.ids[-1] and len(drafter_prompt) > 1
+        return same_end and prompt.ids[-1] not in visual_ids(self._target.config).values()
+
+    def drafts(self, row: Row) -> bool:
+        """Whether the drafter drafts for a row, as decided last."""
+        pacer = self._state.pacer
+        if row.drafts is None:
+            others = sum(other is not row for other in self._state.decoding)
+            row.drafts = (
+                pacer is None
+                or row.do_sample
+                or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
+            )
+        return row.drafts
+
+    def start_late(self, row: Row) -> bool:
+        """Whether the drafter joins a row that began without it, now that it is known to pay."""
+        pacer = self._state.pacer
+        if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
+            return False
+        row.drafts = None
+        return self.drafts(row) and self.prefill_drafter(row, None)
+
+    def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
+        """Prefill the drafter, without the prompt's last token before the target's prefill; False if the row failed."""
+        drafting = self._state.drafting
+        assert drafting is not None
+        assert row.slot is not None
+        prompt = row.request.drafter_prompt
+        if result is None:
+            prompt = replace(prompt, ids=prompt.ids[:-1])
+        row.drafter_lacks_end = result is None
+        started = time.perf_counter()
+        try:
+            with self._clock.stage("draft_prefill"):
+                drafting.load(row.slot, prompt, result)
+        except ContextError as problem:
+            length = len(row.request.drafter_prompt)
+            error = InputError(
+                f"The draft model's prompt has {length} tokens but that model's context is {problem.context}; give a "
+                "draft model of a longer context, choose a method without one, or shorten the prompt."
+            )
+            self._state.fail(row, error)
+            return False
+        except Exception as error:
+            self._state.fail(row, error)
+            return False
+        if self._state.pacer is not None:
+            self._state.pacer.observe_prefill(len(prompt), time.perf_counter() - started)
+        captions = drafting.captioning_seconds
+        self._clock.add("caption", captions)
+        self._clock.add("draft_prefill", -captions)
+        return True
+
+    @contextmanager
+    def _vision_time(self, within: str | None = None) -> Iterator[None]:
+        """Count the vision tower's time as a stage of its own, not as part of the stage ``within``."""
+        before = self._state.context.media.seconds
+        yield
+        spent = self._state.context.media.seconds - before
+        self._clock.add("vision", spent)
+        if within is not None:
+            self._clock.add(within, -spent)
