@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from checkpoints import ready
+from saccade import load
 from saccade.engine.pacing import Pacer, Trials
+from saccade.errors import MethodError
 
 
 @dataclass
@@ -160,3 +163,27 @@ def test_trials_count_only_tokens_behind_accepted_ones() -> None:
     trials = Trials()
     trials.add(2, 2)
     assert trials.accepted == trials.count
+
+
+def test_a_drafter_joins_rows_that_began_without_it_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers stay plain decoding's whichever rows and steps are drafted, and however late drafting begins."""
+    vlm = load(ready("llava"), ready("llava-draft"), "auto")
+    questions = ["What is it?", "Why is it so?", "How many of them are there?", "Who?"]
+    plain = [vlm.using("plain").generate(q, max_new_tokens=60).tokens for q in questions]
+    lengths = random.Random(0)
+    monkeypatch.setattr(
+        Pacer, "admits", lambda self, others, prompt, remaining: remaining < 60 or others == 1
+    )
+    monkeypatch.setattr(Pacer, "is_proven", True)
+    monkeypatch.setattr(Pacer, "lengths", lambda self, rows: [lengths.choice((0, 0, 1, 3, 8)) for _ in rows])
+    outputs = vlm.generate(questions, max_new_tokens=60)
+    assert [output.tokens for output in outputs] == plain
+    assert all(output.stats.drafted_tokens for output in outputs)
+    assert sum(output.stats.accepted_tokens for output in outputs) > 20
+
+
+@pytest.mark.parametrize("change", [{"rule": "fly"}, {"copied": 3}, {"views": "MT"}])
+def test_only_a_lossless_chain_of_a_draft_model_is_paced(change: dict[str, object]) -> None:
+    name = next(iter(change))
+    with pytest.raises(MethodError, match=f"may skip drafting at any step, which needs {name}="):
+        load(ready("llava"), ready("llava-draft"), "auto", **change)

@@ -200,13 +200,13 @@ class RandomRule:
 
 TREE_OPTIONS: dict[str, type] = {
     "chain": ChainTree,
-    "paced": PacedTree,
     "branches": BranchesTree,
     "confident": ConfidentTree,
     "static": StaticTree,
     "dynamic": DynamicTree,
     "width": WidthTree,
     "sage": SageTree,
+    "paced": PacedTree,
 }
 RULE_OPTIONS: dict[str, type] = {
     LOSSLESS_RULE: ExactRule,
