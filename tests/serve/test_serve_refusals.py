@@ -28,6 +28,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": asks("x", "file:///etc/passwd")}, "address"),
     ({"messages": asks("x", "http://127.0.0.1/x.png")}, "address|network|domain"),
     ({"messages": asks("x", "data:image/png;base64,AAAA")}, "image"),
+    ({"messages": asks("x" * 200_000)}, "200000 characters, far more than"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 PLAIN = "plain"
+CHARACTERS_PER_TOKEN = 100
+"""No tokenizer's tokens are longer on average: text beyond it is refused before it is tokenized."""
 MOST_METHODS = 64
 """Composed methods that are remembered per model."""
 
@@ -159,6 +161,7 @@ class ServedModel:
             InputError: the prompt or its media cannot be used.
         """
         setting = self.setting(body.speculation)
+        self._check_size(_characters(body.messages), "messages")
         messages = self.vlm.processor.load_media(
             conversation(body.messages), self._media, num_frames=body.num_frames, fps=body.fps
         )
@@ -167,7 +170,18 @@ class ServedModel:
     def completion_jobs(self, body: CompletionRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
         """Make the jobs of raw prompts, ``n`` per prompt in order; errors as of `chat_jobs`."""
         setting = self.setting(body.speculation)
+        self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
         return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver)
+
+    def _check_size(self, characters: int, field: str) -> None:
+        context = self.planner.context
+        if context is not None and characters > CHARACTERS_PER_TOKEN * context:
+            raise invalid(
+                f"The text has {characters} characters, far more than this model's context of {context} tokens; "
+                "shorten it.",
+                field,
+                "context_length_exceeded",
+            )
 
     def _jobs(
         self,
@@ -220,3 +234,11 @@ class ServedModel:
         if any(not 0 <= token < size or token in visual for token in prompt):
             raise invalid(f"prompt: every token id must be from 0 to {size - 1}, and of text.", "prompt")
         return Prompt(tuple(prompt))
+
+
+def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of text in messages of any form."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
+    return sum(len(text) for text in texts if isinstance(text, str))
