@@ -45,7 +45,7 @@ from saccade.pocket import draw
 TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
 CLIENTS = (1, 4, 8)
 LOADS = (0.5, 1.5, 4.0)
-PART = 24
+PART = 16
 """Requests per turn of the ways that are compared, so that the machine's moods fall on all."""
 
 

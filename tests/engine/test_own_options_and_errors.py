@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import METHODS, add, alone, drain, engine, prompts
 
-from saccade.errors import ModelError
+from saccade.errors import InputError, ModelError
 from saccade.processors import stateless
 
 METHOD = pytest.mark.parametrize("method", METHODS)
@@ -131,3 +131,21 @@ def test_a_picture_that_cannot_be_read_ends_its_own_row_alone(method: str) -> No
     assert broken.output == []
     assert first.output == alone(method, good, "llava")
     assert last.output == alone(method, other, "llava")
+
+
+def test_a_row_that_fails_as_it_is_admitted_is_returned_by_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = engine("plain").open(2)
+    begin = batch.context.prefill
+
+    def refuse(slot: int, prompt: Any) -> Any:
+        if prompt is prompts()[0]:
+            raise InputError("refused")
+        return begin(slot, prompt)
+
+    monkeypatch.setattr(batch.context, "prefill", refuse)
+    bad = add(batch, prompts()[0])
+    assert [row for row, _ in batch.step()] == [bad], "also without another row"
+    bad, good = add(batch, prompts()[0]), add(batch, prompts()[1])
+    assert [row for row, step in batch.step() if step.finished] == [bad]
+    drain(batch)
+    assert good.output == alone("plain", prompts()[1])

@@ -109,6 +109,12 @@ def test_a_body_that_is_no_object_is_refused(shared: Live, content: bytes) -> No
     assert "JSON" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""]])
+def test_an_empty_prompt_is_refused(shared: Live, prompt: Any) -> None:
+    status, answer = shared.post({"model": "words", "prompt": prompt}, "/v1/completions")
+    assert status == 400, answer
+
+
 def test_half_of_a_surrogate_pair_is_refused(shared: Live) -> None:
     status, answer = shared.post(rb'{"model":"tiny","messages":[{"role":"user","content":"\ud800"}]}')
     assert status == 400, answer

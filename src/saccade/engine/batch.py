@@ -180,9 +180,7 @@ class RunningBatch:
         while self._dropped:
             self.cancel(self._dropped.popleft(), "interrupted")
         state = self._state
-        before = list(state.active)
-        self._admit()
-        active = [*before, *(row for row in state.active if row not in before)]
+        active = [*state.active, *self._admit()]  # also rows whose admission fails
         if not active:
             return []
         self.steps += 1
@@ -202,10 +200,13 @@ class RunningBatch:
                 raise
         return [(row, row.steps[-1]) for row in active if row.steps]
 
-    def _admit(self) -> None:
-        state = self._state
+    def _admit(self) -> list[Row]:
+        """Admit waiting rows, and return them."""
+        state, admitted = self._state, list[Row]()
         fresh = list(self._waiting)[: self._max_rows - len(state.active)]
         if len(fresh) > 1 and not state.active and self._kv_memory is None:
             state.slots.preallocate(fresh)
         while self._waiting and state.slots.assign(self._waiting[0]):
-            state.admit(self._waiting.popleft())
+            admitted.append(self._waiting.popleft())
+            state.admit(admitted[-1])
+        return admitted

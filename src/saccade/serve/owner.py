@@ -221,7 +221,7 @@ class Owner:
         lane.batch.trace = any(job.trace for job in lane.jobs.values())
         self.counts.step_began = time.monotonic()
         try:
-            rows = [row for row, _ in lane.batch.step()]
+            lane.batch.step()
         except Exception:
             log.exception("A running batch failed outside of a step; it is opened anew.")
             self._lanes.pop(lane.key, None)
@@ -232,11 +232,10 @@ class Owner:
         finally:
             self.counts.step_began = None
             self.counts.steps += 1
-        failed = [row.error for row in rows if row.error is not None]
-        for row in rows:
-            found = lane.jobs.get(id(row))
-            if found is not None:
-                self._collect(lane, found, row, sum(error is row.error for error in failed) > 1)
+        unread = [(job, job.row) for job in lane.jobs.values() if job.row is not None and job.row.steps]
+        failed = [row.error for _, row in unread if row.error is not None]
+        for job, row in unread:
+            self._collect(lane, job, row, sum(error is row.error for error in failed) > 1)
         self._count(lane)
         self._flush()
 

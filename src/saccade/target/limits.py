@@ -129,7 +129,7 @@ class Limits:
             prompts: length of every row's prompt.
             new: most new tokens of every row.
         """
-        ends = [p + n for p, n in zip(prompts, new, strict=True)]
+        ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
         for end in ends:
             self.check(end)
         threshold = self.longrope_threshold
