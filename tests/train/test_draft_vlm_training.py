@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     CLIPVisionConfig,
     GenerationConfig,
     LlamaConfig,
