@@ -105,7 +105,7 @@ class SlotAllocator:
             self._drafting.forget(slot)
 
     def _best(self, free: Sequence[int], row: Row) -> int:
-        shared = {slot: self._context.shared_prefix(slot, row.request.prompt) for slot in free}
+        shared = self._context.shared_prefixes(free, row.request.prompt)
         empty = [slot for slot in free if not self._context.lengths[slot]]
         if empty and max(shared.values()) < MIN_SHARED_PREFIX:
             return empty[0]

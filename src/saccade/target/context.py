@@ -51,8 +51,16 @@ class Context:
 
     def shared_prefix(self, row: int, prompt: Prompt) -> int:
         """Number of leading ids of a prompt that a row holds."""
-        content = self._contents[row]
-        return _shared_prefix(content.ids, content.media, prompt.ids, self._media_spans(prompt))
+        return self.shared_prefixes([row], prompt)[row]
+
+    def shared_prefixes(self, rows: Sequence[int], prompt: Prompt) -> dict[int, int]:
+        """Number of leading ids of a prompt that each of some rows holds."""
+        spans = self._media_spans(prompt)
+        contents = {row: self._contents[row] for row in rows}
+        return {
+            row: _shared_prefix(content.ids, content.media, prompt.ids, spans)
+            for row, content in contents.items()
+        }
 
     def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
         """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content.
