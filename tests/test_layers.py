@@ -28,7 +28,7 @@ LAYERS = [
         "output",
     ),
     *("target", "loading", "grammar", "processors", "verify", "draft", "engine", "methods", "stream"),
-    *("tickets", "chat", "vlm", "hf", "serve", "theory", "bench", "distill", "train", "cli"),
+    *("tickets", "chat", "profile", "vlm", "hf", "serve", "theory", "bench", "distill", "train", "cli"),
 ]
 """Packages and modules of `saccade`; each imports only from itself and from those before it."""
 

@@ -39,6 +39,7 @@ from saccade.methods import drafters
 from saccade.methods.compositions import Parts
 from saccade.methods.drafters import Heads
 from saccade.output import Output
+from saccade.profile import is_profile, read_profile
 from saccade.stream import GenerationOptions, Stream
 from saccade.target.adapter import Target
 from saccade.target.media_cache import MEDIA_BYTES
@@ -64,9 +65,9 @@ def load(
     """Load a target, the drafter that the method needs, and the method that joins them.
 
     Args:
-        target: checkpoint folder, hub id, a loaded Hugging Face model, or ``pocket``, the built-in one. Without
-            drafter and method, ``pocket`` brings its draft model and all its heads; with a method, what that needs.
-            Drafter and heads that are given replace them.
+        target: checkpoint folder, hub id, a loaded Hugging Face model, a profile of `saccade tune` (a ``.toml`` file,
+            whose drafter and method hold where none are given), or ``pocket``, the built-in one. Without drafter and
+            method, ``pocket`` brings its draft model and heads; given ones replace them.
         drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, or a trained head's folder.
         method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
             head, and ``prompt-lookup`` without a drafter.
@@ -113,6 +114,9 @@ def check(
     Arguments and errors as of `load`.
     """
     cpu.check_threads(threads)
+    if is_profile(target):
+        own: dict[str, Any] = {"drafter": drafter, "method": method, "heads": heads, "head": head}
+        target, drafter, method, heads, head, options = read_profile(target).completed(**own, options=options)
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
     target, drafter, given = drafters.with_builtin(

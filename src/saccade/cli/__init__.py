@@ -23,6 +23,7 @@ from saccade.cli import (
     report,
     serve,
     train,
+    tune,
 )
 from saccade.errors import SaccadeError
 
@@ -43,6 +44,7 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("methods")(methods.methods)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("compare")(report.compare)
 app.command("distill")(distill.distill)

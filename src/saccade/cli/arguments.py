@@ -18,7 +18,8 @@ Target = Annotated[
         "--target",
         "-t",
         metavar="PATH",
-        help="Checkpoint folder or hub id of the target; `pocket` is the built-in pair.",
+        help="Checkpoint folder or hub id of the target; `pocket` is the built-in pair; a profile of `saccade tune` "
+        "brings its drafter and method.",
     ),
 ]
 Drafter = Annotated[

@@ -114,7 +114,7 @@ def bench(
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    chosen = _suite(suite, methods, tasks, data, {k: v for k, v in sizes.items() if v is not None})
+    chosen = choose_suite(suite, methods, tasks, data, {k: v for k, v in sizes.items() if v is not None})
     from saccade.bench.preparing import prepare
 
     name = target or "pocket"
@@ -133,8 +133,8 @@ def bench(
     if plan:
         _plan(prepared, folder)
     else:
-        run, spent = _run(prepared, folder)
-        _show(run, spent, as_json)
+        run, spent = run_suite(prepared, folder)
+        show(run, spent, as_json)
 
 
 def _list() -> None:
@@ -149,7 +149,7 @@ def _list() -> None:
     console.print("Run one with `saccade bench --suite NAME`; add --plan to see its plan.", markup=False)
 
 
-def _suite(
+def choose_suite(
     name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]
 ) -> Suite:
     from saccade.bench import library
@@ -202,7 +202,7 @@ def _plan(prepared: Prepared, folder: Path) -> None:
     line(f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding")
 
 
-def _run(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
+def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     from saccade.bench.check import Mismatch
     from saccade.bench.runner import Runner
 
@@ -241,7 +241,7 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
         yield update
 
 
-def _show(run: Run, spent: Spent, as_json: bool) -> None:
+def show(run: Run, spent: Spent, as_json: bool) -> None:
     from saccade.bench import metrics, predicting, table
 
     if as_json:

@@ -1,0 +1,96 @@
+"""Profiles: the method that was fastest on this machine for some prompts, with its models, as a TOML file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import InputError
+from saccade.files import write_file
+from saccade.typed import make
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A target, what drafts for it, and how.
+
+    Attributes:
+        target: checkpoint folder, hub id, or ``pocket``.
+        method: a name of `saccade methods`.
+        drafter: checkpoint or head; None for the built-in one, or none.
+        heads: folders of heads by name.
+        head: name of the head that the method drafts with.
+        options: of the method.
+        measured: what `saccade tune` saw, for readers.
+    """
+
+    target: str
+    method: str
+    drafter: str | None = None
+    heads: dict[str, str] = field(default_factory=dict)
+    head: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the profile atomically.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        lines = ["# Written by `saccade tune`; give this file as --target, or to saccade.load."]
+        names = ("target", "method", "drafter", "head")
+        lines += [f"{name} = {_toml(value)}" for name in names if (value := getattr(self, name)) is not None]
+        for name in ("options", "heads", "measured"):
+            table: Mapping[str, Any] = getattr(self, name)
+            if table:
+                lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
+        write_file(path, "\n".join(lines) + "\n", error=InputError)
+
+    def completed(
+        self, drafter: Any, method: str | None, heads: Any, head: str | None, options: dict[str, Any]
+    ) -> tuple[str, Any, str, Any, str | None, dict[str, Any]]:
+        """Return the arguments of `saccade.load` with what was not given: target to options, in its order."""
+        drafter, heads = self.drafter if drafter is None else drafter, heads or self.heads
+        if method is not None:
+            return self.target, drafter, method, heads, head, options
+        return self.target, drafter, self.method, heads, head or self.head, {**self.options, **options}
+
+
+def is_profile(given: Any) -> bool:
+    """Whether a target names a profile: a path that ends in ``.toml``."""
+    return isinstance(given, (str, Path)) and str(given).endswith(".toml")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        InputError: there is no such file, it is no TOML, or a value is missing, unknown or of the wrong type.
+    """
+    try:
+        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"There is no profile {path}; write one with `saccade tune --save {path}`."
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise InputError(
+            f"The profile {path} cannot be read ({problem}); write it anew with `saccade tune`."
+        ) from None
+    return make(Profile, content, str(path), error=InputError)
+
+
+def _toml(value: Any) -> str:
+    """A string, number or truth as TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, (int, float)) else json.dumps(str(value), ensure_ascii=True)
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else json.dumps(name)

@@ -1,0 +1,115 @@
+"""`saccade tune`: the fastest method becomes a profile, and profiles are targets everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from commands import Shell
+
+from checkpoints import ready
+from saccade import load
+from saccade.bench import metrics
+from saccade.cli import tune
+from saccade.errors import InputError
+from saccade.methods import needs, options
+from saccade.profile import Profile, read_profile
+
+
+def prompts(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    lines = [{"messages": [{"role": "user", "content": text}]} for text in ("What is it?", "Why?")]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_a_tuned_profile_is_a_target_with_its_drafter_and_method(shell: Shell, tmp_path: Path) -> None:
+    save = tmp_path / "mine.toml"
+    models = ("-t", ready("llava"), "-d", ready("llava-draft"))
+    sizes = ("--data", prompts(tmp_path), "--per-task", "2", "-n", "8", "--out", tmp_path / "run")
+    done = shell("tune", *models, *sizes, "--save", save)
+    assert f"written to {save}" in done.out.replace("\n", "")
+    profile = read_profile(save)
+    needed = needs(options(profile.method, profile.options)) == "draft model"
+    assert (profile.target, profile.drafter) == (
+        str(ready("llava")),
+        str(ready("llava-draft")) if needed else None,
+    )
+    assert f"Fastest: {profile.method}" in done.out
+    vlm = load(save)
+    assert vlm.method == profile.method
+    assert profile.options.items() <= vlm.options.items()
+    answer = json.loads(shell("generate", "-t", save, "-n", "3", "--json", "Hello").out)
+    assert answer["method"] == profile.method
+    assert load(save, ready("llava-draft"), method="chain", gamma=2).options["gamma"] == 2
+
+
+def results(**speedups: float) -> dict[str, Any]:
+    def result(speed: float) -> Any:
+        return SimpleNamespace(lossless=True, prompts=3, speedup=SimpleNamespace(value=speed))
+
+    return {"plain": SimpleNamespace(lossless=True, prompts=3, speedup=None)} | {
+        name.replace("_", "-"): result(speed) for name, speed in speedups.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("speedups", "method", "given"),
+    [
+        ({"chain_3": 1.4, "chain_8": 2.0}, "chain", {"gamma": 8}),
+        ({"chain_3": 1.01, "chain_8": 0.7}, "plain", {}),
+    ],
+)
+def test_the_fastest_wins_and_plain_decoding_where_none_is_faster(
+    speedups: dict[str, float], method: str, given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [("plain", "plain", {}), ("chain", "chain-3", {"gamma": 3}), ("chain", "chain-8", {"gamma": 8})]
+    prepared: Any = SimpleNamespace(
+        config=lambda: {"methods": [{"name": n, "label": label, "head": None} for n, label, _ in entries]},
+        suite=SimpleNamespace(methods=[SimpleNamespace(label=label, options=o) for _, label, o in entries]),
+    )
+    monkeypatch.setattr(metrics, "by_method", lambda records: results(**speedups))
+    run: Any = SimpleNamespace(records=[], header=SimpleNamespace(environment={"threads": 1}))
+    profile = tune.choose(prepared, run, "T", None, ["a=b"])
+    assert (profile.method, profile.options, profile.heads) == (method, given, {"a": "b"})
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile = Profile(
+        'odd "name"',
+        "hivis",
+        None,
+        {"a b": "c\\d"},
+        "a b",
+        {"gamma": 7, "carry": True, "mass": 0.5},
+        {"speedup": 2.5},
+    )
+    profile.write(tmp_path / "p.toml")
+    assert read_profile(tmp_path / "p.toml") == profile
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "There is no profile"),
+        ("target = ", "cannot be read"),
+        ('target = "a"\nmethod = "chain"\nmodel = 3\n', "model"),
+        ('method = "chain"\n', "target"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused_in_one_sentence(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.toml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InputError, match=message):
+        load(file)
+
+
+def test_a_profile_is_not_tuned_again_and_ends_in_toml(shell: Shell, tmp_path: Path) -> None:
+    assert "give the checkpoint that it names" in shell("tune", "-t", "saccade.toml").complaint
+    assert "must end in .toml" in shell("tune", "--save", tmp_path / "x").complaint
