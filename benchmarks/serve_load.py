@@ -269,6 +269,8 @@ def arrivals(vlm: VLM, options: argparse.Namespace, clients: Clients) -> dict[st
             with serving(vlm, rows) as server:
                 run = clients.run(server.port, bodies, len(bodies), ats)
             answers = run["answers"]
+            if lost := [a for a in answers if not a["chunks"]]:
+                raise SystemExit(f"{len(lost)} requests were not answered; the first: {lost[0]}")
             first = [a["chunks"][0] for a in answers]
             gaps = [
                 b - a for each in answers for a, b in zip(each["chunks"], each["chunks"][1:], strict=False)

@@ -51,7 +51,7 @@ def serve(
         typer.Option(
             metavar="FILE",
             help="API keys, one per line; SACCADE_API_KEYS has more, separated by commas. Without any, no key is "
-            "asked for.",
+            "required.",
             rich_help_panel="Server",
         ),
     ] = None,
