@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Neighbouring tests share models, so a process gets a stretch of them; compiled modules serve every process.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
 
-.PHONY: help demo test test-all test-oldest lint format types clean
+.PHONY: help demo test test-all test-browser test-oldest lint format types clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,10 +25,14 @@ demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
 	@$(BIN)/saccade demo
 
 test: $(READY) ## the tests, slow ones left out
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not browser'
 
-test-all: $(READY) ## every test
-	$(PYTEST)
+test-all: $(READY) ## every test but those in a browser
+	$(PYTEST) -m 'not browser'
+
+test-browser: $(READY) ## the server's page in a headless Chromium, which must be installed (Debian: chromium)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[browser]'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m browser tests/serve
 
 test-oldest: ## the tests on the oldest torch and transformers that are supported
 	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) READY=.venv-oldest/.oldest

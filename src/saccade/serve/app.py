@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
+from saccade.serve.page import Page
 from saccade.serve.refusals import Refusal, broken
 from saccade.serve.schemas import ChatRequest, CompletionRequest
 from saccade.serve.service import Service
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 log = logging.getLogger("saccade.serve")
-PAGE = "static"
-"""Folder of this package with the page that is served at ``/``, where there is one."""
 
 
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
@@ -72,9 +69,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _add_errors(app, service)
-    page = resources.files("saccade.serve") / PAGE
-    if page.is_dir():
-        app.mount("/", StaticFiles(directory=str(page), html=True), name="page")
+    app.router.routes.extend(Page().routes())
     return app
 
 
@@ -91,6 +86,7 @@ def _about(model: ServedModel) -> dict[str, Any]:
             "lossless": model.vlm.lossless,
             "profiles": model.names,
             "methods": model.open_methods,
+            "lossy": model.lossy,
         },
     }
 

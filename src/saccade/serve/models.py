@@ -95,6 +95,12 @@ class ServedModel:
             found.append(name)
         return found
 
+    @property
+    def lossy(self) -> list[str]:
+        """Those of `names` and `open_methods` whose answers may differ from the target's own."""
+        own = [name for name in self.names if not self.setting(name).vlm.lossless]
+        return own + [name for name in self.open_methods if not methods.METHODS[name].lossless]
+
     def setting(self, speculation: str | Mapping[str, Any] | None) -> Setting:
         """Return the method that a request chooses.
 

@@ -1,0 +1,133 @@
+// An answer: its tokens with their marks, step by step, and the draft tree of the step under the pointer.
+
+import { byId, element, plural } from "./dom.js";
+import { rounded, times } from "./meter.js";
+import { describe, drawTree } from "./tree.js";
+
+const MARKS = new Set(["target", "draft", "loose", "shifted"]);
+
+export class Answer {
+  constructor(title, meter) {
+    this.meter = meter;
+    this.text = "";
+    this.ids = [];
+    this.steps = [];
+    this.tokens = element("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `Answer of ${title}` });
+    this.note = element("p", { class: "note" }, "waiting");
+    this.element = element("article", { class: "answer", "aria-label": title, "aria-busy": "true" },
+      element("h3", {}, title), this.tokens, this.note);
+    this.current = -1;
+    this.tokens.addEventListener("pointerover", (event) => this.#point(event.target));
+    this.tokens.addEventListener("click", (event) => this.#point(event.target));
+    this.tokens.addEventListener("pointerleave", hideTree);
+    this.tokens.addEventListener("blur", (event) => {
+      if (!byId("tree").contains(event.relatedTarget)) hideTree();
+    });
+    this.tokens.addEventListener("keydown", (event) => this.#move(event));
+  }
+
+  // Take a chunk; `now` in milliseconds.
+  add(chunk, now) {
+    const content = chunk.choices?.[0]?.delta?.content ?? "", trace = chunk.saccade;
+    this.text += content;
+    if (!trace?.tokens) {
+      this.tokens.append(content);
+      return;
+    }
+    this.ids.push(...trace.tokens.map((token) => token.id));
+    this.meter.add(trace, now);
+    const step = element("span", { class: "step" });
+    for (const token of trace.tokens) {
+      const mark = MARKS.has(token.mark) ? token.mark : "target";
+      if (token.text) step.append(element("mark", { class: mark }, token.text));
+    }
+    step.dataset.step = String(this.steps.length);
+    this.steps.push({ tree: trace.tree, marks: trace.tokens.map((token) => token.mark), element: step });
+    this.tokens.append(step);
+    this.note.textContent = this.#figures();
+  }
+
+  // End the answer; `reason` in a few words where it did not end by itself.
+  finish(reason = "") {
+    this.element.removeAttribute("aria-busy");
+    this.note.textContent = [this.#figures(), reason].filter(Boolean).join(" · ");
+  }
+
+  // End the answer with an error.
+  fail(message) {
+    this.finish(this.text ? "ended early" : "");
+    if (!this.text) this.tokens.remove();
+    this.element.append(element("p", { class: "error", role: "alert" }, message));
+  }
+
+  #figures() {
+    const meter = this.meter;
+    if (!meter.tokens) return "";
+    const parts = [plural(meter.tokens, "token")];
+    if (meter.drafted) parts.push(`${meter.accepted} drafted and accepted`);
+    if (meter.rate !== null) parts.push(`${rounded(meter.rate)} tokens/s`);
+    if (meter.steps && !meter.isPlain) parts.push(`${rounded(meter.perStep, 2)} tokens per pass`);
+    if (meter.speedUp !== null && !meter.isPlain) parts.push(`${times(meter.speedUp)} plain`);
+    return parts.join(" · ");
+  }
+
+  #point(target) {
+    const step = target.closest?.(".step");
+    if (step) this.#show(Number(step.dataset.step));
+  }
+
+  #move(event) {
+    const moves = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+    const last = this.steps.length - 1;
+    let next = event.key in moves ? this.current + moves[event.key] : null;
+    if (event.key === "Home") next = 0;
+    if (event.key === "End") next = last;
+    if (next === null || last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    this.#show(Math.min(Math.max(next, 0), last), true);
+  }
+
+  #show(number, aloud = false) {
+    hideTree();
+    const step = this.steps[number], panel = byId("tree");
+    this.current = number;
+    shown = step.element;
+    shown.classList.add("now");
+    const name = `Step ${number} of ${this.steps.length - 1}: ${describe(step.tree, step.marks)}`;
+    const line = number ? name : "The prompt’s prefill: the model’s own first token";
+    panel.replaceChildren(element("p", {}, line));
+    if (step.tree) panel.append(element("div", { class: "scroll" }, drawTree(step.tree, line)));
+    panel.hidden = false;
+    const scroll = panel.lastElementChild;
+    if (scroll.scrollWidth > scroll.clientWidth) scroll.tabIndex = 0;
+    place(panel, shown);
+    if (aloud) byId("status").textContent = `${step.element.textContent}. ${line}`;
+  }
+}
+
+let shown = null;
+
+export function hideTree() {
+  byId("tree").hidden = true;
+  shown?.classList.remove("now");
+  shown = null;
+}
+
+// Hide the tree at a touch anywhere else.
+export function watchTree() {
+  addEventListener("pointerdown", (event) => {
+    if (!event.target.closest?.("#tree, .tokens")) hideTree();
+  });
+  addEventListener("scroll", hideTree, { passive: true });
+}
+
+// Put a panel below its step, or above where there is no room.
+function place(panel, step) {
+  const around = step.getBoundingClientRect(), own = panel.getBoundingClientRect();
+  const first = step.getClientRects()[0] ?? around;
+  const left = Math.min(Math.max(8, first.left), innerWidth - own.width - 8);
+  const below = around.bottom + 6;
+  const top = below + own.height < innerHeight ? below : Math.max(8, around.top - own.height - 6);
+  panel.style.left = `${Math.max(8, left)}px`;
+  panel.style.top = `${top}px`;
+}

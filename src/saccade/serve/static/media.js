@@ -1,0 +1,109 @@
+// Pictures and videos of the next question: chosen, dropped, pasted or taken.
+
+import { byId, element } from "./dom.js";
+
+const chosen = [];
+
+function isMedium(file) {
+  return file.type.startsWith("image/") || file.type.startsWith("video/");
+}
+
+function preview(file) {
+  const url = URL.createObjectURL(file);
+  if (file.type.startsWith("video/")) {
+    const film = element("video", { controls: true, preload: "metadata", "aria-label": file.name || "video" });
+    film.src = url;
+    return film;
+  }
+  const picture = element("img", { alt: file.name || "picture" });
+  picture.src = url;
+  return picture;
+}
+
+function draw() {
+  const list = byId("media");
+  list.hidden = !chosen.length;
+  list.replaceChildren(...chosen.map((file) => {
+    const name = file.name || "picture";
+    const button = element("button", { type: "button", "aria-label": `Remove ${name}` }, "×");
+    button.addEventListener("click", () => {
+      chosen.splice(chosen.indexOf(file), 1);
+      draw();
+      byId("text").focus();
+    });
+    return element("li", {}, preview(file), button);
+  }));
+}
+
+// Add files and return the names of those that are neither picture nor video.
+export function addMedia(files) {
+  const given = [...files];
+  chosen.push(...given.filter(isMedium));
+  draw();
+  return given.filter((file) => !isMedium(file)).map((file) => file.name || "the file");
+}
+
+// Files of the next question, which are then no longer chosen.
+export function takeMedia() {
+  const taken = chosen.splice(0);
+  draw();
+  return taken;
+}
+
+export function hasMedia() {
+  return chosen.length > 0;
+}
+
+export function previews(files) {
+  return files.map(preview);
+}
+
+function dataUri(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name || "A file"} cannot be read; choose it again.`));
+    reader.readAsDataURL(file);
+  });
+}
+
+// Content of a user's message: media first, then the text.
+export async function content(files, text) {
+  const parts = await Promise.all(files.map(async (file) => {
+    const kind = file.type.startsWith("video/") ? "video_url" : "image_url";
+    return { type: kind, [kind]: { url: await dataUri(file) } };
+  }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+// Listen for drops and pastes on the whole page, and for the two file dialogues.
+export function watchMedia(add) {
+  let depth = 0;
+  const over = (change) => {
+    depth = change === 0 ? 0 : depth + change;
+    byId("drop").hidden = depth <= 0;
+  };
+  const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+  addEventListener("dragenter", (event) => { if (hasFiles(event)) over(1); });
+  addEventListener("dragleave", (event) => { if (hasFiles(event)) over(-1); });
+  addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
+  addEventListener("drop", (event) => {
+    over(0);
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    add(event.dataTransfer.files);
+  });
+  addEventListener("paste", (event) => {
+    if (event.clipboardData?.files.length) {
+      event.preventDefault();
+      add(event.clipboardData.files);
+    }
+  });
+  for (const [button, input] of [["choose", "files"], ["camera", "shot"]]) {
+    byId(button).addEventListener("click", () => byId(input).click());
+    byId(input).addEventListener("change", () => {
+      add(byId(input).files);
+      byId(input).value = "";
+    });
+  }
+}
