@@ -246,9 +246,34 @@ def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(
 
 
 @pytest.mark.browser
+def test_a_chosen_video_is_answered(window: Window, tmp_path: Path) -> None:
+    av = pytest.importorskip("av", reason="videos need the video extra")
+    path, page = tmp_path / "film.mp4", window.ready()
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for number in range(8):
+            frame = av.VideoFrame.from_image(draw(number, "scene").image.resize((32, 32)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    page.select_option("#model", "tiny")
+    page.locator("#settings summary").click()
+    page.fill("#length", "9")
+    page.set_input_files("#files", str(path))
+    page.wait_for_selector("#media video")
+    page.fill("#text", "What happens?")
+    page.click("#send")
+    answer = window.ended()
+    expected = vlm("qwen", "qwen-draft").generate("What happens?", videos=[str(path)], max_new_tokens=9)
+    assert shown(answer) == expected.text
+    assert page.locator(".turn video").count() == 1
+
+
+@pytest.mark.browser
 def test_the_tree_of_a_step_shows_under_the_pointer_and_the_arrow_keys(window: Window) -> None:
     page = window.ready()
     page.click("#sample")
+    page.wait_for_selector("#media img")
     page.select_option("#method", "sage")
     page.click("#send")
     answer = window.ended()
@@ -293,6 +318,7 @@ def test_stop_keeps_what_has_arrived_and_frees_the_row(window: Window, pocket: L
 def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> None:
     page = window.ready()
     page.click("#sample")
+    page.wait_for_selector("#media img")
     page.click("#race")
     answers = window.ended()
     assert answers.count() == 2
@@ -376,8 +402,11 @@ def test_axe_finds_nothing_and_no_width_scrolls_sideways(
     check()
     page.locator("#settings summary").click()
     check()
+    sheet = page.locator(".sheet").bounding_box()
+    assert 0 <= sheet["x"] <= sheet["x"] + sheet["width"] <= width
     page.click("h1")
     page.click("#sample")
+    page.wait_for_selector("#media img")
     page.select_option("#method", "sage")
     check()
     page.click("#race")

@@ -165,7 +165,8 @@ def serve(config: ServerConfig) -> None:
     host, port = listening.getsockname()[:2]
     vlms: list[VLM] = [load() for load in loaders]
     names = ", ".join(entry.label for entry in config.models)
-    announcement = f"Serving {names} on http://{host}:{port}/v1 (Ctrl-C drains and ends)"
+    address = f"http://{host}:{port}"
+    announcement = f"Serving {names} on {address}/v1, the page on {address} (Ctrl-C drains and ends)"
     server = Server(config, make_app(config, vlms), announcement)
     if not keys and not config.is_loopback:
         log.warning("No API key is set: everyone who reaches %s may use the models.", host)

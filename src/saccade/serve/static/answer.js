@@ -5,6 +5,7 @@ import { rounded, times } from "./meter.js";
 import { describe, drawTree } from "./tree.js";
 
 const MARKS = new Set(["target", "draft", "loose", "shifted"]);
+const FRAME = 60; // pixels of the tree's panel around the tree
 
 export class Answer {
   constructor(title, meter) {
@@ -98,6 +99,7 @@ export class Answer {
     panel.replaceChildren(element("p", {}, line));
     if (step.tree) panel.append(element("div", { class: "scroll" }, drawTree(step.tree, line)));
     panel.hidden = false;
+    if (aloud) shown.scrollIntoView({ block: "nearest" });
     const scroll = panel.lastElementChild;
     if (scroll.scrollWidth > scroll.clientWidth) scroll.tabIndex = 0;
     place(panel, shown);
@@ -113,21 +115,28 @@ export function hideTree() {
   shown = null;
 }
 
-// Hide the tree at a touch anywhere else.
+// Hide the tree at a touch anywhere else, and move it with its step when the page scrolls.
 export function watchTree() {
   addEventListener("pointerdown", (event) => {
     if (!event.target.closest?.("#tree, .tokens")) hideTree();
   });
-  addEventListener("scroll", hideTree, { passive: true });
+  addEventListener("scroll", () => {
+    if (!shown) return;
+    const { top, bottom } = shown.getBoundingClientRect();
+    if (bottom < 0 || top > innerHeight) hideTree();
+    else place(byId("tree"), shown);
+  }, { passive: true });
 }
 
-// Put a panel below its step, or above where there is no room.
+// Put a panel below its step, or above where there is more room; a tall tree is scaled to the room.
 function place(panel, step) {
-  const around = step.getBoundingClientRect(), own = panel.getBoundingClientRect();
-  const first = step.getClientRects()[0] ?? around;
-  const left = Math.min(Math.max(8, first.left), innerWidth - own.width - 8);
-  const below = around.bottom + 6;
-  const top = below + own.height < innerHeight ? below : Math.max(8, around.top - own.height - 6);
-  panel.style.left = `${Math.max(8, left)}px`;
+  const around = step.getBoundingClientRect(), first = step.getClientRects()[0] ?? around;
+  const below = innerHeight - around.bottom - 12, above = around.top - 12, room = Math.max(below, above);
+  panel.style.left = panel.style.top = "0";
+  panel.style.setProperty("--room", `${room - FRAME}px`);
+  const own = panel.getBoundingClientRect();
+  const left = Math.max(8, Math.min(first.left, innerWidth - own.width - 8));
+  const top = own.height <= below ? around.bottom + 6 : Math.max(4, around.top - own.height - 6);
+  panel.style.left = `${left}px`;
   panel.style.top = `${top}px`;
 }

@@ -123,10 +123,12 @@ async function run(answer, request, speculation, meters, signal) {
 
 function busy(controller) {
   running = controller;
-  for (const id of ["send", "race", "model", "method", "new"]) byId(id).disabled = controller !== null;
-  const hadFocus = document.activeElement === byId("stop");
-  byId("stop").hidden = controller === null;
-  if (hadFocus && controller === null) byId("text").focus();
+  const isRunning = controller !== null;
+  const hadFocus = ["send", "race", "stop"].includes(document.activeElement?.id);
+  for (const id of ["model", "method", "new"]) byId(id).disabled = isRunning;
+  for (const id of ["send", "race"]) byId(id).hidden = isRunning;
+  byId("stop").hidden = !isRunning;
+  if (hadFocus) byId(isRunning ? "stop" : "text").focus();
 }
 
 function stop() {

@@ -2,7 +2,7 @@
 
 import { drawn, plural } from "./dom.js";
 
-const ROW = 27, HIGH = 21, GAP = 16, PAD = 7, SIGN = 7.3, LONGEST = 18;
+const ROW = 24, HIGH = 19, GAP = 16, PAD = 7, SIGN = 7.3, LONGEST = 18;
 
 function label(text) {
   const seen = text.replace(/\n/g, "↵").replace(/\t/g, "⇥").trim() || (text ? "␣" : "∅");
