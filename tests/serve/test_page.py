@@ -22,7 +22,7 @@ from checkpoints import vlm
 from saccade import load
 from saccade.pocket import draw
 from saccade.serve.configuration import ModelEntry
-from saccade.serve.page import HEADERS
+from saccade.serve.webpage import HEADERS
 
 STATIC = Path(str(resources.files("saccade.serve") / "static"))
 FILES = sorted(file.name for file in STATIC.iterdir())
@@ -334,6 +334,34 @@ def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> 
     assert page.locator("#table tbody tr").count() == 2
     page.click("#new")
     assert page.locator(".turn").count() == 0
+
+
+@pytest.mark.browser
+def test_stop_ends_both_answers_of_a_race(window: Window, pocket: Live) -> None:
+    page = window.ready()
+    page.select_option("#model", "tiny")
+    page.locator("#settings summary").click()
+    page.fill("#length", str(LONG))
+    page.fill("#text", "Say much.")
+    page.click("#race")
+    page.wait_for_selector(".answer mark")
+    page.click("#stop")
+    notes = window.ended().locator(".note").all_inner_texts()
+    assert [note.rpartition(" ")[2] for note in notes] == ["stopped", "stopped"]
+    assert page.locator(".verdict").count() == 0
+    pocket.until(lambda: pocket.is_idle)
+
+
+@pytest.mark.browser
+def test_a_server_that_has_gone_is_named_and_the_question_comes_back(chromium: Any) -> None:
+    with live() as server:
+        window = Window(chromium, server)
+        page = window.ready()
+    page.fill("#text", "Anyone?")
+    page.click("#send")
+    assert "The server does not answer" in window.ended().locator(".error").inner_text()
+    assert page.locator("#text").input_value() == "Anyone?"
+    window.context.close()
 
 
 @pytest.mark.browser

@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
-from saccade.serve.page import Page
 from saccade.serve.refusals import Refusal, broken
 from saccade.serve.schemas import ChatRequest, CompletionRequest
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange
+from saccade.serve.webpage import Page
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM

@@ -19,7 +19,8 @@ async function send(path, options) {
     response = await fetch(path, { credentials: "omit", redirect: "error", ...options });
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
-    throw new ServerError("The server does not answer; check that it runs, then try again.");
+    const cause = options.body ? ", or takes no question of this size" : "";
+    throw new ServerError(`The server does not answer${cause}; check that it runs, then try again.`);
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null);

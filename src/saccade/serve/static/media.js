@@ -23,6 +23,7 @@ function preview(file) {
 function draw() {
   const list = byId("media");
   list.hidden = !chosen.length;
+  for (const medium of list.querySelectorAll("img, video")) URL.revokeObjectURL(medium.src);
   list.replaceChildren(...chosen.map((file) => {
     const name = file.name || "picture";
     const button = element("button", { type: "button", "aria-label": `Remove ${name}` }, "×");
