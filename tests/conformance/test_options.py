@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {
     "min_new_tokens": lambda a: {"eos_token_id": a[6], "min_new_tokens": 15},
     "min_length": lambda a: {"eos_token_id": a[6], "min_length": 20},
     "forced_eos_token_id": lambda a: {"eos_token_id": EOS, "forced_eos_token_id": EOS},
-    "exponential_decay": lambda a: {"eos_token_id": a[40], "exponential_decay_length_penalty": (4, 1.5)},
+    "exponential_decay": lambda a: {"eos_token_id": a[30], "exponential_decay_length_penalty": (4, 1.5)},
     "remove_invalid_values": lambda a: {"remove_invalid_values": True, "renormalize_logits": True},
     "sampling_settings_without_sampling": lambda a: {"temperature": 0.3, "top_p": 0.4, "top_k": 3},
 }

@@ -128,6 +128,7 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
     asked = prompts(name, kind)
     for row, prompt in enumerate(asked):
         load(view, opened, view.read(prompt), row)
+        opened._target.cache.reserve(row, 1)
     ran: list[tuple[Tensor, Tensor]] = []
     run = opened.context.run
 
