@@ -19,7 +19,7 @@ from saccade.methods.compositions import Parts
 from saccade.methods.groups import RULES, TREES
 
 SHAPES = [tree for tree in TREES if tree != "paced"]
-"""Trees that go with every drafter and rule; a paced chain goes with a draft model alone (tests/engine/test_pacing.py)."""
+"""Trees that go with every drafter and rule; a paced chain goes with a draft model (tests/engine/test_pacing.py)."""
 TREE_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 3},
     "branches": {"branches": 2, "gamma": 3},
