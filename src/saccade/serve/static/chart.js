@@ -12,7 +12,7 @@ function ceiling(value) {
 }
 
 function tick(value) {
-  return String(Number(value.toPrecision(2)));
+  return String(Number(value.toPrecision(3)));
 }
 
 function summary(meter) {

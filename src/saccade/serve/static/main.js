@@ -121,6 +121,8 @@ async function run(answer, request, speculation, meters, signal) {
   }
 }
 
+const hasScreenKeyboard = () => matchMedia("(pointer: coarse)").matches; // it would cover the answer
+
 function busy(controller) {
   running = controller;
   const isRunning = controller !== null;
@@ -128,7 +130,8 @@ function busy(controller) {
   for (const id of ["model", "method", "new"]) byId(id).disabled = isRunning;
   for (const id of ["send", "race"]) byId(id).hidden = isRunning;
   byId("stop").hidden = !isRunning;
-  if (hadFocus) byId(isRunning ? "stop" : "text").focus();
+  const next = isRunning ? "stop" : hasScreenKeyboard() ? "send" : "text";
+  if (hadFocus) byId(next).focus();
 }
 
 function stop() {
@@ -158,6 +161,7 @@ async function ask(isRace) {
   busy(controller);
   const files = takeMedia();
   byId("text").value = "";
+  if (hasScreenKeyboard()) byId("text").blur();
   byId("welcome").hidden = true;
   const question = element("div", { class: "question" }, previews(files), element("p", {}, text));
   const lanes = element("div", { class: isRace ? "lanes two" : "lanes" });
