@@ -40,7 +40,7 @@ def demo(
     save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path(
         "saccade-demo.png"
     ),
-    repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 3,
     threads: args.Threads = None,
 ) -> None:
     """Draw a picture, answer a question about it, and compare time and tokens with plain decoding.
