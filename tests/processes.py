@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _shared_folder: Path | None = None
 
 
@@ -39,9 +41,19 @@ def once_per_run(name: str, make: Callable[[], Any]) -> Any:
 
 def forked(work: Callable[[], object]) -> multiprocessing.process.BaseProcess:
     """Start another process at work; its exit code is 1 after an exception, which is printed."""
-    process = multiprocessing.get_context("fork").Process(target=work)
+
+    def begin() -> None:
+        settle()
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
     process.start()
     return process
+
+
+def settle() -> None:
+    """Renew torch's thread pool in a forked process, before several threads that load weights do so at once."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def exit_code_of(work: Callable[[], object]) -> int | None:
@@ -65,6 +77,7 @@ def forked_behind_a_terminal(work: Callable[[], object]) -> tuple[int, int]:
     if process == 0:
         code = 1
         try:
+            settle()
             speak_by(0, 1, 2)
             work()
             code = 0
