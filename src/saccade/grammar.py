@@ -79,7 +79,7 @@ class Rollback(ABC):
     def _move(self, state: _Place) -> None:
         walk, path = state.walk, state.path
         shared = next(
-            (i for i, (a, b) in enumerate(zip(walk.path, path, strict=False)) if a != b),
+            (i for i, (a, b) in enumerate(zip(walk.path, path, strict=False)) if a != b),  # one may be longer
             min(len(walk.path), len(path)),
         )
         if len(walk.path) > shared:

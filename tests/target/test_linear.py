@@ -40,11 +40,16 @@ def moved(weight: torch.nn.Parameter) -> None:
     weight.data = weight.data * 1.5
 
 
+def one_row(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[37].mul_(1.5)  # none of the sampled elements
+
+
 def no_change(weight: torch.nn.Parameter) -> None:
     pass
 
 
-@pytest.mark.parametrize("change", [in_place, moved])
+@pytest.mark.parametrize("change", [in_place, moved, one_row])
 def test_a_changed_weight_is_packed_again(change: Callable[[Any], None]) -> None:
     weight = torch.nn.Parameter(torch.randn(96, 64))
     product = Linear(weight)
@@ -117,3 +122,16 @@ def test_small_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cpu, "remember", lambda name, measure: (2, 64))
     assert packed_rows(torch.empty(512, 1023)) == range(0)
     assert packed_rows(torch.empty(512, 1024)) == range(2, 64)
+
+
+def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: None) -> None:
+    vlm = load(ready("llava"), ready("llava-draft"), dtype="float32")
+    layer, lean = vlm.target.layers[0], vlm.target._lean
+    assert lean is not None
+    with torch.no_grad():
+        layer.self_attn.k_proj.weight[3].mul_(2.0)
+    x = torch.randn(4, layer.self_attn.k_proj.in_features)
+    fused = lean._layers[0].qkv
+    assert not torch.allclose(fused(x), F.linear(x, fused.weight, fused.bias), atol=1e-4)
+    assert lean.is_current
+    torch.testing.assert_close(fused(x), F.linear(x, fused.weight, fused.bias), rtol=1e-4, atol=1e-4)

@@ -276,12 +276,13 @@ def _fuse_layer(layer: Any) -> _LayerWeights:
         qkv=Linear(
             _fuse_parameters([m.weight for m in projections]),
             _fuse_parameters([m.bias for m in projections]) if with_bias else None,
+            [m.weight for m in projections],
         ),
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
         out=Linear(attention.o_proj.weight),
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=Linear(_fuse_parameters([m.weight for m in gates])),
+        gate_up=Linear(_fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
         down=Linear(mlp.down_proj.weight),
     )
 

@@ -36,13 +36,16 @@ class Linear:
     Args:
         weight: ``[out, in]``; read at every call, never changed.
         bias: ``[out]``, or None.
+        sources: parameters whose memory the weight is; by default the weight itself.
     """
 
-    __slots__ = ("_packed", "_rows", "_sample", "_view", "bias", "weight")
+    __slots__ = ("_packed", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, sources: Sequence[Tensor] = ()) -> None:
         self.weight = weight
         self.bias = bias
+        self._sources = sources or (weight,)
+        self._version = 0
         self._packed: Any = None
         self._rows = range(0)
         self._view: Tensor | None = None
@@ -61,14 +64,23 @@ class Linear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), max(rows.start, 8))
         self._view = weight.view(-1)[:: max(1, weight.numel() // _SAMPLES)]
         self._sample = self._view.clone()
+        self._version = self._versions()
         self._rows = rows
 
     def refresh(self) -> None:
-        """Pack the weight again if it was changed in place since, by what a few of its elements show."""
+        """Pack the weight again if it was changed in place since.
+
+        Changes by way of ``.data``, which torch does not count, are seen by a few of the elements.
+        """
         if self._view is None or self._sample is None:
             return
-        if self._view.data_ptr() != self.weight.data_ptr() or not torch.equal(self._view, self._sample):
+        moved = self._view.data_ptr() != self.weight.data_ptr()
+        if moved or self._version != self._versions() or not torch.equal(self._view, self._sample):
             self.pack(self._rows)
+
+    def _versions(self) -> int:
+        """Number of changes of the sources that torch has counted; it counts none of tensors made in inference mode."""
+        return sum(0 if source.is_inference() else source._version for source in self._sources)
 
 
 @torch.inference_mode(False)
