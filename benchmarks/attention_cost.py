@@ -32,9 +32,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     return best * 1e3
 
 
-def over_a_cache(
-    heads: int, held: int, size: int, positions: int, count: int, repeats: int
-) -> tuple[float, float]:
+def over_a_cache(heads: int, held: int, size: int, positions: int, count: int, repeats: int) -> tuple[float, float]:
     """``count`` queries in bfloat16, and turned to float32 and back."""
     keys, values = torch.randn(2, 1, held, positions, size).bfloat16()
     query, mask = (
@@ -64,17 +62,13 @@ def in_training(positions: int, repeats: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print two tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--repeats", type=int, default=20, help="calls of each form (default: %(default)s)")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    print(
-        "| heads, key heads, head size, positions | queries | bfloat16, ms | float32, ms |\n|---|---|---|---|"
-    )
+    print("| heads, key heads, head size, positions | queries | bfloat16, ms | float32, ms |\n|---|---|---|---|")
     with torch.inference_mode():
         for shape in SHAPES:
             for count in QUERIES:

@@ -100,9 +100,7 @@ def report(result: Result) -> list[str]:
         low, mid, high = quantiles(ratios, n=4)
         lines.append(f"| {name} | {median(values) * 1e3:.3f} | {mid:.3f} ({low:.3f}-{high:.3f}) |")
     over = median(s / b for s, b in zip(result.step, result.bare, strict=True))
-    lines.append(
-        f"\nstep / bare forwards = {over:.3f}, limit {LIMIT:.2f}: {'kept' if over <= LIMIT else 'BROKEN'}\n"
-    )
+    lines.append(f"\nstep / bare forwards = {over:.3f}, limit {LIMIT:.2f}: {'kept' if over <= LIMIT else 'BROKEN'}\n")
     lines += ["| part of a step | mean us | share |", "|---|---|---|"]
     total = sum(result.parts.values())
     for name, seconds in sorted(result.parts.items(), key=lambda kv: -kv[1]):
@@ -115,13 +113,9 @@ def report(result: Result) -> list[str]:
 
 def memory(engine: Engine, inputs: Inputs, new_tokens: int) -> dict[str, int]:
     """Bytes: weights, KV caches as requested, and the measured peak beyond what was there before."""
-    models = [engine.target.model] + (
-        [engine.drafter.model.model] if isinstance(engine.drafter, ModelDrafter) else []
-    )
+    models = [engine.target.model] + ([engine.drafter.model.model] if isinstance(engine.drafter, ModelDrafter) else [])
     storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for m in models
-        for t in m.state_dict().values()
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in models for t in m.state_dict().values()
     }
     device = engine.target.device
     session = engine.open(1)
@@ -166,9 +160,7 @@ def _peak(device: torch.device) -> int:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     add_step_options(parser, prompts=4)
     options = parser.parse_args()

@@ -23,9 +23,7 @@ from saccade.target.context import Context
 COUNTS = (1, 6, 16, 26, 61)
 
 
-def milliseconds(
-    target: Target, context: Context, count: int, repeats: int, clock: Clock
-) -> tuple[float, float]:
+def milliseconds(target: Target, context: Context, count: int, repeats: int, clock: Clock) -> tuple[float, float]:
     """Medians of a forward of ``count`` tokens: stock, lean."""
     device = target.device
     tokens = torch.full((1, count), 7, device=device)
@@ -48,13 +46,9 @@ def milliseconds(
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
-    parser.add_argument(
-        "--repeats", type=int, default=40, help="forwards of each kind (default: %(default)s)"
-    )
+    parser.add_argument("--repeats", type=int, default=40, help="forwards of each kind (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
     options = parser.parse_args()

@@ -44,7 +44,5 @@ class _Seeing:
         if arguments.get("past_key_values") is None:
             arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
             arguments["generation_config"].is_assistant = False  # else the picture is dropped
-            arguments |= {
-                k: v.to(self._draft.dtype) if v.is_floating_point() else v for k, v in self._media.items()
-            }
+            arguments |= {k: v.to(self._draft.dtype) if v.is_floating_point() else v for k, v in self._media.items()}
         return self._generate(self._draft, **arguments)

@@ -153,23 +153,17 @@ def row(method: str, greedy: Steps, sampled: Steps) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=",".join(METHODS), help="by name (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=1, help="answers that are counted (default: 1)")
     parser.add_argument("--answers", type=int, default=4, help="answers that are timed (default: 4; 0: none)")
     parser.add_argument("--new-tokens", type=int, default=24, help="of a counted answer (default: 24)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
-    parser.add_argument(
-        "--clock", default="cpu", choices=CLOCKS, help="cpu counts processor time (default: cpu)"
-    )
+    parser.add_argument("--clock", default="cpu", choices=CLOCKS, help="cpu counts processor time (default: cpu)")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    print(
-        "| method | launches, greedy | sampled | ratio | uploads, greedy | sampled | waits | ms, greedy | sampled |"
-    )
+    print("| method | launches, greedy | sampled | ratio | uploads, greedy | sampled | waits | ms, greedy | sampled |")
     print("|---|---|---|---|---|---|---|---|---|")
     found = measure(
         options.methods.split(","),

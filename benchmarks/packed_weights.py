@@ -30,13 +30,9 @@ def microseconds(*products: partial[torch.Tensor], repeats: int) -> list[float]:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=30, help="products of each kind (default: %(default)s)"
-    )
+    parser.add_argument("--repeats", type=int, default=30, help="products of each kind (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

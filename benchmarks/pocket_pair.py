@@ -23,12 +23,8 @@ Inputs = Mapping[str, torch.Tensor]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that choose models, number formats and threads."""
-    parser.add_argument(
-        "--target", type=Path, default=target_path(), help="model folder (default: the pocket's)"
-    )
-    parser.add_argument(
-        "--draft", type=Path, default=draft_path(), help="model folder (default: the pocket's)"
-    )
+    parser.add_argument("--target", type=Path, default=target_path(), help="model folder (default: the pocket's)")
+    parser.add_argument("--draft", type=Path, default=draft_path(), help="model folder (default: the pocket's)")
     parser.add_argument("--target-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--draft-dtype", default="float32", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
@@ -39,9 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_step_options(parser: argparse.ArgumentParser, prompts: int) -> None:
     """The options of measurements that time every step of a chain."""
     parser.add_argument("--gamma", type=int, default=5, help="guesses per step (default: 5)")
-    parser.add_argument(
-        "--prompts", type=int, default=prompts, help="prompts that count (default: %(default)s)"
-    )
+    parser.add_argument("--prompts", type=int, default=prompts, help="prompts that count (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument(
         "--clock",

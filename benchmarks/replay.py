@@ -46,9 +46,7 @@ class Replay:
 
     def __init__(self, models: Sequence[Target], clock: Clock) -> None:
         if not all(model.is_lean for model in models):
-            raise SystemExit(
-                "The engine's cost is measured on models that run on a lean decoder, as the pocket's do."
-            )
+            raise SystemExit("The engine's cost is measured on models that run on a lean decoder, as the pocket's do.")
         self.calls: list[Call] = []
         self._clock = clock
         self._shadows: dict[tuple[int, int], RowCache] = {}

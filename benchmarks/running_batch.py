@@ -186,9 +186,7 @@ def of_one_length(requests: Sequence[Arrival]) -> list[Arrival]:
     others at once."""
     found, frames = list[Arrival](), None
     for arrival in requests:
-        shapes = {
-            m.tensors["pixel_values_videos"].shape[1] for m in arrival.prompt.media if m.kind == "video"
-        }
+        shapes = {m.tensors["pixel_values_videos"].shape[1] for m in arrival.prompt.media if m.kind == "video"}
         if len(shapes) <= 1 and (not shapes or frames in (None, *shapes)):
             frames = next(iter(shapes), frames)
             found.append(arrival)
@@ -292,23 +290,17 @@ def followed(vlm: VLM, clock: Clock, tokens: int, count: int) -> dict[str, tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.set_defaults(target_dtype="float32", threads=1)
-    parser.add_argument(
-        "--method", default="chain", help="what the running batch drafts with (default: chain)"
-    )
+    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens a step reads (default: 256)")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
-    parser.add_argument(
-        "--only", choices=("full", "arrivals", "video", "follow"), help="one of the measurements alone"
-    )
+    parser.add_argument("--only", choices=("full", "arrivals", "video", "follow"), help="one of the measurements alone")
     options = parser.parse_args()
     logging.set_verbosity_error()
     if options.threads:

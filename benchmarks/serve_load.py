@@ -112,9 +112,7 @@ class Clients:
         command = [sys.executable, "-m", "benchmarks.serve_load", "--client"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(
-        self, port: int, bodies: Sequence[Any], clients: int, at: Sequence[float] | None = None
-    ) -> dict[str, Any]:
+    def run(self, port: int, bodies: Sequence[Any], clients: int, at: Sequence[float] | None = None) -> dict[str, Any]:
         """Answers in order, and the seconds for all."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -198,9 +196,7 @@ def stock(vlm: VLM, model: Any, conversations: Sequence[Any], tokens: int) -> in
         ids = torch.tensor([prompt.ids])
         media = {**join(model.config, list(prompt.media)), **type_ids(model.config, ids)}
         mask = torch.ones_like(ids)
-        answer = model.generate(
-            input_ids=ids, attention_mask=mask, **media, max_new_tokens=tokens, do_sample=False
-        )
+        answer = model.generate(input_ids=ids, attention_mask=mask, **media, max_new_tokens=tokens, do_sample=False)
         count += answer.shape[1] - ids.shape[1]
     return count
 
@@ -272,9 +268,7 @@ def arrivals(vlm: VLM, options: argparse.Namespace, clients: Clients) -> dict[st
             if lost := [a for a in answers if not a["chunks"]]:
                 raise SystemExit(f"{len(lost)} requests were not answered; the first: {lost[0]}")
             first = [a["chunks"][0] for a in answers]
-            gaps = [
-                b - a for each in answers for a, b in zip(each["chunks"], each["chunks"][1:], strict=False)
-            ]
+            gaps = [b - a for each in answers for a, b in zip(each["chunks"], each["chunks"][1:], strict=False)]
             row = {
                 "tokens_per_second": sum(a["tokens"] for a in answers) / run["seconds"],
                 "first": (median(first), quantiles(first, n=20)[-1]),
@@ -332,9 +326,7 @@ def _resident() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.set_defaults(target_dtype="float32", threads=1)
     parser.add_argument("--method", default="chain")
@@ -345,9 +337,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=300, help="of the overload (default: 300)")
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
-    parser.add_argument(
-        "--only", choices=("full", "arrivals", "overload"), help="one of the measurements alone"
-    )
+    parser.add_argument("--only", choices=("full", "arrivals", "overload"), help="one of the measurements alone")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:

@@ -79,9 +79,7 @@ class Stock:
     def __call__(self, inputs: Inputs, new_tokens: int, measured: Measured | None) -> None:
         self._calls = 0
         with (
-            nullcontext(self._settings)
-            if self._draft is None
-            else assistant(self._draft, inputs, **self._settings)
+            nullcontext(self._settings) if self._draft is None else assistant(self._draft, inputs, **self._settings)
         ) as options:
             started = time.perf_counter()
             sequences = self._model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **options)
@@ -101,9 +99,7 @@ class Ours:
 
     def __call__(self, inputs: Inputs, new_tokens: int, measured: Measured | None) -> None:
         started = time.perf_counter()
-        self._model.generate(
-            **inputs, max_new_tokens=new_tokens, do_sample=False, custom_generate=self._speculation
-        )
+        self._model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, custom_generate=self._speculation)
         seconds = time.perf_counter() - started
         if measured is not None:
             (output,) = self._speculation.outputs
@@ -190,17 +186,13 @@ def table(results: dict[str, Measured]) -> list[str]:
 
 def main() -> None:
     """Measure, print the table, and write JSON if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--prompts", type=int, default=24, help="prompts that count (default: 24)")
     parser.add_argument("--repeats", type=int, default=1, help="answers per prompt and method (default: 1)")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument("--grammar", default="dense", choices=("dense", "verbose"))
-    parser.add_argument(
-        "--methods", nargs="+", help=f"names from the table; {BASELINE} always runs (default: all)"
-    )
+    parser.add_argument("--methods", nargs="+", help=f"names from the table; {BASELINE} always runs (default: all)")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -213,9 +205,7 @@ def main() -> None:
         if unknown:
             parser.error(f"unknown methods {sorted(unknown)}; expected some of {list(running)}")
         running = {n: c for n, c in running.items() if n == BASELINE or n in options.methods}
-    asked = prompts(
-        options.target, options.prompts + 1, options.grammar, options.target_dtype, options.device
-    )
+    asked = prompts(options.target, options.prompts + 1, options.grammar, options.target_dtype, options.device)
     results = measure(running, asked, options.new_tokens, options.repeats)
     print("\n".join(table(results)))
     if options.json:

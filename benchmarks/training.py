@@ -32,9 +32,7 @@ def parts(trainer: Trainer, stage: Stage, step: int, clock: Clock) -> dict[str, 
     entries = trainer.feeder.entries(indices)
     read = clock()
     assert entries is not None
-    with torch.autocast(
-        entries.states.device.type, torch.bfloat16, enabled=trainer.recipe.precision == "bf16"
-    ):
+    with torch.autocast(entries.states.device.type, torch.bfloat16, enabled=trainer.recipe.precision == "bf16"):
         tally = trainer.recipe.objective(trainer.head, entries, lm_head_of(trainer.target), stage.draft_steps)
     judged = clock()
     tally.loss.backward()
@@ -54,9 +52,7 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=10)
     words.add_argument("--clock", choices=CLOCKS, default="wall")
     given = words.parse_args()
-    vlm = saccade.load(
-        str(pocket.target_path()) if given.target == "pocket" else given.target, method="plain"
-    )
+    vlm = saccade.load(str(pocket.target_path()) if given.target == "pocket" else given.target, method="plain")
     clock = Clock(given.clock, vlm.target.device)
     base = read_recipe(given.recipe)
     source = Answers(given.data, vlm.processor, min_words=base.min_words, max_tokens=base.max_tokens)

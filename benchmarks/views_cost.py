@@ -81,9 +81,7 @@ class Watched:
         prefill: seconds that the drafter took to read the prompt.
     """
 
-    def __init__(
-        self, engine: Engine, inputs: Inputs, new_tokens: int, clock: Clock, forwards: Timed
-    ) -> None:
+    def __init__(self, engine: Engine, inputs: Inputs, new_tokens: int, clock: Clock, forwards: Timed) -> None:
         asked = split(engine.target.config, inputs)
         session = engine.open(1)
         self._drafting: Any = session.drafting
@@ -93,9 +91,7 @@ class Watched:
         self._calls = [Timed(self._drafting, name, clock) for name in ("propose", "observe")]
         is_one = not isinstance(self._drafting, EnsembleSession)
         self._search = (
-            []
-            if is_one
-            else [Timed(self._drafting, n, clock) for n in ("_observe_blocks", "_choose_weights")]
+            [] if is_one else [Timed(self._drafting, n, clock) for n in ("_observe_blocks", "_choose_weights")]
         )
         decoding = plan(engine.target, asked, max_new_tokens=new_tokens)
         self._steps: Iterator[Any] = engine.start([Request(p) for p in asked], decoding, session).steps
@@ -183,9 +179,7 @@ def drafter(model: Target, processor: InputProcessor, name: str, gamma: int) -> 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument(
         "--ensembles",

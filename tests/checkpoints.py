@@ -102,9 +102,7 @@ def llama(
     return path
 
 
-def llava(
-    path: Path, *, seed: int = 0, noise: float = 0.0, side: int = 28, tok: Any = None, **save: Any
-) -> Path:
+def llava(path: Path, *, seed: int = 0, noise: float = 0.0, side: int = 28, tok: Any = None, **save: Any) -> Path:
     """A LLaVA-1.5 for square images of ``side`` pixels, 16 tokens each at 28; ``noise`` makes it a drafter."""
     tok = tok or tokenizer()
     vision = CLIPVisionConfig(

@@ -9,9 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "CUDA_VISIBLE_DEVICES", ""
-)  # or models would load on a GPU, beside references on the CPU
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # or models would load on a GPU, beside references on the CPU
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
 import pytest
@@ -42,11 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what a large grid has beyond a small cover of its parameters."""
     grids: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
-        if (
-            isinstance(item, pytest.Function)
-            and hasattr(item, "callspec")
-            and not item.get_closest_marker("slow")
-        ):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             grids.setdefault((item.path, item.originalname), []).append(item)
     for grid in grids.values():
         names = list(grid[0].callspec.params)
@@ -61,6 +55,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _value(item: pytest.Function, name: str) -> object:
     value = item.callspec.params.get(name)
-    return (
-        value if isinstance(value, (str, int, float, bool, type(None))) else item.callspec.indices.get(name)
-    )
+    return value if isinstance(value, (str, int, float, bool, type(None))) else item.callspec.indices.get(name)

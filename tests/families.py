@@ -138,9 +138,7 @@ def _idefics_image(tokens: int, size: int) -> Medium:
     def build(generator: torch.Generator, variant: int) -> Piece:
         ids = (VISION_START, *(IMAGE,) * tokens, VISION_END)
         pixels = _noise(generator, 1, 3, size, size)
-        return Piece(
-            ids, {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, size, size, dtype=torch.long)}
-        )
+        return Piece(ids, {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, size, size, dtype=torch.long)})
 
     return build
 
@@ -208,9 +206,7 @@ def _onevision_video(generator: torch.Generator, variant: int) -> Piece:
 def _next_video(generator: torch.Generator, variant: int) -> Piece:
     frames = 3
     tokens = frames * (ANYRES_SIDE // 2) ** 2
-    return Piece(
-        (VIDEO,) * tokens, {"pixel_values_videos": _noise(generator, 1, frames, 3, ANYRES_TILE, ANYRES_TILE)}
-    )
+    return Piece((VIDEO,) * tokens, {"pixel_values_videos": _noise(generator, 1, frames, 3, ANYRES_TILE, ANYRES_TILE)})
 
 
 def _onevision_collate(rows: list[Row]) -> Inputs:
@@ -301,9 +297,7 @@ class FamilyCase:
     def is_visual(self) -> bool:
         return self.image is not None
 
-    def model(
-        self, seed: int = 0, layers: int | None = None, eos: int | list[int] | None = None
-    ) -> PreTrainedModel:
+    def model(self, seed: int = 0, layers: int | None = None, eos: int | list[int] | None = None) -> PreTrainedModel:
         """Builds a fresh model: eval mode, fp32, sdpa, no end-of-sequence token unless asked for."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1000 * seed + self.salt)
@@ -314,9 +308,7 @@ class FamilyCase:
         )
         return model.eval()
 
-    def draft_model(
-        self, seed: int = 0, *, noise: float | None = None, target_seed: int = 0
-    ) -> PreTrainedModel:
+    def draft_model(self, seed: int = 0, *, noise: float | None = None, target_seed: int = 0) -> PreTrainedModel:
         """The target with noise on its weights: some greedy drafts are right and some are wrong."""
         return perturbed(self.model(target_seed), self.draft_noise if noise is None else noise, seed)
 
@@ -366,9 +358,7 @@ class FamilyCase:
             "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
         }
         if self.types is not None:
-            inputs[self.types] = (inputs["input_ids"] == IMAGE).long() + 2 * (
-                inputs["input_ids"] == VIDEO
-            ).long()
+            inputs[self.types] = (inputs["input_ids"] == IMAGE).long() + 2 * (inputs["input_ids"] == VIDEO).long()
         return {**inputs, **self.collate(rows)}
 
 
@@ -730,9 +720,7 @@ _CASES = (
         collate=_concatenated("pixel_values", "image_sizes"),
         salt=751,
     ),
-    FamilyCase(
-        "ministral3", _language_model("ministral3", head_dim=16, rope_parameters=_MINISTRAL_ROPE), salt=850
-    ),
+    FamilyCase("ministral3", _language_model("ministral3", head_dim=16, rope_parameters=_MINISTRAL_ROPE), salt=850),
     FamilyCase(
         "mistral3_ministral3",
         _vision_language_model(

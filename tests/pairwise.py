@@ -22,10 +22,7 @@ def cover(rows: Sequence[Row], singly: bool = False) -> set[int]:
     """
     strength = 1 if singly or len(rows[0]) == 2 else 2
     found = {
-        i: {
-            (columns, *(rows[i][c] for c in columns))
-            for columns in combinations(range(len(rows[i])), strength)
-        }
+        i: {(columns, *(rows[i][c] for c in columns)) for columns in combinations(range(len(rows[i])), strength)}
         for i in range(len(rows))
     }
     missing = set().union(*found.values())

@@ -315,9 +315,7 @@ def _refuse_mixed(name: str, full: str, host: list[Tensor]) -> None:
         _count_wait("index from the host")
         return
     shapes = ", ".join(str(list(h.shape)) for h in wrong)
-    raise MixedDevices(
-        f"{full} at {_place()} was given CPU tensors of shape {shapes} beside tensors of {NAME}."
-    )
+    raise MixedDevices(f"{full} at {_place()} was given CPU tensors of shape {shapes} beside tensors of {NAME}.")
 
 
 def _count(

@@ -41,9 +41,7 @@ def test_auto_is_the_stored_format_only_where_the_processor_is_faster_in_it(
     assert load_model(tmp_path / "half", dtype="bfloat16").dtype == torch.bfloat16
 
 
-def test_weights_that_would_not_fit_in_float32_stay_as_stored(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_weights_that_would_not_fit_in_float32_stay_as_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, None)
     monkeypatch.setattr(cpu, "available_memory", lambda: 1000)
     load_model(ready("llama")).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -51,9 +49,7 @@ def test_weights_that_would_not_fit_in_float32_stay_as_stored(
         assert load_model(tmp_path).dtype == torch.bfloat16
 
 
-def test_the_speed_of_a_format_is_measured_once_per_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_speed_of_a_format_is_measured_once_per_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, 2.0)
     assert cpu.computes_in(torch.bfloat16)
     (file,) = (tmp_path / "cache" / "saccade").iterdir()

@@ -264,9 +264,7 @@ def test_added_tokens_may_differ_where_both_have_their_own() -> None:
 
 
 def test_another_tokenizer_is_refused_with_both_names_and_the_first_token_that_differs() -> None:
-    with pytest.raises(
-        ModelError, match=r"The drafter small has another tokenizer than the target big"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"The drafter small has another tokenizer than the target big") as caught:
         shared_vocabulary(tokenizer(), tokenizer(swapped=True), ("big", "small"))
     assert """(token "'" has id 5 there and id 6 here)""" in str(caught.value)
 

@@ -91,9 +91,7 @@ def bias(rows: int) -> Tensor:
 @pytest.mark.parametrize("kind", [AddsToRows, AddsABatch])
 def test_a_processor_that_looks_at_the_row_sees_every_row_s_own(kind: Any, method: str) -> None:
     inputs = CASE.inputs("text", rows=3)
-    wanted = reference_greedy(
-        CASE.model(), inputs, NEW, logits_processor=LogitsProcessorList([kind(bias(3))])
-    )
+    wanted = reference_greedy(CASE.model(), inputs, NEW, logits_processor=LogitsProcessorList([kind(bias(3))]))
     assert wanted != CASE.reference("text", rows=3, n=NEW)
     assert run(method, logits_processor=[kind(bias(3))]) == wanted
 
@@ -179,9 +177,7 @@ def constrained() -> list[list[int]]:
     found = []
     for row in range(3):
         processors = LogitsProcessorList([Advances()])
-        found += reference_greedy(
-            CASE.model(), CASE.row_inputs("text", row), NEW, logits_processor=processors
-        )
+        found += reference_greedy(CASE.model(), CASE.row_inputs("text", row), NEW, logits_processor=processors)
     return found
 
 
@@ -194,9 +190,7 @@ def test_a_state_follows_every_branch_of_a_tree(method: str) -> None:
 
 
 def test_a_state_stands_in_order_with_other_processors() -> None:
-    sampled = run(
-        "tree", logits_processor=[Alternating()], do_sample=True, temperature=1.5, repetition_penalty=1.3
-    )
+    sampled = run("tree", logits_processor=[Alternating()], do_sample=True, temperature=1.5, repetition_penalty=1.3)
     for tokens in sampled:
         assert all(not forbidden(tokens[:n])[token] for n, token in enumerate(tokens))
 
@@ -205,9 +199,7 @@ def test_a_state_stands_in_order_with_other_processors() -> None:
 def test_a_state_is_kept_inside_generate_too(rows: int) -> None:
     inputs = CASE.inputs("text", rows=rows)
     own = hf.speculate(CASE.draft_model(), gamma=3)
-    out = CASE.model().generate(
-        **inputs, max_new_tokens=NEW, logits_processor=[Alternating()], custom_generate=own
-    )
+    out = CASE.model().generate(**inputs, max_new_tokens=NEW, logits_processor=[Alternating()], custom_generate=own)
     assert out[:, inputs["input_ids"].shape[1] :].tolist() == constrained()[:rows]
 
 

@@ -46,9 +46,7 @@ def test_a_bad_image_is_refused(content: bytes | str | None, words: str, tmp_pat
 def test_a_video_without_pyav_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     (tmp_path / "a.mp4").write_bytes(b"some")
-    with pytest.raises(
-        InputError, match=r"need PyAV, which is not installed; run `pip install saccade\[video\]`"
-    ):
+    with pytest.raises(InputError, match=r"need PyAV, which is not installed; run `pip install saccade\[video\]`"):
         vlm("qwen").generate("What?", videos=[tmp_path / "a.mp4"])
 
 

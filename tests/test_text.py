@@ -53,9 +53,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 @cache
 def tokenizer(name: str) -> Any:
-    core = {"bytes": lambda: byte_level(0), "merges": lambda: byte_level(120), "fallback": byte_fallback}[
-        name
-    ]()
+    core = {"bytes": lambda: byte_level(0), "merges": lambda: byte_level(120), "fallback": byte_fallback}[name]()
     # True as in Llama 3's files: the space before a full stop would go when the full stop comes
     return PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=True
@@ -71,18 +69,14 @@ def streamed(tok: Any, ids: list[int], sizes: list[int]) -> list[str]:
     return [*pieces, text.finish()]
 
 
-TEXTS = st.text(
-    st.one_of(st.sampled_from("ab .,'€é東🙂 "), st.characters(exclude_categories=["Cs"])), max_size=30
-)
+TEXTS = st.text(st.one_of(st.sampled_from("ab .,'€é東🙂 "), st.characters(exclude_categories=["Cs"])), max_size=30)
 SIZES = st.lists(st.integers(0, 4), max_size=60)
 
 
 @pytest.mark.parametrize("name", ["bytes", "merges", "fallback"])
 @settings(deadline=None, max_examples=200)
 @given(text=TEXTS, sizes=SIZES)
-def test_pieces_of_a_valid_text_join_to_it_and_hold_no_broken_character(
-    name: str, text: str, sizes: list[int]
-) -> None:
+def test_pieces_of_a_valid_text_join_to_it_and_hold_no_broken_character(name: str, text: str, sizes: list[int]) -> None:
     tok = tokenizer(name)
     assume(not any(special in text for special in tok.all_special_tokens))  # which decoding leaves out
     ids = tok(text, add_special_tokens=False)["input_ids"]

@@ -159,9 +159,7 @@ def test_loaded_models_can_be_given() -> None:
 
 
 def test_the_drafter_may_be_called_the_assistant_model() -> None:
-    model = load(
-        vlm("llava").target.model, assistant_model=vlm("llava-draft").target.model, num_assistant_tokens=2
-    )
+    model = load(vlm("llava").target.model, assistant_model=vlm("llava-draft").target.model, num_assistant_tokens=2)
     assert (model.method, model.options["gamma"]) == ("chain", 2)
     with pytest.raises(MethodError, match="drafter and assistant_model are two names"):
         load("a", "b", assistant_model="b")

@@ -26,9 +26,7 @@ class Chat:
             turns.
     """
 
-    def __init__(
-        self, stream: Callable[..., Stream], processor: InputProcessor, system: str | None = None
-    ) -> None:
+    def __init__(self, stream: Callable[..., Stream], processor: InputProcessor, system: str | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": [{"type": "text", "text": system}]})

@@ -58,9 +58,7 @@ def remember(name: str, measure: Callable[[], Sequence[float]]) -> Sequence[floa
     findings, file = _findings(), _findings_file()
     if name not in findings:
         findings[name] = [float(value) for value in measure()]
-        with suppress(
-            OSError, ModelError
-        ):  # a cache folder that cannot be written: measured again by the next process
+        with suppress(OSError, ModelError):  # a cache folder that cannot be written: measured again by the next process
             write_file(file, json.dumps(_read(file) | findings, indent=1) + "\n", error=ModelError)
     return findings[name]
 
@@ -158,9 +156,7 @@ def _capabilities() -> dict[str, Any]:
 def _findings_file() -> Path:
     processor = f"{platform.machine()}|{_capabilities().get('cpu_name')}|{torch.__version__}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (
-        base / "saccade" / f"processor-{hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()}.json"
-    )
+    return base / "saccade" / f"processor-{hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()}.json"
 
 
 def _speed_over_float32(dtype: torch.dtype) -> float:

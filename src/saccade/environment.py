@@ -77,9 +77,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     for name, weight in sorted(model.named_parameters()):
         hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
         if weight.numel() and weight.device.type != "meta":
-            row = (
-                weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
-            )
+            row = weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
             hasher.update(row.detach().reshape(-1)[:_SAMPLED_WEIGHTS].float().cpu().numpy().tobytes())
     return hasher.hexdigest()
 
@@ -87,9 +85,7 @@ def fingerprint(model: torch.nn.Module) -> str:
 def _git(folder: Path, *arguments: str) -> str | None:
     """Output of a git command; None when it fails or git is not installed."""
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
-        )
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -75,13 +75,9 @@ def read_profile(path: str | Path) -> Profile:
     try:
         content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(
-            f"There is no profile {path}; write one with `saccade tune --save {path}`."
-        ) from None
+        raise InputError(f"There is no profile {path}; write one with `saccade tune --save {path}`.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise InputError(
-            f"The profile {path} cannot be read ({problem}); write it anew with `saccade tune`."
-        ) from None
+        raise InputError(f"The profile {path} cannot be read ({problem}); write it anew with `saccade tune`.") from None
     return make(Profile, content, str(path), error=InputError)
 
 

@@ -79,9 +79,7 @@ class Chunk:
 class Stream:
     """A generation in progress; iteration may stop at any chunk, `outputs` holds the tokens so far."""
 
-    def __init__(
-        self, run: Run, tokenizer: Any, is_batch: bool, streamer: Any, requests: Sequence[Request]
-    ) -> None:
+    def __init__(self, run: Run, tokenizer: Any, is_batch: bool, streamer: Any, requests: Sequence[Request]) -> None:
         self.is_batch = is_batch
         self._run = run
         self._tokenizer = tokenizer

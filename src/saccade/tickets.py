@@ -122,9 +122,7 @@ class Batch:
         self._lossless = engine.rule(do_sample=False).lossless
         if kv_memory is None:
             kv_memory = int(KV_MEMORY_SHARE * free_memory(engine.target.device))
-        self._running = engine.open(
-            max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache
-        )
+        self._running = engine.open(max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache)
         self._running.trace = trace
         self._tickets: dict[int, Ticket] = {}
 

@@ -66,9 +66,7 @@ def check_keys(
         raise error(f"{where}: unknown key {prefix + unknown!r}; expected one of {expected}.")
 
 
-def check_whole(
-    value: Any, least: int, name: str, where: str = "", error: type[SaccadeError] = SaccadeError
-) -> None:
+def check_whole(value: Any, least: int, name: str, where: str = "", error: type[SaccadeError] = SaccadeError) -> None:
     """Raise ``error`` unless a value is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         place = f"{where}: " if where else ""

@@ -119,9 +119,7 @@ def check(
         target, drafter, method, heads, head, options = read_profile(target).completed(**own, options=options)
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
-    target, drafter, given = drafters.with_builtin(
-        target, drafter, method, options, drafters.named(drafter, heads)
-    )
+    target, drafter, given = drafters.with_builtin(target, drafter, method, options, drafters.named(drafter, heads))
     kinds = drafters.kinds_of(given)
     name = method or drafters.default_method(drafter, kinds, head)
     drafting = None if drafters.is_head(drafter) else drafter
@@ -133,9 +131,7 @@ def check(
     processor = _processor(target)
     draft_processor = None if drafting is None else _processor(drafting)
     if draft_processor is not None:
-        shared_vocabulary(
-            processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting))
-        )
+        shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting)))
 
     def read() -> VLM:
         model, draft_model = _model(target, dtype, device_map), None
@@ -365,9 +361,7 @@ class VLM:
             trace: attach the verified tree to every chunk.
         """
         tokenizer = self.processor.tokenizer
-        return Batch(
-            self.engine, self.request, tokenizer, max_rows, kv_memory, prefill_chunk, media_cache, trace
-        )
+        return Batch(self.engine, self.request, tokenizer, max_rows, kv_memory, prefill_chunk, media_cache, trace)
 
     def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:
         """Return a `VLM` of the same loaded models with another method.

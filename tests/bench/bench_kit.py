@@ -59,9 +59,7 @@ class WrongToken(Greedy):
         verdict = super().judge(*arguments)
         self._verdicts += 1
         if self._verdicts == 3:
-            verdict = replace(
-                verdict, token=torch.where(verdict.token > 200, verdict.token - 1, verdict.token + 1)
-            )
+            verdict = replace(verdict, token=torch.where(verdict.token > 200, verdict.token - 1, verdict.token + 1))
         return verdict
 
 

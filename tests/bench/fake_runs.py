@@ -131,9 +131,7 @@ class Prompt:
         return [rng.randrange(len(WORDS)) for _ in range(rng.randint(30, 60))]
 
 
-def answer(
-    prompt: Prompt, method: str, repeat: int, clock: Clock, factor: float = 1.0, trace: bool = False
-) -> Record:
+def answer(prompt: Prompt, method: str, repeat: int, clock: Clock, factor: float = 1.0, trace: bool = False) -> Record:
     """One record."""
     way = WAYS[method]
     rng = Random(f"accept/{prompt.name}/{method}")
@@ -198,8 +196,7 @@ def times(stats: Stats, way: Way, clock: Clock, factor: float) -> Times:
         prefill=clock.seconds(PREFILL_SECONDS) * factor,
         draft_prefill=clock.seconds(0.01) * factor if way.level_seconds > 0.001 else 0.0,
         draft=clock.seconds(way.level_seconds * way.depth * stats.target_passes) * factor,
-        verify=clock.seconds(PASS_SECONDS * stats.target_passes + NODE_SECONDS * stats.drafted_tokens)
-        * factor,
+        verify=clock.seconds(PASS_SECONDS * stats.target_passes + NODE_SECONDS * stats.drafted_tokens) * factor,
     )
     found.total = (found.vision + found.prefill + found.draft_prefill + found.draft + found.verify) * 1.02
     return found

@@ -86,9 +86,7 @@ def test_a_changed_token_ends_with_exit_code_1(
     monkeypatch.setattr(
         saccade.VLM,
         "using",
-        lambda self, method, **options: (wrong if method == "chain" else _same)(
-            using(self, method, **options)
-        ),
+        lambda self, method, **options: (wrong if method == "chain" else _same)(using(self, method, **options)),
     )
     result = invoke("--suite", "quick", "--methods", "chain")
     assert result.exit_code == 1
@@ -135,9 +133,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         (("-s", "quick", "--data", "gone.jsonl"), "Cannot read the prompts in gone.jsonl"),
     ],
 )
-def test_what_the_user_got_wrong_is_one_sentence(
-    invoke: Invoke, arguments: tuple[str, ...], message: str
-) -> None:
+def test_what_the_user_got_wrong_is_one_sentence(invoke: Invoke, arguments: tuple[str, ...], message: str) -> None:
     result = invoke(*arguments)
     assert isinstance(result.exception, saccade.SaccadeError)
     assert message in str(result.exception)

@@ -143,9 +143,7 @@ def test_retention_compares_scores_on_the_same_prompts() -> None:
 def test_retention_averages_plain_decodings_repeats_too() -> None:
     # Sampled: plain decoding's repeats score 1 and 0, so 0.5 in the mean, whichever came last.
     for last in (0.0, 1.0):
-        plain = [
-            record("a", "plain", 1.0, repeat=r, scores={"x": s}) for r, s in enumerate((1.0 - last, last))
-        ]
+        plain = [record("a", "plain", 1.0, repeat=r, scores={"x": s}) for r, s in enumerate((1.0 - last, last))]
         ours = [record("a", "m", 1.0, repeat=r, scores={"x": 0.5}) for r in range(2)]
         kept = metrics.by_method([*plain, *ours])["m"].retention
         assert kept is not None

@@ -80,13 +80,9 @@ def test_every_method_stands_everywhere_and_follows_every_other_equally_often(co
     assert len(pairs) == count * (count - 1)
 
 
-def test_a_changed_token_fails_in_float32_and_stays_failed(
-    prepared: Prepare, vlm: saccade.VLM, folder: Path
-) -> None:
+def test_a_changed_token_fails_in_float32_and_stays_failed(prepared: Prepare, vlm: saccade.VLM, folder: Path) -> None:
     planted = with_method(prepared(methods=["chain"]), "chain", wrong(vlm.using("chain")))
-    with pytest.raises(
-        Mismatch, match="chain is lossless but differs from plain decoding on scene-"
-    ) as caught:
+    with pytest.raises(Mismatch, match="chain is lossless but differs from plain decoding on scene-") as caught:
         Runner(planted, folder).run()
     found = [r for r in read(folder).records if r.equal is False]
     assert len(found) == 1
@@ -99,9 +95,7 @@ def test_a_changed_token_fails_in_float32_and_stays_failed(
     assert str(again.value) == str(caught.value)
 
 
-def test_in_bfloat16_a_difference_is_reported_and_the_run_goes_on(
-    pair: tuple[str, str], folder: Path
-) -> None:
+def test_in_bfloat16_a_difference_is_reported_and_the_run_goes_on(pair: tuple[str, str], folder: Path) -> None:
     vlm = saccade.load(*pair, dtype="bfloat16")
     planted = with_method(prepare(suite(), vlm, ("t", "d")), "chain", wrong(vlm.using("chain")))
     run = Runner(planted, folder).run()
@@ -150,18 +144,14 @@ def test_a_method_that_could_not_do_as_asked_is_remarked_on(
     warned = {r.method: r.warnings for r in run.records}
     assert (warned["plain"], warned["chain"]) == ([], [])
     (words,) = warned["specvlm"]
-    assert words.startswith(
-        "The target's attention does not apply to the drafter's visual tokens: nothing fits."
-    )
+    assert words.startswith("The target's attention does not apply to the drafter's visual tokens: nothing fits.")
     assert words in shown
     assert f"specvlm warned in 2 of 2 answers: {words}" in table.remarks(run)
 
 
 def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Path) -> None:
     run = Runner(prepared(methods=["chain"], trace=1, repeats=2), folder).run()
-    traced = {
-        (r.prompt_id, r.method, r.repeat) for r in run.records if any(len(t["tokens"]) > 1 for t in r.trees)
-    }
+    traced = {(r.prompt_id, r.method, r.repeat) for r in run.records if any(len(t["tokens"]) > 1 for t in r.trees)}
     assert traced == {("scene-0", "chain", 0)}
     tree = next(r for r in run.records if (r.prompt_id, r.method, r.repeat) in traced).trees[0]
     assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["pieces"]) == 6
@@ -230,9 +220,7 @@ def test_a_damaged_record_is_reported_with_its_line_and_asked_again(prepared: Pr
     lines = (folder / FILE).read_text().splitlines()
     lines[2] = lines[2][:40]
     (folder / FILE).write_text("\n".join(lines) + "\n")
-    assert read(folder).problems == [
-        f"{folder / FILE}, line 3: not valid JSON (cut off or damaged); skipped."
-    ]
+    assert read(folder).problems == [f"{folder / FILE}, line 3: not valid JSON (cut off or damaged); skipped."]
     run = Runner(prepared(), folder).run()
     assert {r.key for r in run.records} == {r.key for r in complete.records}
     assert len(run.problems) == 1
@@ -255,9 +243,7 @@ def test_a_complete_run_is_left_as_it_is(prepared: Prepare, folder: Path) -> Non
 
 def test_another_configuration_in_the_same_folder_is_refused(prepared: Prepare, folder: Path) -> None:
     Runner(prepared(), folder).run()
-    with pytest.raises(
-        SaccadeError, match=r"configuration differs \(seed: 0 there, 3 now\); choose another folder"
-    ):
+    with pytest.raises(SaccadeError, match=r"configuration differs \(seed: 0 there, 3 now\); choose another folder"):
         Runner(prepared(seed=3), folder).run()
 
 
@@ -285,9 +271,7 @@ def test_a_full_disk_stops_clearly_and_leaves_the_records_intact(prepared: Prepa
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-        with pytest.raises(
-            SaccadeError, match="the records so far are intact, so free some space and run the same"
-        ):
+        with pytest.raises(SaccadeError, match="the records so far are intact, so free some space and run the same"):
             Runner(prepared(per_task=4), folder).run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

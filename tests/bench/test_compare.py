@@ -34,9 +34,7 @@ def verdicts(found: Comparison) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_two_runs_of_one_configuration_do_not_differ_in_19_of_20(
-    pairs: list[tuple[Run, Run]], relative: bool
-) -> None:
+def test_two_runs_of_one_configuration_do_not_differ_in_19_of_20(pairs: list[tuple[Run, Run]], relative: bool) -> None:
     found = [verdicts(compare(a, b, relative=relative)) for a, b in pairs]
     assert sum(set(v.values()) <= {"no difference", "yardstick"} for v in found) >= 19
 
@@ -85,9 +83,7 @@ def test_a_few_prompts_are_too_few_for_a_verdict() -> None:
     a, b = make_run(seed=1, prompts=3), make_run(seed=2, prompts=3, slower={"chain": 2.0})
     found = compare(a, b)
     assert verdicts(found)["chain"] == "too few prompts"
-    assert (
-        found.fewest == 8
-    )  # 2 * 0.5 ** 8 < (1 - 0.95) / 5 methods: eight heads in a row would be no accident
+    assert found.fewest == 8  # 2 * 0.5 ** 8 < (1 - 0.95) / 5 methods: eight heads in a row would be no accident
 
 
 def test_runs_without_plain_decoding_are_judged_by_seconds() -> None:

@@ -45,8 +45,7 @@ def heads(vlm: saccade.VLM) -> dict[str, Head]:
         "all": ("eagle2", {}),
     }
     return {
-        name: build_head(HeadConfig.from_target(vlm.target, kind, **options))
-        for name, (kind, options) in kinds.items()
+        name: build_head(HeadConfig.from_target(vlm.target, kind, **options)) for name, (kind, options) in kinds.items()
     }
 
 
@@ -132,9 +131,7 @@ def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HEAD_KINDS))
-def test_a_head_s_step_is_one_pass_of_the_head(
-    kind: str, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_s_step_is_one_pass_of_the_head(kind: str, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that ticks once per forward of the head: not five, not one per chain, none of the prompt's."""
     head = build_head(HeadConfig.from_target(vlm.target, kind))
     passes: list[int] = []

@@ -236,9 +236,7 @@ def test_media_of_every_kind_count_by_their_content(kind: str) -> None:
     assert shown(3) == shown(3) != shown(4)
 
 
-def test_a_conversation_runs_turn_by_turn_from_the_cache(
-    beside: Path, vlm: saccade.VLM, tmp_path: Path
-) -> None:
+def test_a_conversation_runs_turn_by_turn_from_the_cache(beside: Path, vlm: saccade.VLM, tmp_path: Path) -> None:
     read(beside, LLAVA)
     entry = {"name": "mine", "file": str(beside / "mine.jsonl")}
     prepared = prepare(suite(tasks=[entry], turns=2, max_new_tokens=6), vlm)
@@ -269,9 +267,7 @@ class Datasets:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    found = [
-        {"ask": f"What is {n}?", "picture": Image.new("RGB", (96, 96)), "label": str(n)} for n in range(3)
-    ]
+    found = [{"ask": f"What is {n}?", "picture": Image.new("RGB", (96, 96)), "label": str(n)} for n in range(3)]
     monkeypatch.setitem(sys.modules, "datasets", Datasets(found))  # type: ignore[arg-type]
     return found
 
@@ -295,9 +291,7 @@ def test_what_is_wrong_with_a_dataset_is_said(rows: list[dict[str, Any]]) -> Non
         hub(columns={})
     with pytest.raises(SaccadeError, match="unknown column 'answer'"):
         hub(columns={"answer": "label"})
-    with pytest.raises(
-        SaccadeError, match=r"Cannot load the dataset someone/else \(test\): Dataset .* not there"
-    ):
+    with pytest.raises(SaccadeError, match=r"Cannot load the dataset someone/else \(test\): Dataset .* not there"):
         hub(dataset="someone/else")
     rows.clear()
     with pytest.raises(SaccadeError, match="is empty"):

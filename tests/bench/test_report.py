@@ -86,10 +86,7 @@ def test_a_lossless_method_with_other_tokens_is_named_at_the_top() -> None:
         difference = {"position": 7, "ours": 3, "plain": 4, "logits": logits}
         run.records[run.records.index(record)] = replace(record, equal=False, difference=difference)
     text = report.html(report.contents([run]))
-    assert (
-        "chain: 2 of 2 answers, first on scene-0 at position 7: 3 instead of 4 with logits 2.5 and 2.4"
-        in text
-    )
+    assert "chain: 2 of 2 answers, first on scene-0 at position 7: 3 instead of 4 with logits 2.5 and 2.4" in text
     assert "lvspec: 2 of 2" not in text
 
 
@@ -278,9 +275,7 @@ def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_pat
     assert out.read_text().count('class="run"') == 2
 
 
-def test_a_missing_plotting_library_is_named_with_what_to_install(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_plotting_library_is_named_with_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SaccadeError, match=r"saccade\[report\]"):
         report.html(report.contents([run]))

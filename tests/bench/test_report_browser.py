@@ -16,9 +16,7 @@ from saccade.bench import report
 pytest.importorskip("matplotlib", reason="reports need the extra `report`")
 
 BROWSER = next(
-    filter(
-        None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])
-    ),
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])),
     None,
 )
 pytestmark = pytest.mark.skipif(
@@ -63,9 +61,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return report.html(report.contents([run]))
 
 
-def test_the_page_opens_without_console_errors_with_tables_figures_and_token_view(
-    page: str, tmp_path: Path
-) -> None:
+def test_the_page_opens_without_console_errors_with_tables_figures_and_token_view(page: str, tmp_path: Path) -> None:
     document, console = opened(page, tmp_path)
     assert console == []
     assert re.search(r'<p id="trouble" role="alert" hidden="">\s*</p>', document)

@@ -21,9 +21,7 @@ def test_a_drafter_whose_context_is_shorter_than_the_targets_prompt_is_timed_beh
     question = next(iter(prepare(suite(), vlm).questions.values()))[0]
     prompt = vlm.processor.prompt(question.turns[0].messages)
     context = len(prompt) + room
-    monkeypatch.setattr(
-        draft, "traits", replace(draft.traits, limits=replace(draft.traits.limits, context=context))
-    )
+    monkeypatch.setattr(draft, "traits", replace(draft.traits, limits=replace(draft.traits.limits, context=context)))
     costs = cost.measure(vlm.target, prompt, draft, vlm.processor.text_only(prompt), [6])
     assert list(costs.draft) == [1, 2, 4, 6, 8]
     assert costs.kv == len(prompt)  # the target's prompt stays whole

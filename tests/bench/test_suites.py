@@ -96,9 +96,7 @@ def test_a_wrong_entry_is_an_error_that_names_file_and_key(changes: dict[str, ob
 
 
 def test_a_method_takes_options_and_a_label_of_its_own() -> None:
-    found = suite(
-        methods=["plain", {"name": "chain", "gamma": 3}, {"name": "chain", "label": "long", "gamma": 9}]
-    )
+    found = suite(methods=["plain", {"name": "chain", "gamma": 3}, {"name": "chain", "label": "long", "gamma": 9}])
     assert [(m.label, m.options) for m in found.methods] == [
         ("plain", {}),
         ("chain-3", {"gamma": 3}),
@@ -108,9 +106,7 @@ def test_a_method_takes_options_and_a_label_of_its_own() -> None:
 
 def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
     toml, yaml = tmp_path / "mine.toml", tmp_path / "mine.yaml"
-    toml.write_text(
-        'tasks = ["scene"]\nmethods = [{name = "chain", gamma = 3}]\nsampling = {temperature = 0.7}\n'
-    )
+    toml.write_text('tasks = ["scene"]\nmethods = [{name = "chain", gamma = 3}]\nsampling = {temperature = 0.7}\n')
     yaml.write_text("tasks: [scene]\nmethods:\n  - name: chain\n    gamma: 3\nsampling: {temperature: 0.7}\n")
     assert library.load(str(toml)) == library.load(str(yaml))
     assert library.load(str(toml)).name == "mine"
@@ -126,9 +122,7 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("gone.toml", None, "Cannot read the suite .*No such file"),
     ],
 )
-def test_an_unreadable_file_is_one_sentence(
-    tmp_path: Path, name: str, content: str | None, message: str
-) -> None:
+def test_an_unreadable_file_is_one_sentence(tmp_path: Path, name: str, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(SaccadeError, match=message):
@@ -147,9 +141,7 @@ def test_methods_can_be_chosen_by_label_or_by_name() -> None:
 def test_an_unknown_method_or_option_that_is_not_optional_is_an_error(vlm: saccade.VLM) -> None:
     with pytest.raises(SaccadeError, match="there is no method 'warp'; there are plain, chain"):
         prepare(suite(methods=["warp"]), vlm)
-    with pytest.raises(
-        SaccadeError, match="Method chain has no option beta; its options are: draft_with, tree, gamma"
-    ):
+    with pytest.raises(SaccadeError, match="Method chain has no option beta; its options are: draft_with, tree, gamma"):
         prepare(suite(methods=[{"name": "chain", "beta": 3}]), vlm)
     with pytest.raises(SaccadeError, match="gamma of method chain must be at least 1"):
         prepare(suite(methods=[{"name": "chain", "gamma": 0}]), vlm)

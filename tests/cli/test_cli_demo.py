@@ -29,13 +29,9 @@ def outputs(sample: Sample, method: str, text: str) -> dict[str, list[Output]]:
 
 @pytest.mark.parametrize("method", ["lvspec", "chain"])
 @pytest.mark.parametrize("same", [True, False])
-def test_the_score_is_of_the_method_s_own_text(
-    method: str, same: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_score_is_of_the_method_s_own_text(method: str, same: bool, capsys: pytest.CaptureFixture[str]) -> None:
     sample = draw(5, "chart")
-    demo._report(
-        screen.out(), sample, method, outputs(sample, method, sample.answer if same else "Two cats.")
-    )
+    demo._report(screen.out(), sample, method, outputs(sample, method, sample.answer if same else "Two cats."))
     shown = capsys.readouterr().out
     truth = "count 100%, colour 100%, value 100%"
     if same:
@@ -60,9 +56,7 @@ def test_a_picture_at_random_is_one_that_the_target_reads_well(
         raise SaccadeError("Enough.")
 
     monkeypatch.setattr(screen, "load_models", stop)
-    drawn = {
-        shell("demo", "--seed", seed, "--save", tmp_path / "a.png").out.split(":")[0] for seed in range(30)
-    }
+    drawn = {shell("demo", "--seed", seed, "--save", tmp_path / "a.png").out.split(":")[0] for seed in range(30)}
     assert drawn == {f"A new {task}" for task in ("caption", "chart", "line", "receipt", "scene")}
 
 

@@ -115,9 +115,7 @@ def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:
         page += ("‹" if draft else "›") if draft != inside else ""
         page += letter
         inside = draft
-    result = shell(
-        "generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--marks", "What?"
-    )
+    result = shell("generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--marks", "What?")
     assert result.out == page + ("›\n" if inside else "\n")
 
 
@@ -130,9 +128,7 @@ def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:
 )
 def test_loosened_tokens_do_not_pass_for_the_target_s_own(colours: bool, page: str) -> None:
     shown = io.StringIO()
-    console = Console(
-        file=shown, force_terminal=colours, color_system="standard" if colours else None, _environ={}
-    )
+    console = Console(file=shown, force_terminal=colours, color_system="standard" if colours else None, _environ={})
     marks: tuple[Mark, ...] = ("target", "draft", "draft", "loose", "shifted", "draft", "target")
     tokens = tuple(tokenizer().encode("abcdefg"))
     painter = screen.Painter(tokenizer(), console, marked=True)

@@ -32,9 +32,7 @@ def test_a_model_is_named_once(shell: Shell) -> None:
     assert "give one of them" in shell("serve", "-t", "pocket", "--config", "x.toml").err
 
 
-def test_a_conversation_with_a_server_is_that_of_a_local_one(
-    server: Live, shell: Shell, tmp_path: Path
-) -> None:
+def test_a_conversation_with_a_server_is_that_of_a_local_one(server: Live, shell: Shell, tmp_path: Path) -> None:
     talk = vlm("qwen", "qwen-draft").chat("Be short.")
     file = saved_picture(tmp_path / "a.png", 1)
     options = {"max_new_tokens": 12}

@@ -100,9 +100,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('method = "chain"\n', "target"),
     ],
 )
-def test_a_profile_that_is_none_is_refused_in_one_sentence(
-    content: str | None, message: str, tmp_path: Path
-) -> None:
+def test_a_profile_that_is_none_is_refused_in_one_sentence(content: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     if content is not None:
         file.write_text(content)

@@ -63,9 +63,7 @@ class Table:
         keep: how many tokens of each context have any probability.
     """
 
-    def __init__(
-        self, vocab: int, depth: int, seed: int, sharpness: float = 1.5, keep: int | None = None
-    ) -> None:
+    def __init__(self, vocab: int, depth: int, seed: int, sharpness: float = 1.5, keep: int | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.vocab = vocab
         self._logits = []

@@ -54,9 +54,7 @@ def test_generate_on_a_left_padded_batch_equals_generate_row_by_row(name: str, k
     """So rows can be compared one by one even where the engine is given the batch."""
     case = FAMILIES[name]
     inputs = case.inputs(kind, rows=3)
-    assert len({int(length) for length in inputs["attention_mask"].sum(-1)}) > 1, (
-        "rows should differ in length"
-    )
+    assert len({int(length) for length in inputs["attention_mask"].sum(-1)}) > 1, "rows should differ in length"
     assert reference_greedy(pristine(name), inputs) == case.reference(kind, rows=3)
 
 

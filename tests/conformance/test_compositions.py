@@ -97,9 +97,7 @@ def test_any_drafter_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: 
 @pytest.mark.parametrize("pruning", PRUNING, ids=str)
 @pytest.mark.parametrize("drafts", ["model", "self"])
 @pytest.mark.parametrize("tree", SHAPES)
-def test_any_pruning_with_any_tree_gives_the_target_s_tokens(
-    drafts: str, tree: str, pruning: dict[str, Any]
-) -> None:
+def test_any_pruning_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: str, pruning: dict[str, Any]) -> None:
     given = {"draft_with": drafts, "tree": tree, **TREE_OPTIONS[tree], **pruning}
     assert tuple(answer(**given).tokens) == plain()
     drafter = build("chain", parts(), **given).drafter

@@ -105,9 +105,7 @@ CASES += [(name, policy, 3) for name in ("llava", "qwen2_5_vl") for policy in ("
 @pytest.mark.parametrize(("name", "policy", "rows"), CASES)
 def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
     kind = FAMILIES[name].kinds[0]
-    outputs = ensemble(name, VIEWS[name], policy).generate(
-        requests(name, kind, rows), max_new_tokens=NEW_TOKENS
-    )
+    outputs = ensemble(name, VIEWS[name], policy).generate(requests(name, kind, rows), max_new_tokens=NEW_TOKENS)
     assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=NEW_TOKENS)
     assert_partly_accepted(outputs)
 
@@ -134,9 +132,7 @@ def test_the_multimodal_view_alone_is_the_plain_draft_model(name: str, policy: s
 @pytest.mark.parametrize("weighting", [None, Fixed((0, 1))], ids=["alone", "all-weight"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_the_text_view_is_the_draft_model_on_the_text(
-    name: str, policy: str, weighting: Weighting | None
-) -> None:
+def test_the_text_view_is_the_draft_model_on_the_text(name: str, policy: str, weighting: Weighting | None) -> None:
     """Alone, or beside another view that has no weight."""
     asked = requests(name, "image", 3)
     method = ensemble(name, "T" if weighting is None else "MT", policy, weighting)
@@ -176,9 +172,7 @@ def test_the_pruned_view_alone_is_the_pruned_draft_model(name: str, select: Any)
 def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(name: str, weighting: str) -> None:
     case = FAMILIES[name]
     method = ensemble(name, "MT", "static", WEIGHTINGS[weighting])
-    rows = [
-        Request(prompt, seed=60 + row) for row, prompt in enumerate(prompts(case, case.inputs("image", 3)))
-    ]
+    rows = [Request(prompt, seed=60 + row) for row, prompt in enumerate(prompts(case, case.inputs("image", 3)))]
     for options in (
         {"max_new_tokens": 24},
         {"do_sample": True, "max_new_tokens": 24, "temperature": 0.7, "top_k": 20},
@@ -234,9 +228,7 @@ def test_a_longer_neighbour_s_deeper_guesses_teach_a_row_nothing(new: int) -> No
         for _ in method.start(asked[:count], decoding, session).steps:
             pass
         session.drafting.load(0, later, None)
-        learned.append(
-            (session.drafting._weights.history.counts([0]), session.drafting._weights.history._sums[0])
-        )
+        learned.append((session.drafting._weights.history.counts([0]), session.drafting._weights.history._sums[0]))
     assert learned[0][0] == learned[1][0] == [new]
     torch.testing.assert_close(learned[0][1], learned[1][1], rtol=1e-5, atol=1e-5)
 
@@ -351,9 +343,7 @@ class _OneViewsDistribution(DrawProposer):
 
 
 @pytest.mark.parametrize("form", ["chain", "static"])
-def test_verifying_with_one_view_s_distribution_is_noticed(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifying_with_one_view_s_distribution_is_noticed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from saccade.draft.ensemble import mixing as module
 
     uniforms: Any = ManyUniforms(ROWS)
@@ -388,9 +378,7 @@ def test_the_engine_draws_from_the_target(form: str, option: str) -> None:
         "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
         "width": WidthTree(2, 2),
     }
-    drafter = EnsembleDrafter(
-        Target(small_model(2)), forms[form], [Multimodal(), _Forgetful()], Grid(steps=4)
-    )
+    drafter = EnsembleDrafter(Target(small_model(2)), forms[form], [Multimodal(), _Forgetful()], Grid(steps=4))
     method = Engine(Target(small_model(1)), drafter)
     outputs = sampled(method, **OPTIONS[option])
     assert accepted(outputs) > 0

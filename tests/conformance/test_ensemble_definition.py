@@ -86,9 +86,7 @@ def errors(history: Sequence[tuple[Prompt, Sequence[int]]], points: Tensor) -> T
     return total
 
 
-def assert_chosen(
-    weights: Tensor, weighting: Weighting, history: Sequence[tuple[Prompt, Sequence[int]]]
-) -> None:
+def assert_chosen(weights: Tensor, weighting: Weighting, history: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
     if not any(answer for _, answer in history):
         assert weights.tolist() == [0.5, 0.5]
     elif isinstance(weighting, Grid):
@@ -108,9 +106,7 @@ def follow(engine: Engine, session: Any, asked: list[Prompt], before: list[list[
         before: earlier turns of every row as (prompt, what `follow` gave).
     """
     weighting = engine.drafter.weighting  # type: ignore[union-attr]
-    run = engine.start(
-        [Request(p) for p in asked], plan(engine.target, asked, max_new_tokens=NEW), session, trace=True
-    )
+    run = engine.start([Request(p) for p in asked], plan(engine.target, asked, max_new_tokens=NEW), session, trace=True)
     answers: list[list[int]] = [[] for _ in asked]
     for step in run.steps:
         guessed = [(row, tree) for row, tree in enumerate(step.trees) if tree is not None]

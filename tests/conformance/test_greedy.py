@@ -92,9 +92,7 @@ def test_rows_that_end_early_leave_the_others_alone(name: str) -> None:
         assert outputs[1].finish_reason == "eos"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in FAMILIES if "moe" not in n and n != "gemma3" and "ministral3" not in n]
-)
+@pytest.mark.parametrize("name", [n for n in FAMILIES if "moe" not in n and n != "gemma3" and "ministral3" not in n])
 def test_the_stock_modules_equal_generate_too(name: str) -> None:
     """Everywhere else in this suite a lean decoder runs these families' tree forwards."""
     case = FAMILIES[name]
@@ -125,7 +123,5 @@ def test_a_stale_rope_delta_on_the_module_does_no_harm(name: str) -> None:
     for kind in ("images2", "text", "video", "image"):
         model.generate(**case.row_inputs("images2", row=1), max_new_tokens=2)
         assert model.base_model.rope_deltas.abs().sum() > 0
-        (output,) = shared.generate(
-            [Request(split(model.config, case.row_inputs(kind, row=0))[0])], max_new_tokens=24
-        )
+        (output,) = shared.generate([Request(split(model.config, case.row_inputs(kind, row=0))[0])], max_new_tokens=24)
         assert output.tokens == case.reference(kind, n=24)[0]

@@ -98,9 +98,7 @@ class _WithChain:
 
     def begin(self, rows: Any, roots: torch.Tensor, proposer: Any) -> Any:
         growth = self._policy.begin(rows, roots, proposer)
-        trial: Any = Trial(
-            self._other, self._other, Chain(DEPTH), TopProposer(), Sampling(), ManyUniforms(len(roots))
-        )
+        trial: Any = Trial(self._other, self._other, Chain(DEPTH), TopProposer(), Sampling(), ManyUniforms(len(roots)))
         chain = trial._grow(len(roots))
 
         class Grown:
@@ -137,8 +135,6 @@ def test_one_pass_draws_from_the_target(seed: int) -> None:
 
 
 def test_the_engine_draws_from_the_target() -> None:
-    drafter = MergedDrafter(
-        ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
-    )
+    drafter = MergedDrafter(ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3))
     method = Engine(Target(small_model(1)), drafter)
     assert p_of_answers(sampled(method, temperature=0.8), temperature=0.8) > LIKELY

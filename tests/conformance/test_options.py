@@ -64,9 +64,7 @@ def expected(name: str, option: str, rows: int) -> list[list[int]]:
 )
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option_equals_generate(name: str, option: str, method: str) -> None:
-    outputs = run(
-        name, method, FAMILIES[name].inputs(kind_of(name), rows=2), NEW, **OPTIONS[option](common(name))
-    )
+    outputs = run(name, method, FAMILIES[name].inputs(kind_of(name), rows=2), NEW, **OPTIONS[option](common(name)))
     assert tokens(outputs) == expected(name, option, 2)
 
 
@@ -201,9 +199,7 @@ def test_prefix_allowed_tokens_fn_sees_each_row(method: str) -> None:
     rows = [case.row_inputs("text", row) for row in range(2)]
     wanted = [
         reference_greedy(pristine("llama"), rows[0], NEW, prefix_allowed_tokens_fn=allowed)[0],
-        reference_greedy(
-            pristine("llama"), rows[1], NEW, prefix_allowed_tokens_fn=lambda _, ids: allowed(1, ids)
-        )[0],
+        reference_greedy(pristine("llama"), rows[1], NEW, prefix_allowed_tokens_fn=lambda _, ids: allowed(1, ids))[0],
     ]
     outputs = run("llama", method, case.inputs("text", 2), NEW, prefix_allowed_tokens_fn=allowed)
     assert tokens(outputs) == wanted

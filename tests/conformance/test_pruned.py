@@ -21,10 +21,7 @@ NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", 
 NEW = 32
 POLICIES: dict[str, Any] = {"chain": Chain(4), "sage": SageTree()}
 CASES = [
-    (name, kind)
-    for name in (*NAMES, "llava_onevision")
-    for kind in ("image", "video")
-    if kind in FAMILIES[name].kinds
+    (name, kind) for name in (*NAMES, "llava_onevision") for kind in ("image", "video") if kind in FAMILIES[name].kinds
 ]
 
 
@@ -109,9 +106,7 @@ def test_without_pruning_self_speculation_is_always_right() -> None:
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     (output,) = Engine(own, drafter).generate([Request(prompt)], max_new_tokens=40)
     assert output.tokens == case.reference("image", n=40)[0]
-    assert output.stats.target_passes == 7, (
-        "behind the pass that ends the prompt, which gives five tokens too"
-    )
+    assert output.stats.target_passes == 7, "behind the pass that ends the prompt, which gives five tokens too"
     assert output.stats.accepted_tokens == 32
 
 
@@ -128,9 +123,7 @@ def test_the_target_s_prompt_is_read_once() -> None:
     engine("llava", "smaller", "chain").generate([Request(prompt)], max_new_tokens=2)
     handle.remove()
     assert widths[0] == len(prompt)
-    assert max(widths[1:]) < len(prompt), (
-        "verification alone follows (on the stock modules, because of the hook)"
-    )
+    assert max(widths[1:]) < len(prompt), "verification alone follows (on the stock modules, because of the hook)"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,14 +66,10 @@ DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
     "model": lambda name, tree: ModelDrafter(harness.draft(name), TREES[tree]),
     "ensemble": lambda name, tree: ensemble(name, TREES[tree]),
     "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
-    "pruned": lambda name, tree: PrunedDrafter(
-        harness.draft(name), TREES[tree], pruning=Pruning(keep_images=0.5)
-    ),
+    "pruned": lambda name, tree: PrunedDrafter(harness.draft(name), TREES[tree], pruning=Pruning(keep_images=0.5)),
     **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
     "lookup": lambda name, tree: PromptLookup(),
-    "merged": lambda name, tree: MergedDrafter(
-        ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)
-    ),
+    "merged": lambda name, tree: MergedDrafter(ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)),
 }
 
 
@@ -94,9 +90,7 @@ def beside_and_alone(method: Engine, name: str, options: dict[str, Any]) -> tupl
     together = method.generate(asked, **options)
     alone = [method.generate([request], **options)[0] for request in asked]
     if method.drafter is not None:
-        assert (
-            0 < sum(o.stats.accepted_tokens for o in together) < sum(o.stats.drafted_tokens for o in together)
-        )
+        assert 0 < sum(o.stats.accepted_tokens for o in together) < sum(o.stats.drafted_tokens for o in together)
     return together, alone
 
 
@@ -107,9 +101,7 @@ CASES = [
     *(("kangaroo", "confident", name) for name in ("llama", "qwen2_5_vl")),
     *(("merged", tree, "llama") for tree in ("chain", "dynamic", "confident")),
     *((head, "static", "llava") for head in HEADS),
-    *(
-        (head, "sage", "llava") for head in HEADS if head not in ("medusa", "hydra")
-    ),  # these reach five levels
+    *((head, "sage", "llava") for head in HEADS if head not in ("medusa", "hydra")),  # these reach five levels
     *(("pruned", tree, "llava") for tree in ("static", "sage")),
     ("lookup", "", "llama"),
     ("plain", "", "llama"),
@@ -122,9 +114,7 @@ def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, 
     assert list(map(course, together)) == list(map(course, alone))
 
 
-def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_beside_one_with_pictures() -> (
-    None
-):
+def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_beside_one_with_pictures() -> None:
     """Alone its views are one, so there is nothing to learn; later turns start from what was learned."""
     case = FAMILIES["llava"]
     asked = [

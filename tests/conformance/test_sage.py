@@ -56,9 +56,7 @@ def test_every_switch_leaves_the_tokens_alone(name: str, switch: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
-def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the host does not read how many nodes there are; padding takes their place."""
     begin = SageSession.begin
 

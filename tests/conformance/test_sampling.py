@@ -59,12 +59,7 @@ def p_of(setup: Trial, seed: int = 0) -> float:
 
 
 # A form that depends on the draft's probabilities takes the likeliest children, never draws.
-KINDS = [
-    (policy, drawn)
-    for policy in POLICIES
-    for drawn in (False, True)
-    if POLICIES[policy].can_sample or not drawn
-]
+KINDS = [(policy, drawn) for policy in POLICIES for drawn in (False, True) if POLICIES[policy].can_sample or not drawn]
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -137,9 +132,7 @@ def engine(drafting: str) -> Engine:
     drafters: dict[str, Any] = {
         "plain": lambda: None,
         "chain": lambda: ModelDrafter(Target(small_model(2)), Chain(2)),
-        "static": lambda: ModelDrafter(
-            Target(small_model(2)), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])
-        ),
+        "static": lambda: ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])),
         "dynamic": lambda: ModelDrafter(Target(small_model(2)), DynamicTree(top=2, max_depth=2, total=4)),
         "small_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), Chain(2)),
         "large_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), Chain(2), SMALL),

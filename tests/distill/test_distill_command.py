@@ -23,9 +23,7 @@ def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def source(written: Callable[..., Path], pictures: Path) -> Path:
-    return written(
-        *(asks(f"What {n}?", "images/a.png") for n in range(5)), asks("What 0?", "images/same.png")
-    )
+    return written(*(asks(f"What {n}?", "images/a.png") for n in range(5)), asks("What 0?", "images/same.png"))
 
 
 def command(source: Any, *more: Any) -> list[Any]:
@@ -69,9 +67,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytes
         patch.setattr(folder.os, "write", interrupted)
         stopped = shell(*command(source))
     assert stopped.code == 130
-    assert (
-        f"Stopped. The answers so far are in {source.parent / 'out'}; the same command resumes" in stopped.err
-    )
+    assert f"Stopped. The answers so far are in {source.parent / 'out'}; the same command resumes" in stopped.err
     assert 0 < len(rows(source.parent / "out")) < 5
     assert shell(*command(source)).code == 0
     assert len(rows(source.parent / "out")) == 5

@@ -18,9 +18,7 @@ from saccade.pocket import WORLD, draw
 
 
 def pocket(out: Path, source: str = "pocket:chart,scene", **options: Any) -> Any:
-    return distill(
-        vlm("qwen", method="plain"), source, out, **{"count": 3, "max_new_tokens": 5, "batch": 2, **options}
-    )
+    return distill(vlm("qwen", method="plain"), source, out, **{"count": 3, "max_new_tokens": 5, "batch": 2, **options})
 
 
 def test_any_answer_is_found_without_reading_the_others(
@@ -115,6 +113,4 @@ def test_pocket_samples_are_never_those_of_evaluation(tmp_path: Path) -> None:
         pocket(tmp_path / "out", grammar="loud")
     from saccade.distill.pocket_source import tasks_of
 
-    assert tasks_of("pocket:all", "dense") == [
-        task for task in WORLD if WORLD[task].share and task != "story"
-    ]
+    assert tasks_of("pocket:all", "dense") == [task for task in WORLD if WORLD[task].share and task != "story"]

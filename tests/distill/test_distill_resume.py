@@ -82,9 +82,7 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any
         return in_child(work)
 
 
-def test_a_kill_at_any_write_changes_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_write_changes_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(source, tmp_path / "whole")
     whole = (tmp_path / "whole" / ANSWERS).read_bytes()
     assert whole.count(b"\n") == 6
@@ -191,9 +189,7 @@ def test_another_runs_folder_is_refused_by_the_name_of_what_differs(source: Path
         r"another max_new_tokens \(6 there, 7 now\)": {"max_new_tokens": 7},
         r"another sampled_share \(0.5 there, 0.25 now\)": {"sampled_share": 0.25},
         r"another limit \(None there, 2 now\)": {"limit": 2},
-        r"another method \('plain' there, 'prompt-lookup' now\)": {
-            "target": vlm("llava", method="prompt-lookup")
-        },
+        r"another method \('plain' there, 'prompt-lookup' now\)": {"target": vlm("llava", method="prompt-lookup")},
         "another target's digest": {"target": other},
         "another source's media_root": {"media_root": tmp_path},
     }

@@ -35,11 +35,7 @@ def run(source: Path, **options: Any) -> Path:
 
 def test_answers_are_the_targets_own_one_by_one(written: Written, pictures: Path) -> None:
     source = written(
-        *(
-            asks(f"What {'x' * n}?", image, name=f"{image}{n}")
-            for n in range(5)
-            for image in ("a.png", "b.png")
-        ),
+        *(asks(f"What {'x' * n}?", image, name=f"{image}{n}") for n in range(5) for image in ("a.png", "b.png")),
         asks("No picture?"),
     )
     out = run(source, sampled_share=0.4, temperature=1.5)
@@ -65,9 +61,7 @@ def test_a_drafter_changes_no_greedy_answer(written: Written, pictures: Path) ->
     assert json.loads((drafted / "distill.json").read_text())["options"]["method"] == "chain"
 
 
-def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(
-    written: Written, pictures: Path
-) -> None:
+def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(written: Written, pictures: Path) -> None:
     lines = [asks(f"What {'x' * n}?", name=f"q{n}") for n in range(6)]
     one = shaped(run(written(*lines), sampled_share=1))
     other = shaped(run(written(*reversed(lines)), sampled_share=1, batch=2, out="other"))
@@ -76,9 +70,7 @@ def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(
 
 
 def test_histories_hold_the_reference_or_the_targets_own_answers(written: Written, pictures: Path) -> None:
-    source = written(
-        talks("x", ("<image>\nOne?", "first"), ("Two?", "second"), ("Three?", "third"), image="a.png")
-    )
+    source = written(talks("x", ("<image>\nOne?", "first"), ("Two?", "second"), ("Three?", "third"), image="a.png"))
     given = shaped(run(source))
     assert [m["content"][0].get("text") for m in given["x/3"]["messages"][1::2]] == ["first", "second"]
     own = shaped(run(source, history="own", out="own"))
@@ -96,9 +88,7 @@ def test_the_same_question_is_asked_once(written: Written, pictures: Path) -> No
         talks("four", ("<image>\nWhat?", "It."), ("Why?", "So."), image="a.png"),
         talks("five", ("<image>\nWhat?", "It."), ("How?", "So."), image="same.png"),
     )
-    report = distill(
-        vlm("llava", method="plain"), source, source.parent / "out", media_root=pictures, max_new_tokens=4
-    )
+    report = distill(vlm("llava", method="plain"), source, source.parent / "out", media_root=pictures, max_new_tokens=4)
     assert report.duplicates == 3
     assert set(shaped(report.folder)) == {"one", "three", "four/2", "five/2"}
     own = shaped(run(source, history="own", out="own"))

@@ -90,9 +90,7 @@ def frames_of(patches: Tensor, grid: Grid) -> Tensor:
 def patches_of(frames: Tensor, grid: Grid) -> Tensor:
     out = []
     for t, y, x in patch_places(grid):
-        block = [
-            frames[t + frame, :, y : y + QWEN_PATCH, x : x + QWEN_PATCH] for frame in range(QWEN_TEMPORAL)
-        ]
+        block = [frames[t + frame, :, y : y + QWEN_PATCH, x : x + QWEN_PATCH] for frame in range(QWEN_TEMPORAL)]
         out.append(torch.stack(block, 1).flatten())
     return torch.stack(out)
 

@@ -50,18 +50,14 @@ def rank_paths(tree: NaiveTree) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
-def trees(
-    rows: int, vocab: int = 5, max_nodes: int = 9, padded: bool = True
-) -> st.SearchStrategy[list[NaiveTree]]:
+def trees(rows: int, vocab: int = 5, max_nodes: int = 9, padded: bool = True) -> st.SearchStrategy[list[NaiveTree]]:
     """``rows`` trees of equally many nodes."""
 
     def build(count: int) -> st.SearchStrategy[list[NaiveTree]]:
         parents = st.tuples(st.just(0), *(st.integers(0, i - 1) for i in range(1, count)))
         tokens = st.tuples(*(st.integers(0, vocab - 1) for _ in range(count)))
         cut = st.integers(1, count) if padded else st.just(count)
-        one = st.builds(
-            lambda p, t, n: NaiveTree(p, t, tuple(i < n for i in range(count))), parents, tokens, cut
-        )
+        one = st.builds(lambda p, t, n: NaiveTree(p, t, tuple(i < n for i in range(count))), parents, tokens, cut)
         return st.lists(one, min_size=rows, max_size=rows)
 
     return st.integers(1, max_nodes).flatmap(build)

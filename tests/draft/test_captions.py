@@ -140,10 +140,7 @@ def test_a_drafter_is_asked_about_the_image_as_if_it_were_given_it(name: str) ->
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> None:
     processor = kit(name).ours
-    films = [
-        np.stack([np.asarray(gradient(shade, (56, 56))) for shade in shades])
-        for shades in ([0, 1, 2, 3], [4])
-    ]
+    films = [np.stack([np.asarray(gradient(shade, (56, 56))) for shade in shades]) for shades in ([0, 1, 2, 3], [4])]
     prompt = processor.prompt("What is it?", images=[gradient(5, (56, 56))], videos=films[:1])
     told: list[PromptMedium] = []
 

@@ -34,9 +34,7 @@ def test_ordered_children_have_the_distribution_of_draws_without_replacement() -
     for first, second in permutations(range(4), 2):
         expected = ROWS * p[first] * p[second] / (1 - p[first])
         chi_square += (counts[first, second] - expected) ** 2 / expected
-    assert counts.total() == sum(
-        counts[pair] for pair in permutations(range(4), 2)
-    )  # never the same token twice
+    assert counts.total() == sum(counts[pair] for pair in permutations(range(4), 2))  # never the same token twice
     assert chi_square < 40  # 11 degrees of freedom; 40 has a probability of 4e-5
 
 

@@ -144,9 +144,7 @@ def grown(policy: Any) -> tuple[Mixture, DraftTree]:
     entries: list[list[tuple[int, ...]]] = [[] for _ in range(BATCH)]
 
     def said(paths: list[list[tuple[int, ...]]]) -> Tensor:
-        return torch.stack(
-            [logits_after([(b, *p) for p in paths[b]], i) for i in range(VIEWS) for b in range(BATCH)]
-        )
+        return torch.stack([logits_after([(b, *p) for p in paths[b]], i) for i in range(VIEWS) for b in range(BATCH)])
 
     frontier = growth.expand(said([[()] for _ in range(BATCH)]))
     while frontier is not None:
@@ -187,10 +185,7 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
 def verified(blocks: dict[int, LabelledBlock]) -> Verified:
     """Verified positions of some rows' blocks, once the views have run the emitted tokens, perhaps without the last."""
     logits = [
-        [
-            logits_after([(b, *block.emitted[:t]) for t in range(1, max(len(block.emitted), 2))], i)
-            for i in range(VIEWS)
-        ]
+        [logits_after([(b, *block.emitted[:t]) for t in range(1, max(len(block.emitted), 2))], i) for i in range(VIEWS)]
         for b, block in blocks.items()
     ]
     return verified_positions([*blocks.values()], logits)
@@ -297,9 +292,7 @@ def test_weights_that_never_change_keep_no_distributions() -> None:
     target = Target(case.model())
     views = [Multimodal(), TextOnly(target.config, Numerals())]
     for weighting, keeps in ((Fixed(), False), (Grid(), True)):
-        session: Any = Engine(
-            target, EnsembleDrafter(Target(case.draft_model()), Chain(2), views, weighting)
-        ).open(1)
+        session: Any = Engine(target, EnsembleDrafter(Target(case.draft_model()), Chain(2), views, weighting)).open(1)
         assert (session.drafting._pending is not None) == keeps
 
 

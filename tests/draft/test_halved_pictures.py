@@ -50,9 +50,7 @@ def read(name: str, prompt: Prompt) -> Prompt:
 def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     halved = Qwen2VL.halved
-    monkeypatch.setattr(
-        Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium)
-    )
+    monkeypatch.setattr(Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium))
     monkeypatch.setattr(pooled, "MAX_HALVED", 2)
     view, given = HalvedPictures(config("qwen2_vl")), prompts("qwen2_vl")
     assert view.read(given[0]) == view.read(given[0]) == read("qwen2_vl", given[0])
@@ -113,9 +111,7 @@ def assert_same(seen: Prompt, expected: Prompt) -> None:
 def test_it_is_the_processor_s_prompt_for_a_smaller_picture(name: str, size: tuple[int, int]) -> None:
     processor, unit = kit(name).ours, UNITS[name]
     large = picture(3, (size[0] * unit, size[1] * unit))
-    given, expected = (
-        processor.prompt("What is it?", images=[p]) for p in (large, smaller(large, *size, unit))
-    )
+    given, expected = (processor.prompt("What is it?", images=[p]) for p in (large, smaller(large, *size, unit)))
     assert given.media[0].n_tokens == size[0] * size[1]
     assert_same(HalvedPictures(processor.config).read(given), expected)
 
@@ -130,9 +126,7 @@ def test_a_sharp_edge_stays_between_black_and_white(name: str) -> None:
     assert_same(HalvedPictures(processor.config).read(given), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("qwen2_vl", (8, 4)), ("qwen2_5_vl", (8, 4)), ("qwen3_vl", (4, 2))]
-)
+@pytest.mark.parametrize(("name", "size"), [("qwen2_vl", (8, 4)), ("qwen2_5_vl", (8, 4)), ("qwen3_vl", (4, 2))])
 def test_a_halved_video_keeps_its_frames_and_their_times(name: str, size: tuple[int, int]) -> None:
     processor, unit = kit(name).ours, UNITS[name]
     frames = [picture(shade, (size[0] * unit, size[1] * unit)) for shade in range(4)]

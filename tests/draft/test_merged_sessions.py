@@ -34,9 +34,7 @@ def texts(count: int) -> list[list[int]]:
     return [[*p.ids, *o.tokens] for p, o in zip((LONG, SHORT), outputs, strict=True)]
 
 
-def quote(
-    monkeypatch: pytest.MonkeyPatch, texts: list[list[int]], starts: list[int], most: list[int]
-) -> None:
+def quote(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]], starts: list[int], most: list[int]) -> None:
     """Make lookup draft the true continuation, as it does of a text that is being quoted."""
 
     def draft(self: LookupSession, row: int) -> list[int]:

@@ -118,9 +118,7 @@ def test_captions_are_given_as_texts_or_by_a_function(form: str) -> None:
     loaded = vlm("llava", "llava-draft")
     prompt = loaded.processor.prompt(QUESTION, IMAGES)
     told: list[Any] = []
-    given: Any = (
-        {prompt.media[0].digest: "a cup"} if form == "texts" else lambda image: told.append(image) or "a cup"
-    )
+    given: Any = {prompt.media[0].digest: "a cup"} if form == "texts" else lambda image: told.append(image) or "a cup"
     model = loaded.using("tabed", views="MC", captioner=given)
     assert model.generate(QUESTION, IMAGES).tokens == plain("llava")
     view: Any = model.engine.drafter.views[1]  # type: ignore[union-attr]

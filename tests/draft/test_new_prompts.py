@@ -97,9 +97,7 @@ def test_only_rows_with_a_new_prompt_start_anew(kind: str) -> None:
     assert policy.restarted == []
     first_ids = asked(1).ids[:2]
     ask(engine, session, [next_turn(0, answers[0].tokens), Prompt((*first_ids, *asked(0).ids[-4:]))])
-    assert set(policy.restarted) == {0, 1}, (
-        "the same turn again, and the same beginning only, are new prompts"
-    )
+    assert set(policy.restarted) == {0, 1}, "the same turn again, and the same beginning only, are new prompts"
 
 
 def test_the_same_words_about_another_picture_are_a_new_prompt() -> None:

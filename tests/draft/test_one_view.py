@@ -83,16 +83,12 @@ def test_words_alone_are_read_and_run_once(rows: int, ran: list[set[int]]) -> No
 
 
 @pytest.mark.parametrize("kinds", [("text", "image"), ("image", "text"), ("text", "text", "image")])
-def test_a_picture_in_one_row_leaves_the_others_their_one_view(
-    kinds: tuple[str, ...], ran: list[set[int]]
-) -> None:
+def test_a_picture_in_one_row_leaves_the_others_their_one_view(kinds: tuple[str, ...], ran: list[set[int]]) -> None:
     prompts = [asked(kind, row) for row, kind in enumerate(kinds)]
     session: Any = ensemble().open(4)
     outputs = ask(ensemble(), prompts, session)
     assert [o.tokens for o in outputs] == [answer(kind, row) for row, kind in enumerate(kinds)]
-    views = {
-        row: {slot // 4 for rows in ran for slot in rows if slot % 4 == row} for row in range(len(kinds))
-    }
+    views = {row: {slot // 4 for rows in ran for slot in rows if slot % 4 == row} for row in range(len(kinds))}
     assert views == {row: {0} if kind == "text" else {0, 1, 2} for row, kind in enumerate(kinds)}
     for row, kind in enumerate(kinds):
         if kind == "text":

@@ -84,9 +84,7 @@ def naive_eagle2(model: PathModel, row: int, policy: DynamicTree) -> dict[Path, 
     return candidates
 
 
-POLICIES = st.builds(
-    DynamicTree, top=st.integers(1, 4), max_depth=st.integers(1, 4), total=st.integers(1, 15)
-)
+POLICIES = st.builds(DynamicTree, top=st.integers(1, 4), max_depth=st.integers(1, 4), total=st.integers(1, 15))
 
 
 @settings(max_examples=40, deadline=None)

@@ -30,9 +30,7 @@ from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput, TokenBlock
 
 ANYRES = ("llava_next", "llava_onevision")
-RESIZED = [
-    name for name in VISUAL_FAMILIES if isinstance(pooled(Target(FAMILIES[name].model())), HalvedPictures)
-]
+RESIZED = [name for name in VISUAL_FAMILIES if isinstance(pooled(Target(FAMILIES[name].model())), HalvedPictures)]
 AVERAGED = [name for name in VISUAL_FAMILIES if name not in RESIZED]
 
 
@@ -221,9 +219,7 @@ def test_the_pooled_view_has_a_quarter_of_the_visual_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANYRES)
-def test_a_pooled_image_in_tiles_is_unpadded_on_its_own_grid(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pooled_image_in_tiles_is_unpadded_on_its_own_grid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model with patches twice as large would have it."""
     given = prompts(name)
     monkeypatch.setattr(families, "ANYRES_SIDE", families.ANYRES_SIDE // 2)

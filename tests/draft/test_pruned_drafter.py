@@ -86,9 +86,7 @@ def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> None:
     given = prompt(name)
-    session, _ = loaded(
-        PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, keep_images=0.25)), name, given
-    )
+    session, _ = loaded(PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, keep_images=0.25)), name, given)
     visual = int(visual_mask(target(name).config, given.ids).sum())
     kept = max(1, int(0.25 * visual + 0.5))
     assert session.context.lengths == [len(given) - visual + kept]
@@ -101,9 +99,7 @@ def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> 
 def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
     for select, expected in (("uniform", False), ("attention", True), ("specvlm", True)):
         pruning = Pruning(select, keep_images=0.5)  # type: ignore[arg-type]
-        _, context = loaded(
-            PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava")
-        )
+        _, context = loaded(PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava"))
         assert (context.requirements.attention is not None) == expected
     _, context = loaded(
         PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=(-1,))), "llava", prompt("llava")
@@ -113,9 +109,7 @@ def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
 
 def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
     context = Context(target("llava"), 1)
-    drafters = [
-        PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=n)) for n in (None, None, (-1,))
-    ]
+    drafters = [PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=n)) for n in (None, None, (-1,))]
     for drafter in drafters[:2]:
         drafter.open(1, context)
     with pytest.raises(ModelError, match="choose the same for all"):

@@ -61,9 +61,7 @@ def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
             sum(place not in dropped for place in places) for places in places_of(processor.config, prompt)
         ]
     whole = left[1.0, 1.0]
-    for medium, here, image_cut, video_cut in zip(
-        prompt.media, whole, left[0.5, 1.0], left[1.0, 0.5], strict=True
-    ):
+    for medium, here, image_cut, video_cut in zip(prompt.media, whole, left[0.5, 1.0], left[1.0, 0.5], strict=True):
         cut, kept = (video_cut, image_cut) if medium.is_of_video else (image_cut, video_cut)
         assert cut == (here + 1) // 2 < here == kept
     assert {medium.is_of_video for medium in prompt.media} == {True, False}
@@ -189,9 +187,7 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
     assert dropped == [3, 4]
 
 
-@pytest.mark.parametrize(
-    "other", [prompt_of(image(4), image(4)), prompt_of(image(15))], ids=["count", "grid"]
-)
+@pytest.mark.parametrize("other", [prompt_of(image(4), image(4)), prompt_of(image(15))], ids=["count", "grid"])
 def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt) -> None:
     config = FAMILIES["llava"].model().config
     pruning, mine = Pruning("specvlm", keep_images=0.5), prompt_of(image(4))

@@ -53,13 +53,9 @@ def verdict(counts: list[int]) -> Verdict:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    POLICIES, st.lists(st.lists(st.integers(0, 6), min_size=BATCH, max_size=BATCH), min_size=3, max_size=5)
-)
+@given(POLICIES, st.lists(st.lists(st.integers(0, 6), min_size=BATCH, max_size=BATCH), min_size=3, max_size=5))
 @pytest.mark.parametrize("exact", [True, False], ids=["host-sizes", "bounded-sizes"])
-def test_trees_are_those_of_a_naive_recursion(
-    exact: bool, policy: SageTree, accepted: list[list[int]]
-) -> None:
+def test_trees_are_those_of_a_naive_recursion(exact: bool, policy: SageTree, accepted: list[list[int]]) -> None:
     if not exact and policy.probability == "own" and policy.threshold == 0:
         return  # 64 nodes at every level: right, but slow in the naive model
     shaping = policy.open(BATCH, torch.device("cpu"))
@@ -88,9 +84,7 @@ def test_trees_are_those_of_a_naive_recursion(
 @given(
     POLICIES,
     st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), min_size=BATCH, max_size=BATCH
-        ),
+        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), min_size=BATCH, max_size=BATCH),
         min_size=3,
         max_size=5,
     ),
@@ -119,9 +113,7 @@ def test_rows_that_come_and_go_in_groups_have_the_trees_that_they_have_alone(
             assert not exact or tree.size == max(map(len, expected))
         for group in filter(None, groups):
             counts = torch.tensor([rows[row][0] for row in group])
-            shaping.observe(
-                group, Verdict(torch.zeros(len(group), 1).long(), counts, torch.zeros_like(counts))
-            )
+            shaping.observe(group, Verdict(torch.zeros(len(group), 1).long(), counts, torch.zeros_like(counts)))
             for row in group:
                 naive[row].observe(rows[row][0])
         for row, (_, _, leaves) in enumerate(rows):
@@ -196,9 +188,7 @@ def test_confidence_is_that_of_the_theory(scale: float) -> None:
 
 def test_the_counter_example_to_the_papers_bound_has_its_confidence() -> None:
     """Two equal top tokens: alpha = 0.699, whatever Eq. 13 says of p1."""
-    assert SageTree().confidence([0.5, 0.5, *[0.0] * 8]) == pytest.approx(
-        1 - math.log(2) / math.log(10), abs=1e-6
-    )
+    assert SageTree().confidence([0.5, 0.5, *[0.0] * 8]) == pytest.approx(1 - math.log(2) / math.log(10), abs=1e-6)
 
 
 def test_numbers_that_are_none_give_the_confidence_of_the_start() -> None:
@@ -208,9 +198,7 @@ def test_numbers_that_are_none_give_the_confidence_of_the_start() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(["path", "own"]))
-def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(
-    seed: int, probability: str
-) -> None:
+def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(seed: int, probability: str) -> None:
     """Of a node that the drafter has not run, the one above it; after the first, static tree and after others."""
     policy = SageTree(d_max=5, ceiling=5, w_max=4, total=30, probability=probability, alpha_of="accepted")  # type: ignore[arg-type]
     shaping = policy.open(BATCH, torch.device("cpu"))
@@ -218,13 +206,9 @@ def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(
     for step in range(3):
         model = Sharper(VOCAB, seed=seed + step)
         tree = model.grow(shaping.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
-        nodes = [
-            int(torch.randint(int(tree.valid[row].sum()), (), generator=generator)) for row in range(BATCH)
-        ]
+        nodes = [int(torch.randint(int(tree.valid[row].sum()), (), generator=generator)) for row in range(BATCH)]
         end = torch.tensor(nodes)
-        shaping.observe(
-            range(BATCH), Verdict(path_to(tree, end), tree.depth.gather(1, end[:, None])[:, 0], end)
-        )
+        shaping.observe(range(BATCH), Verdict(path_to(tree, end), tree.depth.gather(1, end[:, None])[:, 0], end))
         for row in shaping._rows:
             shaping._catch_up(row)
         for row, node in enumerate(nodes):
@@ -270,9 +254,7 @@ def test_history_moves_the_depth_only_outside_its_two_thresholds() -> None:
 
 
 def test_only_the_last_steps_count() -> None:
-    assert (
-        deepest_after(SageTree(window=2), [8] * 4 + [0] * 3) == 10
-    )  # 9, 10, 11, 12, (8+0)/2: 12, 0: 11, 0: 10
+    assert deepest_after(SageTree(window=2), [8] * 4 + [0] * 3) == 10  # 9, 10, 11, 12, (8+0)/2: 12, 0: 11, 0: 10
     assert deepest_after(SageTree(window=4), [8] * 4 + [0] * 3) == 12
 
 

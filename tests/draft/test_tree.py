@@ -27,9 +27,7 @@ def test_a_larger_bound_of_the_depth_adds_no_ancestors(rows: list[NaiveTree], mo
 
 @settings(max_examples=40, deadline=None)
 @given(trees(rows=1, padded=False), st.randoms(use_true_random=False))
-def test_a_shape_is_sorted_by_depth_whatever_order_its_paths_come_in(
-    rows: list[NaiveTree], random: object
-) -> None:
+def test_a_shape_is_sorted_by_depth_whatever_order_its_paths_come_in(rows: list[NaiveTree], random: object) -> None:
     paths = rank_paths(rows[0])
     random.shuffle(paths)  # type: ignore[attr-defined]
     shape = TreeShape.of(paths)

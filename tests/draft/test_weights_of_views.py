@@ -197,9 +197,7 @@ def test_a_forgotten_row_starts_anew_and_the_others_go_on(window: int | None) ->
 
 @pytest.mark.parametrize("window", [2, None])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_learn_and_choose_by_their_place_whoever_is_named_beside_them(
-    name: str, window: int | None
-) -> None:
+def test_rows_learn_and_choose_by_their_place_whoever_is_named_beside_them(name: str, window: int | None) -> None:
     every, some = (CASES[name][0](window).open(BATCH, 2, CPU) for _ in range(2))
     for seen in blocks(2)[:5]:
         every.observe(range(BATCH), seen)

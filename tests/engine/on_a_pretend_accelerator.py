@@ -145,18 +145,13 @@ DRAWN = ("plain", "chain", "prompt-lookup", "eagle2", "sage")
 LIKE_OTHERS = ("static-tree", "eagle2", "hivis", "msd", "hydra", "self-spec", "random-loosening")
 """Methods whose parts are those of others: only the slow tests run them."""
 CASES: list[Any] = [
-    *(
-        pytest.param(method, False, marks=[pytest.mark.slow] if method in LIKE_OTHERS else [])
-        for method in OPTIONS
-    ),
+    *(pytest.param(method, False, marks=[pytest.mark.slow] if method in LIKE_OTHERS else []) for method in OPTIONS),
     *((method, True) for method in DRAWN),
 ]
 
 
 @pytest.mark.parametrize(("method", "sampled"), CASES)
-def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(
-    device: PretendDevice, method: str, sampled: bool
-) -> None:
+def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevice, method: str, sampled: bool) -> None:
     ran = run(engine(method, NAME), sampled, device)
     assert ran.tokens == cpu_tokens(method, sampled)
     assert ran.steps

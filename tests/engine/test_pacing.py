@@ -40,9 +40,7 @@ class World:
         return 1 + self.slope * (tokens - 1)
 
 
-def simulate(
-    world: World, answers: int, length: int | None = None, seed: int = 0
-) -> list[tuple[float, float]]:
+def simulate(world: World, answers: int, length: int | None = None, seed: int = 0) -> list[tuple[float, float]]:
     """Time of every answer of ``rows`` rows at once, and plain decoding's, in turn; ``length``: fixed, not paced."""
     rng = random.Random(seed)
 
@@ -56,9 +54,7 @@ def simulate(
         prefill = world.rows * world.prompt * world.prefill
         ours, plain = prefill, prefill + (world.answer - 1) * world.forward(world.rows)
         spent = world.prompt * world.prefill * world.draft
-        joined = [
-            length is not None or pacer.admits(i, world.prompt, world.answer) for i in range(world.rows)
-        ]
+        joined = [length is not None or pacer.admits(i, world.prompt, world.answer) for i in range(world.rows)]
         for _ in filter(None, joined):
             ours += spent
             pacer.observe_prefill(world.prompt, took(spent))
@@ -171,9 +167,7 @@ def test_a_drafter_joins_rows_that_began_without_it_once_it_pays(monkeypatch: py
     questions = ["What is it?", "Why is it so?", "How many of them are there?", "Who?"]
     plain = [vlm.using("plain").generate(q, max_new_tokens=60).tokens for q in questions]
     lengths = random.Random(0)
-    monkeypatch.setattr(
-        Pacer, "admits", lambda self, others, prompt, remaining: remaining < 60 or others == 1
-    )
+    monkeypatch.setattr(Pacer, "admits", lambda self, others, prompt, remaining: remaining < 60 or others == 1)
     monkeypatch.setattr(Pacer, "is_proven", True)
     monkeypatch.setattr(Pacer, "lengths", lambda self, rows: [lengths.choice((0, 0, 1, 3, 8)) for _ in rows])
     outputs = vlm.generate(questions, max_new_tokens=60)

@@ -53,9 +53,7 @@ def test_no_chunk_ends_inside_an_image(family: str) -> None:
 
 @pytest.mark.parametrize("method", ["plain", "lookup", "chain", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 512])
-def test_a_long_prompt_is_read_beside_rows_that_go_on(
-    method: str, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_read_beside_rows_that_go_on(method: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = engine(method).open(2, prefill_chunk=chunk)
     first = add(batch, prompts()[0], n=60)
     while not first.output:

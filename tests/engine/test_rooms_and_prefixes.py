@@ -41,9 +41,7 @@ def test_a_row_waits_until_there_is_memory() -> None:
 
 def test_the_oldest_content_is_dropped_first() -> None:
     one = engine("chain").open(1)
-    unlike = [
-        Prompt((20 + place, *prompt.ids)) for place, prompt in enumerate(prompts()[:3])
-    ]  # share no prefix
+    unlike = [Prompt((20 + place, *prompt.ids)) for place, prompt in enumerate(prompts()[:3])]  # share no prefix
     sizes = [needed(one, prompt, 100) for prompt in unlike]
     batch = engine("chain").open(4, kv_memory=sum(sizes) - min(sizes) // 2)
     for prompt in unlike:
@@ -61,9 +59,7 @@ def test_a_request_goes_where_the_longest_prefix_is() -> None:
         longer = Prompt((*prompt.ids, *row.output, 33, 44))
         again = add(batch, longer, n=8)
         drain(batch)
-        assert (
-            again.stats.reused_tokens == len(longer) - 3
-        )  # all but the last answer's last token and the new ones
+        assert again.stats.reused_tokens == len(longer) - 3  # all but the last answer's last token and the new ones
         assert again.output == alone("chain", longer, n=8)
 
 
@@ -83,9 +79,7 @@ def test_the_same_ids_with_another_picture_share_what_stands_before_it() -> None
 
 @pytest.mark.parametrize("method", ["plain", "chain"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_prompt_that_is_cancelled_inside_a_video_never_leaks_into_another_ones(
-    method: str, steps: int
-) -> None:
+def test_a_prompt_that_is_cancelled_inside_a_video_never_leaks_into_another_ones(method: str, steps: int) -> None:
     first, other = prompts("video", "qwen2_5_vl")[0], prompts("video", "qwen2_5_vl")[2]
     swapped = Prompt(first.ids, other.media)
     if [m.digest for m in first.media] == [m.digest for m in other.media]:

@@ -56,9 +56,7 @@ TOKENS = st.integers(0, 4)
 
 @settings(max_examples=150, deadline=None)
 @given(
-    blocks=st.lists(
-        st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.integers(0, 4)), min_size=1, max_size=6
-    ),
+    blocks=st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.integers(0, 4)), min_size=1, max_size=6),
     limit=st.integers(1, 12),
     eos=st.sets(TOKENS, max_size=1),
     stop=st.lists(TOKENS, max_size=3),
@@ -127,9 +125,7 @@ def test_a_stop_sequence_may_begin_in_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("eos", "stop", "reason"), [([2], [2], "eos"), ([], [2], "stop"), ([2], [], "eos"), ([], [], "length")]
 )
-def test_the_strongest_reason_is_named_when_several_hold(
-    eos: list[int], stop: list[int], reason: str
-) -> None:
+def test_the_strongest_reason_is_named_when_several_hold(eos: list[int], stop: list[int], reason: str) -> None:
     under_test = row(1, eos, [EndsWith(stop)] if stop else [])
     under_test.emit([2], block_marks(0, 1))
     assert under_test.finish().finish_reason == reason

@@ -17,9 +17,7 @@ METHOD = pytest.mark.parametrize("method", METHODS)
 
 @METHOD
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_arrive_and_are_cancelled_at_any_time_say_what_they_say_alone(
-    method: str, seed: int
-) -> None:
+def test_rows_that_arrive_and_are_cancelled_at_any_time_say_what_they_say_alone(method: str, seed: int) -> None:
     chance = random.Random(seed)
     batch = engine(method).open(3, prefill_chunk=chance.choice([1, 5, 512]))
     asked, cancelled = [], set()
@@ -148,9 +146,7 @@ def test_two_batches_of_one_model_do_not_meet(method: str) -> None:
 
 
 @METHOD
-def test_a_step_that_is_interrupted_leaves_a_batch_that_works(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_interrupted_leaves_a_batch_that_works(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = engine(method).open(2)
     row, waiting = add(batch, prompts()[0]), [add(batch, prompt) for prompt in prompts()[1:3]]
     batch.step()

@@ -126,8 +126,7 @@ def test_options_act_as_in_generate_also_on_padded_batches(name: str, option: st
 @pytest.mark.parametrize("n", range(1, 9))
 def test_max_new_tokens_cuts_a_block_anywhere(n: int) -> None:
     assert (
-        assert_same("qwen2_5_vl", 3, max_new_tokens=n).shape[1]
-        == inputs_of("qwen2_5_vl", 3)["input_ids"].shape[1] + n
+        assert_same("qwen2_5_vl", 3, max_new_tokens=n).shape[1] == inputs_of("qwen2_5_vl", 3)["input_ids"].shape[1] + n
     )
 
 
@@ -330,9 +329,7 @@ def test_a_ready_made_drafter_is_taken_as_it_is() -> None:
     inputs = inputs_of("llama", 1)
     sequences = model("llama").generate(**inputs, max_new_tokens=NEW, custom_generate=own)
     assert sequences[0, inputs["input_ids"].shape[1] :].tolist() == common("llama")[:NEW]
-    stats = own.outputs[
-        0
-    ].stats  # two guesses a pass, that included which ends the prompt; fewer where room ends
+    stats = own.outputs[0].stats  # two guesses a pass, that included which ends the prompt; fewer where room ends
     assert 2 * stats.target_passes - 2 <= stats.drafted_tokens <= 2 * (stats.target_passes + 1)
 
 
@@ -465,9 +462,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(options: dict[str, Any], mess
         model("llama").generate(**inputs, max_new_tokens=4, custom_generate=speculation("llama"))
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [("qwen2_5_vl", "mm_token_type_ids"), ("gemma3", "token_type_ids")]
-)
+@pytest.mark.parametrize(("name", "missing"), [("qwen2_5_vl", "mm_token_type_ids"), ("gemma3", "token_type_ids")])
 def test_pictures_without_token_types_are_refused(name: str, missing: str) -> None:
     inputs = inputs_of(name, 1)
     del inputs[missing]

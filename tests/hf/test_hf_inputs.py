@@ -76,9 +76,7 @@ def test_a_generation_goes_on_from_the_cache_that_came_back() -> None:
 
 
 def test_without_use_cache_there_is_none() -> None:
-    theirs, ours = both(
-        "llama", FAMILIES["llama"].inputs("text"), return_dict_in_generate=True, use_cache=False
-    )
+    theirs, ours = both("llama", FAMILIES["llama"].inputs("text"), return_dict_in_generate=True, use_cache=False)
     assert ours.past_key_values is theirs.past_key_values is None
     assert ours.sequences.tolist() == theirs.sequences.tolist()
 
@@ -137,16 +135,12 @@ def test_default_positions_and_labels_change_nothing(rows: int) -> None:
     inputs = FAMILIES["llama"].inputs("text", rows)
     more = {**inputs, "position_ids": positions(inputs), "labels": inputs["input_ids"]}
     _, ours = both("llama", more)
-    assert ours[:, inputs["input_ids"].shape[1] :].tolist() == FAMILIES["llama"].reference(
-        "text", rows, n=NEW
-    )
+    assert ours[:, inputs["input_ids"].shape[1] :].tolist() == FAMILIES["llama"].reference("text", rows, n=NEW)
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 @pytest.mark.parametrize("planes", [3, 4])
-def test_default_positions_in_three_dimensions_are_accepted_and_others_refused(
-    planes: int, kind: str
-) -> None:
+def test_default_positions_in_three_dimensions_are_accepted_and_others_refused(planes: int, kind: str) -> None:
     case = FAMILIES["qwen2_5_vl"]
     inputs, model = case.inputs(kind, 2), case.model()
     wanted = inspect.signature(model.model.get_rope_index).parameters

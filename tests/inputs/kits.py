@@ -197,9 +197,7 @@ def _llava_onevision() -> Kit:
         vision_aspect_ratio="anyres_max_4",
         chat_template=LLAVA_TEMPLATE,
     )
-    return Kit(
-        config, InputProcessor.from_parts(config, tok, images, size, LLAVA_TEMPLATE), theirs, video="<video>"
-    )
+    return Kit(config, InputProcessor.from_parts(config, tok, images, size, LLAVA_TEMPLATE), theirs, video="<video>")
 
 
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -216,13 +214,9 @@ def _qwen(config_class: type, processor: type, video_processor: str, patch: int)
         vision_end_token_id=tok.convert_tokens_to_ids("<|vision_end|>"),
     )
     factor = (2 * patch) ** 2
-    images = Qwen2VLImageProcessorPil(
-        patch_size=patch, size={"shortest_edge": 4 * factor, "longest_edge": 24 * factor}
-    )
+    images = Qwen2VLImageProcessorPil(patch_size=patch, size={"shortest_edge": 4 * factor, "longest_edge": 24 * factor})
     video = {"patch_size": patch, "size": {"shortest_edge": 8 * factor, "longest_edge": 40 * factor}}
-    theirs = _unchecked(processor)(
-        images, tok, VIDEO_PROCESSORS[video_processor](**video), chat_template=template
-    )
+    theirs = _unchecked(processor)(images, tok, VIDEO_PROCESSORS[video_processor](**video), chat_template=template)
     ours = InputProcessor.from_parts(config, tok, images, video, template)
     return Kit(config, ours, theirs, _QWEN_IMAGE, _QWEN_VIDEO)
 
@@ -241,9 +235,7 @@ def _tiled(config_class: type, image_processor: type, smol: bool) -> Kit:
     }
     ours = InputProcessor.from_parts(config, tok, images, video if smol else None, IDEFICS_TEMPLATE)
     if not smol:
-        return Kit(
-            config, ours, Idefics3Processor(images, tok, image_seq_len=4, chat_template=IDEFICS_TEMPLATE)
-        )
+        return Kit(config, ours, Idefics3Processor(images, tok, image_seq_len=4, chat_template=IDEFICS_TEMPLATE))
     theirs = _unchecked(processing_smolvlm.SmolVLMProcessor)(
         images,
         tok,
@@ -270,9 +262,7 @@ def _gemma3() -> Kit:
     )
     images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     theirs = Gemma3Processor(images, tok, chat_template=template, image_seq_length=4)
-    return Kit(
-        config, InputProcessor.from_parts(config, tok, images, None, template), theirs, "<start_of_image>"
-    )
+    return Kit(config, InputProcessor.from_parts(config, tok, images, None, template), theirs, "<start_of_image>")
 
 
 def _internvl() -> Kit:

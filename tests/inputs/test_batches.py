@@ -186,9 +186,7 @@ def test_a_user_text_row_of_a_vlm_has_no_spans() -> None:
     assert media_spans(k.config, k.ours.prompt(user("Only words."))) == []
 
 
-@pytest.mark.parametrize(
-    ("case", "kind"), [(c, k) for c in VISUAL_CASES for k in c.kinds if k != "text"], ids=by_name
-)
+@pytest.mark.parametrize(("case", "kind"), [(c, k) for c in VISUAL_CASES for k in c.kinds if k != "text"], ids=by_name)
 def test_a_medium_alone_gives_the_features_that_it_gives_among_others(case: FamilyCase, kind: str) -> None:
     model = case.model()
     (prompt,) = split(model.config, case.row_inputs(kind, 1))

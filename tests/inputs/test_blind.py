@@ -26,9 +26,7 @@ def test_every_image_becomes_one_newline(name: str, size: tuple[int, int]) -> No
     text = k.ours.tokenizer.decode(blind.ids)
     assert not [token for token in special if token in text]
     template = k.ours.parts.chat_template
-    empty = {"gemma3": "\n\n\n\n\n", "internvl": "\n\n"}.get(
-        name, "\n"
-    )  # what template and family write around
+    empty = {"gemma3": "\n\n\n\n\n", "internvl": "\n\n"}.get(name, "\n")  # what template and family write around
     if "selectattr" in template:
         assert text.count("\n") == 6
     else:
@@ -39,9 +37,7 @@ def test_every_image_becomes_one_newline(name: str, size: tuple[int, int]) -> No
 def test_every_video_becomes_one_newline_with_its_timestamps(name: str) -> None:
     k = kit(name)
     video = clip(8, 60, 45, 4.0)
-    prompt = k.ours.prompt(
-        user("Before", {"type": "video"}, {"type": "video"}, "after."), videos=[video, video]
-    )
+    prompt = k.ours.prompt(user("Before", {"type": "video"}, {"type": "video"}, "after."), videos=[video, video])
     text = k.ours.tokenizer.decode(k.ours.text_only(prompt).ids)
     assert "seconds" not in text
     assert "<|vision" not in text

@@ -129,9 +129,7 @@ def test_an_unknown_family_goes_through_its_own_processor(tmp_path: Path) -> Non
     loaded = InputProcessor.load(str(tmp_path))
     pictures = [picture(40, 30), picture(30, 40)]
     prompt = loaded.prompt("Which?", pictures)
-    text = theirs.apply_chat_template(
-        user({"type": "image"}, {"type": "image"}, "Which?"), add_generation_prompt=True
-    )
+    text = theirs.apply_chat_template(user({"type": "image"}, {"type": "image"}, "Which?"), add_generation_prompt=True)
     batch = theirs(text=text, images=pictures, return_tensors="pt")
     assert list(prompt.ids) == batch["input_ids"][0].tolist()
     made = join(config, prompt.media)
@@ -150,8 +148,6 @@ def test_an_unknown_family_cannot_be_built_from_parts() -> None:
         vision_config = {"model_type": "clip"}  # noqa: RUF012
 
     k = kit("llama")
-    processor = InputProcessor.from_parts(
-        Strange(), k.ours.tokenizer, chat_template="{{ messages[0]['role'] }}"
-    )
+    processor = InputProcessor.from_parts(Strange(), k.ours.tokenizer, chat_template="{{ messages[0]['role'] }}")
     with pytest.raises(ModelError, match="strange is not built in"):
         processor.prompt("Hi")

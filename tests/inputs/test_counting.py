@@ -38,9 +38,7 @@ def test_llava_onevision_shrinks_what_is_too_much(height: int, width: int) -> No
 
 @settings(deadline=None)
 @given(st.integers(2, 40), SIDE, SIDE, st.booleans())
-def test_qwen3_videos_have_the_sizes_of_their_processor(
-    frames: int, height: int, width: int, cap: bool
-) -> None:
+def test_qwen3_videos_have_the_sizes_of_their_processor(frames: int, height: int, width: int, cap: bool) -> None:
     chosen = {
         **Qwen3VL.video_defaults,
         "size": {"shortest_edge": 4096, "longest_edge": 2_000_000},

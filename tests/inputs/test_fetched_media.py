@@ -95,9 +95,7 @@ def test_a_listed_host_is_fetched_with_its_name_and_without_a_proxy(
 def test_a_redirect_is_not_followed(site: Callable[[Any], Site]) -> None:
     secret = site(OK)
     for status in (301, 302, 303, 307, 308):
-        here = site(
-            f"HTTP/1.1 {status} Moved\r\nLocation: {secret.url()}\r\nContent-Length: 0\r\n\r\n".encode()
-        )
+        here = site(f"HTTP/1.1 {status} Moved\r\nLocation: {secret.url()}\r\nContent-Length: 0\r\n\r\n".encode())
         refused(here.url(), "redirects, which is not followed", here.limits)
     assert not secret.requests
 
@@ -159,9 +157,7 @@ PRIVATE = [
 
 
 @pytest.mark.parametrize("ip", PRIVATE)
-def test_addresses_that_are_not_public_are_never_connected_to(
-    ip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_are_not_public_are_never_connected_to(ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fetch.is_public(ip)
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
     for others in ([], ["8.8.8.8"]):
@@ -175,9 +171,7 @@ def test_public_addresses_are_known_as_such(ip: str) -> None:
     assert fetch.is_public(ip)
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", "127.1", "2130706433", "0x7f000001", "017700000001", "[::1]", "0"]
-)
+@pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f000001", "017700000001", "[::1]", "0"])
 def test_other_spellings_of_this_machine_are_found_out(host: str, site: Callable[[Any], Site]) -> None:
     here = site(OK)
     limits = replace(SERVER, domains=("*", f"*:{here.port}"))
@@ -258,9 +252,7 @@ def test_addresses_that_two_parsers_could_read_differently_are_refused(
         ("*", "https://anything.org:22/", False),
     ],
 )
-def test_domains_are_matched_as_a_whole(
-    domain: str, url: str, listed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_domains_are_matched_as_a_whole(domain: str, url: str, listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
     says = "cannot be found" if listed else "not one of those that are fetched"
     refused(url, says, replace(SERVER, domains=(domain,)))

@@ -39,9 +39,7 @@ def user(*parts: dict[str, Any] | str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def theirs(
-    kit: Kit, rows: list[list[dict[str, Any]]], images: list[list[Image.Image]]
-) -> dict[str, torch.Tensor]:
+def theirs(kit: Kit, rows: list[list[dict[str, Any]]], images: list[list[Image.Image]]) -> dict[str, torch.Tensor]:
     """What the composite processor makes of several conversations, padded on the left."""
     text = [kit.theirs.apply_chat_template(row, add_generation_prompt=True) for row in rows]
     written = kit.ours.tokenizer.bos_token is not None and text[0].startswith(kit.ours.tokenizer.bos_token)
@@ -69,9 +67,7 @@ def assert_same_row(kit: Kit, prompt: Prompt, batch: dict[str, torch.Tensor]) ->
 
 def assert_same_prompt(a: Prompt, b: Prompt) -> None:
     assert a.ids == b.ids
-    assert [(m.kind, m.n_tokens, m.digest) for m in a.media] == [
-        (m.kind, m.n_tokens, m.digest) for m in b.media
-    ]
+    assert [(m.kind, m.n_tokens, m.digest) for m in a.media] == [(m.kind, m.n_tokens, m.digest) for m in b.media]
 
 
 SHAPES = [(40, 30), (1, 1), (17, 99), (99, 17), (28, 28), (230, 60), (400, 500)]
@@ -121,9 +117,7 @@ def test_a_split_batch_gives_the_prompts_that_each_row_alone_gives(name: str) ->
 @pytest.mark.parametrize("name", VISUAL)
 def test_a_string_is_one_user_message_with_its_images_first(name: str) -> None:
     k, image = kit(name), picture(40, 30)
-    assert_same_prompt(
-        k.ours.prompt("Hello?", [image]), k.ours.prompt(user({"type": "image"}, "Hello?"), [image])
-    )
+    assert_same_prompt(k.ours.prompt("Hello?", [image]), k.ours.prompt(user({"type": "image"}, "Hello?"), [image]))
 
 
 @pytest.mark.parametrize("fps", [None, 3.0, 29.97])
@@ -157,9 +151,7 @@ def test_a_video_gives_the_processors_ids_and_tensors(name: str, frames: int, fp
 @pytest.mark.parametrize("size", [(60, 45), (300, 20), (8, 8), (500, 400)], ids=str)
 @pytest.mark.parametrize("cap", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_qwen_video_patches_have_the_video_processors_sizes(
-    name: str, cap: bool, size: tuple[int, int]
-) -> None:
+def test_qwen_video_patches_have_the_video_processors_sizes(name: str, cap: bool, size: tuple[int, int]) -> None:
     k, video = kit(name), clip(6, *size, fps=2.0)
     processor = k.theirs.video_processor
     expected = processor(
@@ -169,9 +161,7 @@ def test_qwen_video_patches_have_the_video_processors_sizes(
     ours = InputProcessor.from_parts(k.config, k.ours.tokenizer, None, settings, k.ours.parts.chat_template)
     made = ours.prompt("?", videos=[video]).media[0].tensors
     assert made["video_grid_thw"].tolist() == expected["video_grid_thw"].tolist()
-    torch.testing.assert_close(
-        made["pixel_values_videos"], expected["pixel_values_videos"], atol=PIXELS, rtol=0
-    )
+    torch.testing.assert_close(made["pixel_values_videos"], expected["pixel_values_videos"], atol=PIXELS, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl"])

@@ -171,9 +171,7 @@ def test_small_files_that_take_long_are_refused_at_once(name: str) -> None:
     assert Image.open(io.BytesIO(data)).size, "Pillow would read it"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"progressive": True}, {"progressive": True, "restart_marker_rows": 1}]
-)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"progressive": True, "restart_marker_rows": 1}])
 def test_pictures_of_cameras_have_few_parts(options: dict[str, Any]) -> None:
     noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (600, 800, 3), dtype=np.uint8))
     data = encoded("JPEG", noise, quality=95, **options)
@@ -359,14 +357,10 @@ def test_texts_and_playlists_never_reach_a_demuxer(
 
 def test_the_demuxer_is_the_named_one_whatever_follows_the_first_bytes() -> None:
     for start in (b"\0\0\0\x08ftyp", b"OggS", b"\x1aE\xdf\xa3", b"\0\0\x01\xba"):
-        refused(
-            start + PLAYLISTS["ffconcat"] + SDP, "not a video that PyAV can decode", IN_PROCESS, load_video
-        )
+        refused(start + PLAYLISTS["ffconcat"] + SDP, "not a video that PyAV can decode", IN_PROCESS, load_video)
 
 
-def test_whitelists_hold_even_if_the_first_bytes_lied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whitelists_hold_even_if_the_first_bytes_lied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second wall: FFmpeg itself refuses what is not on its lists."""
     (tmp_path / "film.mp4").write_bytes(film())
     monkeypatch.chdir(tmp_path)
@@ -404,9 +398,7 @@ for attempt in (
         continue
     print("not confined")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "not confined" not in done.stdout
     assert not done.stderr
 
@@ -444,15 +436,11 @@ def test_a_film_of_huge_frames_is_refused_before_one_is_decoded(codec: str) -> N
 def test_a_film_that_needs_too_much_memory_ends_its_own_process_alone() -> None:
     data = film("matroska", "libx264", 2, (2048, 2048))
     assert load_video(data, limits=SERVER).total == 2
-    few = replace(
-        SERVER, decode_memory=16 << 20
-    )  # less than its frames, which decoders report in several ways
+    few = replace(SERVER, decode_memory=16 << 20)  # less than its frames, which decoders report in several ways
     refused(data, "The video given as bytes", few, load_video)
 
 
-def test_a_decoder_that_hangs_or_crashes_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_that_hangs_or_crashes_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, crash = tmp_path / "stuck.py", tmp_path / "crash.py"
     stuck.write_text("import time\ntime.sleep(600)")
     crash.write_text("import os\nos.abort()")

@@ -64,9 +64,7 @@ def test_control_tokens_of_users_become_text(name: str) -> None:
     made = processor.prompt(conversation(text, name), text_as_text=True)
     plain = processor.prompt(conversation("harmless", name))
     assert control_ids(processor, made.ids) == control_ids(processor, plain.ids)
-    written = processor.tokenizer.decode(
-        [i for i in made.ids if i not in processor.tokenizer.added_tokens_decoder]
-    )
+    written = processor.tokenizer.decode([i for i in made.ids if i not in processor.tokenizer.added_tokens_decoder])
     assert written.count(text) == 3
     assert [m.digest for m in made.media] == [m.digest for m in plain.media]
 
@@ -155,9 +153,7 @@ def metaspace(scheme: str) -> tokenizers.Tokenizer:
 def test_a_vocabulary_with_the_control_token_among_its_pieces_does_not_bring_it_back(scheme: str) -> None:
     tokenizer, controls = encoder(metaspace(scheme))
     assert encoded(controls, "a</s>b").count(2) == 1
-    assert (
-        tokenizer("a</s>b", split_special_tokens=True)["input_ids"].count(2) == 1
-    )  # as it does without care
+    assert tokenizer("a</s>b", split_special_tokens=True)["input_ids"].count(2) == 1  # as it does without care
 
 
 def test_a_normalised_token_in_other_signs_stays_text() -> None:
@@ -186,9 +182,7 @@ def test_tokens_of_thought_keep_their_meaning_in_answers_alone() -> None:
     tokenizer, controls = encoder(core, "{% if '<think>' in message %}")
     literal = LiteralText(controls, "")
     assert literal.mark_text("<think></s>", "assistant").startswith("<think><")
-    assert tokenizer.convert_tokens_to_ids("<think>") not in literal.encode(
-        literal.mark_text("<think>"), False
-    )
+    assert tokenizer.convert_tokens_to_ids("<think>") not in literal.encode(literal.mark_text("<think>"), False)
 
 
 class Slow:
@@ -210,9 +204,7 @@ def test_a_tokenizer_that_cannot_do_it_says_so() -> None:
     controls = Controls(Slow(kit("llama")), None, ())
     literal = LiteralText(controls, "")
     assert literal.encode(literal.mark_text("a <"), False) == kit("llama").ours.tokenizer("a <").input_ids[1:]
-    with pytest.raises(
-        InputError, match=r"the control token </s>, which this tokenizer cannot encode as text"
-    ):
+    with pytest.raises(InputError, match=r"the control token </s>, which this tokenizer cannot encode as text"):
         literal.encode(literal.mark_text("a </s>"), False)
 
 

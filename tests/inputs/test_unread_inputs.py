@@ -131,9 +131,7 @@ def pictured(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_images_of_a_family_that_tells_them_by_unknown_types_are_refused(name: str) -> None:
     given = pictured(name)
-    tensors = {
-        k: v for k, v in given.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")
-    }
+    tensors = {k: v for k, v in given.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
     count = int((given["input_ids"] == IMAGE).sum())
     prompt = Prompt(tuple(given["input_ids"][0].tolist()), (Medium("image", tensors, count, "one"),))
     with pytest.raises(ModelError, match=rf"'{name}', whose model needs mm_token_type_ids"):
@@ -157,9 +155,7 @@ def test_text_stays_possible_for_such_families(name: str) -> None:
     }
     expected = model(name).generate(**inputs, max_new_tokens=20)
     speculation = saccade.hf.speculate(method="prompt-lookup")
-    assert torch.equal(
-        model(name).generate(**inputs, max_new_tokens=20, custom_generate=speculation), expected
-    )
+    assert torch.equal(model(name).generate(**inputs, max_new_tokens=20, custom_generate=speculation), expected)
 
 
 @pytest.mark.parametrize(

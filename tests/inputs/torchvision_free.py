@@ -62,9 +62,7 @@ def _resize(self: Any, image: torch.Tensor, size: Any, resample: Any = None, **_
     if tuple(image.shape[-2:]) == (size.height, size.width):
         return image
     flat = image.reshape(-1, *image.shape[-3:]).permute(0, 2, 3, 1).numpy()
-    resized = [
-        Image.fromarray(f).resize((size.width, size.height), Image.Resampling(int(resample))) for f in flat
-    ]
+    resized = [Image.fromarray(f).resize((size.width, size.height), Image.Resampling(int(resample))) for f in flat]
     pixels = torch.from_numpy(np.stack([np.asarray(r) for r in resized])).permute(0, 3, 1, 2)
     return pixels.reshape(*image.shape[:-3], *pixels.shape[1:])
 

@@ -134,9 +134,7 @@ def test_a_head_is_chosen_by_kind_or_name(method: str, name: str | None, chosen:
         ("chain", "a", KINDS, "Method chain takes no head; leave out head=a"),
     ],
 )
-def test_what_is_not_clear_is_refused(
-    method: str, name: str | None, kinds: dict[str, str], message: str
-) -> None:
+def test_what_is_not_clear_is_refused(method: str, name: str | None, kinds: dict[str, str], message: str) -> None:
     with pytest.raises(MethodError, match=message):
         methods.fit(method, methods.options(method, {}), method == "chain", kinds, name)
 
@@ -283,9 +281,7 @@ def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:
 # -- on the command line -----------------------------------------------------------------------------------
 
 
-def test_heads_on_the_command_line_have_one_name_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_on_the_command_line_have_one_name_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("saccade.vlm.load", lambda *given, **options: asked.update(options, given=given))
     odd = tmp_path / "a=b"

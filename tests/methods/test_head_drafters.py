@@ -81,10 +81,7 @@ def test_a_head_needs_no_folder() -> None:
     vlm = load(ready("llava"), method="plain")
     head = load_head(head_folder("eagle2"), vlm.target)
     assert load(vlm.target.model, head).method == "eagle2"
-    assert (
-        VLM(vlm.target.model, vlm.processor, drafter=head).generate(QUESTION, [picture()]).text
-        == plain_text()
-    )
+    assert VLM(vlm.target.model, vlm.processor, drafter=head).generate(QUESTION, [picture()]).text == plain_text()
 
 
 def test_a_head_s_dtype() -> None:

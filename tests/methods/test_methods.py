@@ -49,15 +49,11 @@ def test_what_is_no_option_of_a_head_is_refused(name: str, option: str) -> None:
 
 
 def test_options_are_of_their_defaults_type() -> None:
-    with pytest.raises(
-        MethodError, match=r"^Option top of method vispec must be a whole number, not 'many'\.$"
-    ):
+    with pytest.raises(MethodError, match=r"^Option top of method vispec must be a whole number, not 'many'\.$"):
         options("vispec", {"top": "many"})
     with pytest.raises(MethodError, match=r"^Option tree of method medusa must be a word, not 3\.$"):
         options("medusa", {"tree": 3})
-    with pytest.raises(
-        MethodError, match=r"keep_images of method sage must be in the range above 0 to 1, not 2\.$"
-    ):
+    with pytest.raises(MethodError, match=r"keep_images of method sage must be in the range above 0 to 1, not 2\.$"):
         options("sage", {"keep_images": 2})
     assert options("sage", {"keep_images": 1})["keep_images"] == 1
 
@@ -79,9 +75,7 @@ def test_options_are_of_their_defaults_type() -> None:
         ("hivis", {"keep_images": 0.5}, "has no option keep_images"),
     ],
 )
-def test_an_option_that_nothing_would_read_is_refused(
-    method: str, given: dict[str, Any], message: str
-) -> None:
+def test_an_option_that_nothing_would_read_is_refused(method: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(MethodError) as found:
         options(method, given)
     assert message in str(found.value)
@@ -118,9 +112,7 @@ def test_every_option_is_told_with_its_meaning() -> None:
 
 
 def test_methods_are_listed_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from saccade.cli import main; main(['methods', '--json'])"
-    )
+    code = "import sys; sys.modules['torch'] = None; from saccade.cli import main; main(['methods', '--json'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(json.loads(done.stdout)) == list(METHODS)

@@ -96,9 +96,7 @@ def test_every_given_stretch_of_a_report_has_its_mark(old: str, new: str, fact: 
         sample = draw(seed, "report")
         what = {"quote": sample.facts["quote"][0], "head": HEADS[sample.facts["form"]]}.get(old, old)
         head, text, tail = sample.answer.partition("The text")
-        spoilt = (
-            head + text + tail.replace(what, new, 1) if old != "head" else sample.answer.replace(what, new)
-        )
+        spoilt = head + text + tail.replace(what, new, 1) if old != "head" else sample.answer.replace(what, new)
         marks = score("report", spoilt, sample.facts)
         assert marks.pop(fact) < 1
         assert set(marks.values()) == {1.0}

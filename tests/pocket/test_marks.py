@@ -51,9 +51,7 @@ def test_a_bar_with_two_values_costs_marks(answer: str) -> None:
     assert marks["value"] < 0.7
 
 
-@pytest.mark.parametrize(
-    "answer", ["Tea costs four. Tea costs three. Ham costs five.", "Tea: three. Tea: four."]
-)
+@pytest.mark.parametrize("answer", ["Tea costs four. Tea costs three. Ham costs five.", "Tea: three. Tea: four."])
 def test_an_item_with_two_prices_costs_marks(answer: str) -> None:
     marks = score("receipt", answer, RECEIPT)
     assert marks["count"] == 0.0

@@ -152,9 +152,7 @@ def test_facts_survive_json(drawn: dict[str, list[Sample]]) -> None:
 def test_articles_fit_their_nouns(drawn: dict[str, list[Sample]]) -> None:
     for samples in drawn.values():
         for sample in samples:
-            said = " ".join(
-                [*(text for turn in sample.turns for text in turn), sample.question, sample.answer]
-            )
+            said = " ".join([*(text for turn in sample.turns for text in turn), sample.question, sample.answer])
             assert not re.search(r"\b[Aa] (orange|ant|image)\b|\b[Aa]n (?!orange|ant|image)\w", said), said
 
 
@@ -169,9 +167,7 @@ def test_articles_fit_their_nouns(drawn: dict[str, list[Sample]]) -> None:
         ("knowledge", 1, 1, 0),
     ],
 )
-def test_tasks_have_their_number_of_pictures_and_turns(
-    task: str, images: int, turns: int, marks: int
-) -> None:
+def test_tasks_have_their_number_of_pictures_and_turns(task: str, images: int, turns: int, marks: int) -> None:
     sample = draw(3, task)
     assert (len(sample.images), len(sample.turns), sample.question.count(IMAGE_MARK)) == (
         images,

@@ -66,9 +66,7 @@ def test_the_tokenizer_loads_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("task", "fact"), READ)
-def test_target_reads_fresh_pictures(
-    task: str, fact: str, vlm: saccade.VLM, told: dict[str, list[list[int]]]
-) -> None:
+def test_target_reads_fresh_pictures(task: str, fact: str, vlm: saccade.VLM, told: dict[str, list[list[int]]]) -> None:
     answers = vlm.processor.tokenizer.batch_decode(told[task])
     facts = [draw(seed, task).facts for seed in HELD_OUT]
     pairs = zip(answers, facts, facts[1:] + facts[:1], strict=True)

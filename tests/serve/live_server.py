@@ -77,9 +77,7 @@ class Live:
 
 
 @contextmanager
-def live(
-    models: Sequence[tuple[ModelEntry, VLM]] = (), send_buffer: int = 0, **settings: Any
-) -> Iterator[Live]:
+def live(models: Sequence[tuple[ModelEntry, VLM]] = (), send_buffer: int = 0, **settings: Any) -> Iterator[Live]:
     """A server on a free port; settings of `Limits` and `ServerConfig`, and bytes that its sockets may buffer."""
     models = models or [(TINY, vlm("qwen", "qwen-draft"))]
     of_server = {name: settings.pop(name) for name in ("api_key_file", "allowed_hosts") if name in settings}

@@ -27,9 +27,7 @@ from saccade.serve.webpage import HEADERS
 STATIC = Path(str(resources.files("saccade.serve") / "static"))
 FILES = sorted(file.name for file in STATIC.iterdir())
 BROWSER = next(
-    filter(
-        None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])
-    ),
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])),
     None,
 )
 QUIET = [
@@ -109,9 +107,7 @@ def test_the_document_has_no_inline_script_or_style_and_every_reference_exists()
 
 
 def test_no_script_parses_text_as_html() -> None:
-    unsafe = (
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|localStorage|srcdoc"
-    )
+    unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|localStorage|srcdoc"
     for name in FILES:
         if name.endswith(".js"):
             text = (STATIC / name).read_text(encoding="utf-8")
@@ -223,9 +219,7 @@ def shown(answer: Any) -> str:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("event", ["drop", "paste"])
-def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(
-    window: Window, tmp_path: Path, event: str
-) -> None:
+def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(window: Window, tmp_path: Path, event: str) -> None:
     page, sample = window.ready(), draw(5, "chart")
     give(page, sample.image, tmp_path, event)
     page.fill("#text", sample.question)
@@ -391,9 +385,7 @@ def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window, tm
     page = window.ready()
     page.route(
         "**/v1/chat/completions",
-        lambda route: route.fulfill(
-            status=400, json={"error": {"message": "<img src=x onerror=alert(1)> is wrong."}}
-        ),
+        lambda route: route.fulfill(status=400, json={"error": {"message": "<img src=x onerror=alert(1)> is wrong."}}),
     )
     page.fill("#text", "<b>bold</b>")
     page.click("#send")
@@ -412,12 +404,8 @@ def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window, tm
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_axe_finds_nothing_and_no_width_scrolls_sideways(
-    chromium: Any, pocket: Live, scheme: str, width: int
-) -> None:
-    axe = pytest.importorskip(
-        "axe_playwright_python.sync_playwright", reason="needs the extra `browser`"
-    ).Axe()
+def test_axe_finds_nothing_and_no_width_scrolls_sideways(chromium: Any, pocket: Live, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra `browser`").Axe()
     phone = {"is_mobile": True, "has_touch": True} if width < 600 else {}
     window = Window(chromium, pocket, viewport={"width": width, "height": 800}, color_scheme=scheme, **phone)
     page = window.ready()

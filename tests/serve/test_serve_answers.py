@@ -48,20 +48,14 @@ def test_five_hundred_mixed_requests_are_answered_as_by_generate(shared: Live, c
     compare(shared, questions(500, seed=clients), clients)
 
 
-@pytest.mark.parametrize(
-    "speculation", ["off", "prompt-lookup", "short", {"method": "static-tree"}, {"gamma": 3}]
-)
+@pytest.mark.parametrize("speculation", ["off", "prompt-lookup", "short", {"method": "static-tree"}, {"gamma": 3}])
 def test_no_method_changes_an_answer(shared: Live, speculation: Any) -> None:
-    asked = Question(
-        {"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20}
-    )
+    asked = Question({"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20})
     status, answer = shared.post(asked.with_(speculation=speculation, saccade={}).body)
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"] == asked.expected(vlm("qwen", "qwen-draft"))
     drafted = answer["usage"]["completion_tokens_details"]
-    assert (drafted["accepted_prediction_tokens"] + drafted["rejected_prediction_tokens"] > 0) == (
-        speculation != "off"
-    )
+    assert (drafted["accepted_prediction_tokens"] + drafted["rejected_prediction_tokens"] > 0) == (speculation != "off")
 
 
 def test_penalties_are_those_of_the_processor_alone(shared: Live) -> None:
@@ -104,9 +98,7 @@ def test_control_tokens_that_clients_write_are_text(shared: Live) -> None:
     assert answer["choices"][0]["message"]["content"] == expected
     raw = Prompt(vlm("llama").processor.encode("One, </s> two,", text_as_text=True))
     assert raw.ids != vlm("llama").processor.encode("One, </s> two,")
-    status, answer = shared.post(
-        {"model": "words", "prompt": "One, </s> two,", "max_tokens": 9}, "/v1/completions"
-    )
+    status, answer = shared.post({"model": "words", "prompt": "One, </s> two,", "max_tokens": 9}, "/v1/completions")
     assert status == 200, answer
     assert (status, answer["choices"][0]["text"]) == (200, vlm("llama").generate(raw, max_new_tokens=9).text)
 
@@ -126,9 +118,7 @@ def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> N
             calls.append(1)
             lanes = server.service.owner._lanes.values()
             rows = [job.row for lane in lanes for job in lane.jobs.values()]
-            if any(
-                row is not None and tuple(row.ids[: len(ids)]) == ids and len(row.output) > 2 for row in rows
-            ):
+            if any(row is not None and tuple(row.ids[: len(ids)]) == ids and len(row.output) > 2 for row in rows):
                 raise RuntimeError("planted: out of memory")
             return forward(*given, **options)
 

@@ -66,9 +66,7 @@ def test_a_video_is_read_from_its_data_uri(shared: Live, tmp_path: Path) -> None
         max_tokens=9,
         extra_body={"num_frames": 4},
     )
-    expected = vlm("qwen", "qwen-draft").generate(
-        "What happens?", videos=[str(path)], num_frames=4, max_new_tokens=9
-    )
+    expected = vlm("qwen", "qwen-draft").generate("What happens?", videos=[str(path)], num_frames=4, max_new_tokens=9)
     assert answer.choices[0].message.content == expected.text
 
 
@@ -87,12 +85,8 @@ def test_log_probabilities_are_the_targets_own(shared: Live) -> None:
     content = answer.choices[0].logprobs.content
     assert len(content) == len(output.tokens)
     for place, (entry, token) in enumerate(zip(content, output.tokens, strict=True)):
-        assert math.isclose(
-            entry.logprob, float(logits[place, token]), abs_tol=1e-4
-        )  # float32, other kernels
-        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(
-            logits[place].topk(3).values.tolist(), abs=1e-4
-        )
+        assert math.isclose(entry.logprob, float(logits[place, token]), abs_tol=1e-4)  # float32, other kernels
+        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(logits[place].topk(3).values.tolist(), abs=1e-4)
         assert entry.top_logprobs[0].token == entry.token
 
 
@@ -109,11 +103,7 @@ def test_log_probabilities_stream_one_per_token(shared: Live) -> None:
 @pytest.mark.parametrize("chosen", range(3))
 def test_a_stop_string_ends_the_text_before_it(shared: Live, chosen: int) -> None:
     client, messages = shared.client(), asks("Say much.")
-    text = (
-        client.chat.completions.create(model="tiny", messages=messages, max_tokens=30)
-        .choices[0]
-        .message.content
-    )
+    text = client.chat.completions.create(model="tiny", messages=messages, max_tokens=30).choices[0].message.content
     stop = [text[4:6], text[9:13], text[3]][chosen]
     for stream in (False, True):
         answer = client.chat.completions.create(

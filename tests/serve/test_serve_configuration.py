@@ -87,9 +87,7 @@ def test_every_mistake_is_found_before_loading(
 
 def test_the_configurations_of_the_docs_are_read(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    example = (
-        (root / "docs" / "serve.md").read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
-    )
+    example = (root / "docs" / "serve.md").read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
     (tmp_path / "serve.toml").write_text(example)
     assert [model.label for model in read_config(tmp_path / "serve.toml").models] == ["qwen", "pocket"]
     assert read_config(root / "docker" / "serve.toml").models[0].method == "chain"

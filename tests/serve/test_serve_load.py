@@ -141,9 +141,7 @@ def test_a_slow_reader_is_dropped_and_stalls_nobody() -> None:
             for question in [q for q in questions(8, seed=5) if "temperature" not in q.body][:3]:
                 status, answer = server.post(question.body)
                 assert status == 200
-                assert answer["choices"][0]["message"]["content"] == question.expected(
-                    vlm("qwen", "qwen-draft")
-                )
+                assert answer["choices"][0]["message"]["content"] == question.expected(vlm("qwen", "qwen-draft"))
             server.until(lambda: server.is_idle, 60)
             server.until(lambda: b'{kind="slow_reader"}' in server.call("GET", "/metrics")[2], 5)
         finally:

@@ -257,11 +257,7 @@ def fuzz(server: Live, count: int, seed: int) -> dict[int, int]:
         content = json.dumps(body).encode()
         if rng.random() < 0.1:
             cut = rng.randrange(len(content) + 1)
-            content = (
-                content[:cut]
-                + bytes(rng.randrange(256) for _ in range(rng.randint(0, 3)))
-                + content[cut + 1 :]
-            )
+            content = content[:cut] + bytes(rng.randrange(256) for _ in range(rng.randint(0, 3))) + content[cut + 1 :]
         status, _, answer = server.call("POST", path, content)
         assert status < 500, (content, answer)
         found[status] = found.get(status, 0) + 1

@@ -89,9 +89,7 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
     cache, reference = new_cache(), Reference()
     for _ in range(data.draw(st.integers(1, 14))):
         step = data.draw(
-            st.sampled_from(
-                ["forward", "forward", "commit", "commit", "drop", "crop", "reserve", "release", "expect"]
-            )
+            st.sampled_from(["forward", "forward", "commit", "commit", "drop", "crop", "reserve", "release", "expect"])
         )
         row = data.draw(st.integers(0, ROWS - 1))
         if step == "forward":  # several rows, in parts of their own lengths, in any order

@@ -31,9 +31,7 @@ def spread(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             places |= {f"{parent}.{n}": "cpu" for n, _ in module.named_children() if n != "layers"}
     layers = model.get_submodule(prefix)
     places |= {f"{prefix}.{i}": "disk" if i == 1 else "cpu" for i in range(len(layers))}
-    return accelerate.dispatch_model(
-        model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True
-    )
+    return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3"])

@@ -14,9 +14,7 @@ TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).
 DEPTH = torch.tensor([[0, 1, 1, 2]])
 
 
-@pytest.mark.parametrize(
-    ("name", "lean"), [("llava", True), ("llava", False), ("qwen2_5_vl", True), ("gemma3", False)]
-)
+@pytest.mark.parametrize(("name", "lean"), [("llava", True), ("llava", False), ("qwen2_5_vl", True), ("gemma3", False)])
 def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str, lean: bool) -> None:
     case = FAMILIES[name]
     target = Target(case.model(), lean=lean)
@@ -34,9 +32,7 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     reading = context.forward(rows, tokens, TREE, DEPTH)
     context.cache.drop(rows)
     first = context.early_exit(rows, tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
-    rest = context.early_exit(
-        rows, tokens[:, 1:], TREE[:, 1:], DEPTH, layer
-    )  # behind the first, which is pending
+    rest = context.early_exit(rows, tokens[:, 1:], TREE[:, 1:], DEPTH, layer)  # behind the first, which is pending
     torch.testing.assert_close(torch.cat([first, rest], 1), reading.hidden[layer], rtol=1e-4, atol=1e-3)
     context.cache.drop(rows)
     torch.testing.assert_close(context.forward(rows, tokens, TREE, DEPTH).logits, reading.logits)

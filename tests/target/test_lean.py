@@ -297,17 +297,14 @@ def test_the_stock_path_generates_the_same_tokens(name: str) -> None:
     prompts = split(case.model().config, case.inputs("text", rows=2))
     requests = [Request(p) for p in prompts]
     lean, stock = (
-        Engine(Target(case.model(), lean=choice)).generate(requests, max_new_tokens=40)
-        for choice in (True, False)
+        Engine(Target(case.model(), lean=choice)).generate(requests, max_new_tokens=40) for choice in (True, False)
     )
     assert [o.tokens for o in lean] == [o.tokens for o in stock]
 
 
 @pytest.mark.parametrize("final", ["post", "pre"])
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3", "qwen3_vl"])
-def test_hidden_states_are_the_same_from_lean_and_stock_decoders(
-    name: str, final: Literal["post", "pre"]
-) -> None:
+def test_hidden_states_are_the_same_from_lean_and_stock_decoders(name: str, final: Literal["post", "pre"]) -> None:
     case = FAMILIES[name]
     kind = "image" if "image" in case.kinds else "text"
     read = []

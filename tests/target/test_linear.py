@@ -70,10 +70,7 @@ def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, ev
     ours = vlm.generate("What is it? It is what it is.", max_new_tokens=30)
     assert ours.tokens == plain.tokens
     with vlm.target.stock():
-        assert (
-            vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30).tokens
-            == plain.tokens
-        )
+        assert vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("change", [in_place, no_change])
@@ -91,9 +88,7 @@ def test_a_target_that_is_changed_in_place_generates_with_its_new_weights(
     assert (truth == before) == (change is no_change)
 
 
-def test_nothing_is_packed_beyond_half_of_the_free_memory(
-    everywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_packed_beyond_half_of_the_free_memory(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     products = [Linear(torch.randn(64, 64)) for _ in range(4)]
     monkeypatch.setattr(cpu, "available_memory", lambda: 2 * 4 * products[0].weight.nbytes - 1)
     assert pack_where_faster(products) == []

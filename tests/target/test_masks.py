@@ -28,10 +28,7 @@ def naive(row: NaiveTree, length: int, new: int, window: int | None) -> torch.Te
     count = len(row.parents)
     entries = range(length + count)
     return torch.tensor(
-        [
-            [naive_visible(row, length, node, entry, window) for entry in entries]
-            for node in range(count - new, count)
-        ]
+        [[naive_visible(row, length, node, entry, window) for entry in entries] for node in range(count - new, count)]
     ).view(new, length + count)
 
 

@@ -23,9 +23,7 @@ from saccade.tree import TreeShape, ancestors_of
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
 """fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""
-CASES = [
-    (name, kind) for name in VISUAL_FAMILIES for kind in ("image", "video") if kind in FAMILIES[name].kinds
-]
+CASES = [(name, kind) for name in VISUAL_FAMILIES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
 MORE = [20, 31, 42, 53]
 SHAPE = TreeShape.of([(0,), (1,), (0, 0)])
 
@@ -47,12 +45,8 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
             for q in range(first, last):
                 seen[q][first:last] = [True] * (last - first)
     gone = set(dropped)
-    full = torch.tensor(
-        [[(s and k not in gone) or k == q for k, s in enumerate(r)] for q, r in enumerate(seen)]
-    )
-    near = full & torch.tensor(
-        [[window is None or k > q - window for k in range(count)] for q in range(count)]
-    )
+    full = torch.tensor([[(s and k not in gone) or k == q for k, s in enumerate(r)] for q, r in enumerate(seen)])
+    near = full & torch.tensor([[window is None or k > q - window for k in range(count)] for q in range(count)])
     masks = {
         name: torch.zeros(1, 1, count, count).masked_fill(~m, torch.finfo().min)
         for name, m in (("full_attention", full), ("sliding_attention", near))
@@ -219,9 +213,7 @@ def test_words_behind_the_image_are_asked_what_they_look_at(
     context.requirements.add_attention(layers, "words")
     read = context.load(0, given)
     first = int(visual_mask(own.config, given.ids).nonzero()[-1]) + 1
-    expected = eager_columns(
-        name, inputs, range(first, len(given)), range(len(own.layers)) if layers is None else [-1]
-    )
+    expected = eager_columns(name, inputs, range(first, len(given)), range(len(own.layers)) if layers is None else [-1])
     assert read.prompt == given
     assert read.columns is not None
     torch.testing.assert_close(read.columns, expected, rtol=0.0, atol=1e-5)
@@ -270,9 +262,7 @@ class Wrapper(torch.nn.Module):
     ("args", "more"),
     [((torch.zeros(1),), {"position_ids": torch.arange(5)[None]}), ((), {"position_ids": None})],
 )
-def test_decoders_whose_arguments_are_not_understood_are_refused(
-    args: tuple[Any, ...], more: dict[str, Any]
-) -> None:
+def test_decoders_whose_arguments_are_not_understood_are_refused(args: tuple[Any, ...], more: dict[str, Any]) -> None:
     decoder, embeddings = Wrapper(), torch.zeros(1, 5, 3)
     instead = replaced_embeddings(decoder, embeddings, torch.zeros(1))
     with pytest.raises(ModelError, match="is not called with positions by name"), instead:

@@ -28,10 +28,7 @@ LATENT = {
 SOUND: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("olmo2", "phi", "stablelm", "granite", "cohere", "opt", "gpt_neox", "nemotron")},
     # a window shorter than prompt and tree, so that it is checked too
-    **{
-        name: {"sliding_window": 4}
-        for name in ("phi3", "starcoder2", "mixtral", "olmo3", "cohere2", "gpt_oss")
-    },
+    **{name: {"sliding_window": 4} for name in ("phi3", "starcoder2", "mixtral", "olmo3", "cohere2", "gpt_oss")},
     "gemma2": {"sliding_window": 4, "head_dim": 16, "attn_logit_softcapping": 5.0},
     "deepseek_v3": {**LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
 }
@@ -145,9 +142,7 @@ def planted(kind: type[LlamaForCausalLM]) -> Target:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_planted_deviation_is_refused_with_its_size(kind: type, dtype: torch.dtype) -> None:
     own = Target(planted(kind).model.to(dtype))
-    with pytest.raises(
-        ModelError, match=r"'planted' cannot be verified on trees: logits differ .* by up to [\dn]"
-    ):
+    with pytest.raises(ModelError, match=r"'planted' cannot be verified on trees: logits differ .* by up to [\dn]"):
         self_check(own)
 
 
@@ -216,9 +211,7 @@ class ScalesFarQueries(LlamaForCausalLM):  # type: ignore[misc]
 
     config_class = PlantedConfig
 
-    def forward(
-        self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
         out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
         if past_key_values is None and position_ids is not None:
             out.logits = out.logits * (1 + (position_ids >= self.config.floor_scale)[..., None])

@@ -34,9 +34,9 @@ def tree_length(paths: Sequence[tuple[int, ...]], by_depth: Sequence[Sequence[fl
 def loosened_length(acceptance: float, strict: int, gamma: int) -> float:
     """Mean accepted length over all places of the strict positions, all of them alike."""
     places = list(combinations(range(gamma), strict))
-    return sum(
-        chain_length([acceptance if i in place else 1.0 for i in range(gamma)]) for place in places
-    ) / len(places)
+    return sum(chain_length([acceptance if i in place else 1.0 for i in range(gamma)]) for place in places) / len(
+        places
+    )
 
 
 def trees(depth: int, width: int, nodes: int) -> Iterator[tuple[tuple[int, ...], ...]]:

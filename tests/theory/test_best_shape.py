@@ -27,10 +27,7 @@ def test_no_other_gamma_is_faster(alpha: float, cost: float, slope: float) -> No
         return 1 + slope * (n - 1)
 
     best = theory.best_gamma(alpha, cost, verify_cost=verify, longest=12)
-    rates = [
-        theory.speedup(theory.block_efficiency(alpha, g), g, cost, verify_cost=verify(g + 1))
-        for g in range(13)
-    ]
+    rates = [theory.speedup(theory.block_efficiency(alpha, g), g, cost, verify_cost=verify(g + 1)) for g in range(13)]
     assert best.speedup == max(rates)
     assert best.gamma == rates.index(max(rates))
 

@@ -87,9 +87,7 @@ def test_a_cost_curve_whose_last_slope_falls_stays_level_after_it() -> None:
 
 
 def test_no_points_mean_free_verification() -> None:
-    assert (
-        [theory.cost_curve({})(n) for n in (1, 9)] == [theory.free_verification(n) for n in (1, 9)] == [1, 1]
-    )
+    assert [theory.cost_curve({})(n) for n in (1, 9)] == [theory.free_verification(n) for n in (1, 9)] == [1, 1]
 
 
 def test_caches_of_known_models_have_their_known_size() -> None:

@@ -62,9 +62,7 @@ def test_a_mixture_is_accepted_at_least_as_often_as_its_parts_on_average(
     weights = [1 - j / 10, j / 10]
     mixed = theory.mixture([first, second], weights)
     assert np.allclose(mixed, weights[0] * first + weights[1] * second, rtol=0, atol=ROUNDING)
-    mean = weights[0] * theory.sampling_acceptance(p, first) + weights[1] * theory.sampling_acceptance(
-        p, second
-    )
+    mean = weights[0] * theory.sampling_acceptance(p, first) + weights[1] * theory.sampling_acceptance(p, second)
     assert theory.sampling_acceptance(p, mixed) >= mean - ROUNDING
 
 

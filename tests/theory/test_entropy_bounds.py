@@ -117,9 +117,7 @@ def test_the_thresholds_have_their_documented_values() -> None:
 
 
 @given(distributions(), st.floats(0, 0.3), st.integers(2, 12))
-def test_confidence_above_a_threshold_survives_every_shift_of_mass(
-    draft: np.ndarray, epsilon: float, k: int
-) -> None:
+def test_confidence_above_a_threshold_survives_every_shift_of_mass(draft: np.ndarray, epsilon: float, k: int) -> None:
     assume(k <= len(draft))
     order = np.argsort(-draft)
     alpha = theory.confidence(draft, k)

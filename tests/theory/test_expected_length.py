@@ -48,9 +48,7 @@ def test_a_drafter_that_never_fails_has_every_token_accepted() -> None:
 @given(probabilities, probabilities, st.integers(0, 12))
 def test_decaying_acceptance_gives_sages_theorem_4_6(p: float, decay: float, depth: int) -> None:
     claimed = sum(p**d * decay ** (d * (d - 1) / 2) for d in range(1, depth + 1))
-    assert isclose(
-        theory.chain_accepted_length(theory.decaying_acceptance(p, decay, depth)), claimed, abs_tol=ROUNDING
-    )
+    assert isclose(theory.chain_accepted_length(theory.decaying_acceptance(p, decay, depth)), claimed, abs_tol=ROUNDING)
 
 
 SMALL_TREES = list(trees(depth=3, width=2, nodes=4))
@@ -60,9 +58,7 @@ SMALL_TREES = list(trees(depth=3, width=2, nodes=4))
 def test_a_tree_has_the_length_of_its_enumerated_continuations(
     by_depth: list[list[float]], paths: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert isclose(
-        theory.tree_accepted_length(paths, by_depth), tree_length(paths, by_depth), abs_tol=ROUNDING
-    )
+    assert isclose(theory.tree_accepted_length(paths, by_depth), tree_length(paths, by_depth), abs_tol=ROUNDING)
 
 
 def test_the_static_tree_has_the_length_of_its_enumerated_continuations() -> None:
@@ -85,9 +81,7 @@ def test_a_tree_of_width_one_is_a_chain(by_depth: list[float]) -> None:
 def test_the_fit_recovers_alpha_from_the_histogram_that_alpha_gives(numerator: int, gamma: int) -> None:
     alpha = numerator / 5
     passes = 5**gamma  # at which every expected count is whole
-    histogram = [round(passes * alpha**a * (1 - alpha)) for a in range(gamma)] + [
-        round(passes * alpha**gamma)
-    ]
+    histogram = [round(passes * alpha**a * (1 - alpha)) for a in range(gamma)] + [round(passes * alpha**gamma)]
     assert isclose(theory.fit_acceptance(histogram, gamma), alpha, abs_tol=ROUNDING)
 
 
@@ -112,9 +106,7 @@ def test_acceptance_by_depth_of_a_run_gives_back_its_accepted_length(histogram: 
         target_passes=passes,
         accepted_histogram=histogram,
     )
-    assert isclose(
-        theory.chain_accepted_length(stats.acceptance_by_depth), stats.accepted_length, abs_tol=ROUNDING
-    )
+    assert isclose(theory.chain_accepted_length(stats.acceptance_by_depth), stats.accepted_length, abs_tol=ROUNDING)
 
 
 @given(probabilities, st.integers(1, 20))
@@ -145,9 +137,7 @@ def test_lvspecs_tau_of_3_41_means_a_failure_rate_of_21_percent() -> None:
         (lambda: theory.acceptance_of_length(6, 5), "between 0 and gamma = 5, not 6"),
     ],
 )
-def test_what_lies_outside_a_domain_is_refused_with_a_sentence(
-    call: Callable[[], float], sentence: str
-) -> None:
+def test_what_lies_outside_a_domain_is_refused_with_a_sentence(call: Callable[[], float], sentence: str) -> None:
     with pytest.raises(ValueError, match=r"^[A-Z].*[.]$") as caught:
         call()
     assert sentence in str(caught.value)

@@ -28,9 +28,7 @@ def test_a_fixed_count_of_strict_positions_equals_enumerating_their_places(
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(0, 7))
-def test_independent_strict_positions_equal_enumerating_outcomes(
-    alpha: float, density: float, gamma: int
-) -> None:
+def test_independent_strict_positions_equal_enumerating_outcomes(alpha: float, density: float, gamma: int) -> None:
     effective = density * alpha + (1 - density)
     assert isclose(
         theory.loose_accepted_length(alpha, density, gamma), chain_length([effective] * gamma), abs_tol=1e-12
@@ -50,15 +48,11 @@ def test_a_fixed_count_never_gains_more_than_independent_positions(
 def test_density_one_gains_nothing_and_density_zero_accepts_all(alpha: float, gamma: int) -> None:
     assert theory.loose_gain(alpha, 1.0, gamma) == pytest.approx(1)
     assert theory.loose_accepted_length(alpha, 0.0, gamma) == gamma
-    assert theory.loosened_accepted_length(alpha, gamma, gamma) == pytest.approx(
-        theory.accepted_length(alpha, gamma)
-    )
+    assert theory.loosened_accepted_length(alpha, gamma, gamma) == pytest.approx(theory.accepted_length(alpha, gamma))
 
 
 @given(inner, st.floats(0.01, 1), st.integers(1, 30))
-def test_the_gain_grows_with_the_draft_towards_its_endless_value(
-    alpha: float, density: float, gamma: int
-) -> None:
+def test_the_gain_grows_with_the_draft_towards_its_endless_value(alpha: float, density: float, gamma: int) -> None:
     here, longer = (theory.loose_gain(alpha, density, g) for g in (gamma, gamma + 1))
     endless = theory.loose_gain(alpha, density)
     assert here <= longer * (1 + 1e-12)

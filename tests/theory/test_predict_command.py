@@ -67,9 +67,7 @@ def test_a_drafter_that_never_pays_is_said_to() -> None:
         (["-a", "0.5", "-c", "0.1", "--verify-cost", "2:1"], "one token costs 1 by definition"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_in_one_sentence(
-    arguments: list[str], sentence: str
-) -> None:
+def test_arguments_that_make_no_sense_are_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence) as caught:
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert str(caught.value).count("\n") == 0

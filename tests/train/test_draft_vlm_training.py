@@ -72,9 +72,7 @@ def checkpoint(name: str) -> Path:
         )
         square = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
         made = checkpoints._finish(next_config, 5)
-        return checkpoints._save(
-            Path(mkdtemp()), made, tok, LlavaNextImageProcessorPil(**square, **tiles), words
-        )
+        return checkpoints._save(Path(mkdtemp()), made, tok, LlavaNextImageProcessorPil(**square, **tiles), words)
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28,
@@ -148,9 +146,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(name: str, tmp_path: Path) -> None:
     chosen = recipe(ready("llama"), weight_decay=0.1)  # decay, too, must leave alone what does not learn
     run = trainer(name, tmp_path, chosen)
     weights = run.learner.module.state_dict()
@@ -195,9 +191,7 @@ def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: s
     for count in (0, 1, 2):
         shown = [picture(n) for n in range(count)]
         for question in questions:
-            plain, fast = (
-                m.generate(question, images=shown, max_new_tokens=12) for m in (vlm(name), drafted)
-            )
+            plain, fast = (m.generate(question, images=shown, max_new_tokens=12) for m in (vlm(name), drafted))
             assert list(fast.tokens) == list(plain.tokens)
     ours, theirs = (
         m.prompt("What?", images=[picture(3)])
@@ -395,9 +389,7 @@ def test_language_models_that_cannot_be_are_refused_in_a_sentence(
 
 
 def test_what_has_no_draft_vlm_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(
-        TrainingError, match=r"for a Qwen2_5_VL.*of the class LlavaForConditionalGeneration or"
-    ):
+    with pytest.raises(TrainingError, match=r"for a Qwen2_5_VL.*of the class LlavaForConditionalGeneration or"):
         learner("qwen", recipe())
     for settings in ({"stage2.draft_steps": 3}, {"feature_cache": "memory"}):
         with pytest.raises(TrainingError, match="draft_steps must be 1, feature_cache none"):

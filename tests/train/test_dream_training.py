@@ -50,12 +50,8 @@ def own(name: str = "llava", **options: Any) -> Dream:
     return made
 
 
-def feeder(
-    given: Dream, name: str = "llava", count: int = 3, layer: str = "entropy", **more: Any
-) -> DreamFeeder:
-    return DreamFeeder(
-        target(name), given, listed(name, count), objective=DreamObjective(layer=layer), **more
-    )
+def feeder(given: Dream, name: str = "llava", count: int = 3, layer: str = "entropy", **more: Any) -> DreamFeeder:
+    return DreamFeeder(target(name), given, listed(name, count), objective=DreamObjective(layer=layer), **more)
 
 
 def entries(given: Dream, name: str = "llava", count: int = 3, **more: Any) -> DreamEntries:
@@ -110,9 +106,7 @@ def later_steps(
 
 
 @pytest.mark.parametrize(("feeding", "steps"), [("answer", 2), ("guess", 2), ("guess", 3)])
-@pytest.mark.parametrize(
-    "options", [{}, {"rotary": False, "direct": False, "gate": "tanh"}], ids=["new", "released"]
-)
+@pytest.mark.parametrize("options", [{}, {"rotary": False, "direct": False, "gate": "tanh"}], ids=["new", "released"])
 def test_all_steps_are_their_formulas_written_out(feeding: str, steps: int, options: dict[str, Any]) -> None:
     """One sequence at a time, place by place; later steps are fed with earlier ones' outputs."""
     name, made = "llava", own(keep=0.5, **options)
@@ -165,9 +159,7 @@ def test_no_feature_of_the_answer_is_left_to_the_second_step() -> None:
 def test_the_first_block_alone_learns_the_inner_state() -> None:
     made = own()
     DreamObjective(states=0.0, distribution=0.0)(made, entries(made), lm_head, 2).loss.backward()
-    touched = {
-        name.split(".")[0] for name, w in made.named_parameters() if w.grad is not None and w.grad.any()
-    }
+    touched = {name.split(".")[0] for name, w in made.named_parameters() if w.grad is not None and w.grad.any()}
     assert touched == {"first"}
 
 
@@ -230,9 +222,7 @@ def test_the_calibration_is_that_of_eager_attention(name: str) -> None:
     assert all(1 <= layer <= len(target(name).layers) for layer in layers)
 
 
-def test_a_prompt_is_calibrated_once_and_found_again_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_calibrated_once_and_found_again_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = samples("llava", 2)
     made = own(keep=0.5)
     known = Calibration(target("llava"), made.pruning, tmp_path)
@@ -240,9 +230,7 @@ def test_a_prompt_is_calibrated_once_and_found_again_on_disk(
     assert not list(tmp_path.iterdir())
     known.save()
     known.save()
-    assert (
-        len((tmp_path / "0.jsonl").read_text().splitlines()) == 2
-    )  # an empty one, so that a cut one stays alone
+    assert len((tmp_path / "0.jsonl").read_text().splitlines()) == 2  # an empty one, so that a cut one stays alone
     with (tmp_path / "0.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"key": "half"})[:7])
 

@@ -62,9 +62,7 @@ def test_what_a_cache_leaves_out_is_never_read(kind: str, where: str, tmp_path: 
     own = head("llava", kind)
     given = feeder(own)
     plain = judged(own, given, lm_head, steps_of(kind))
-    given.cache = FeatureCache(
-        target("llava"), 1e9, tmp_path if where == "disk" else None, "x", needed=given.needed
-    )
+    given.cache = FeatureCache(target("llava"), 1e9, tmp_path if where == "disk" else None, "x", needed=given.needed)
     given.entries(range(3))
     given.cache.flush()
     cached = judged(own, given, lm_head, steps_of(kind))
@@ -96,9 +94,7 @@ def test_hivis_keeps_the_states_of_text_and_nothing_of_pictures() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_in_chunks_give_the_same_loss_and_gradients(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_in_chunks_give_the_same_loss_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = head("llava", kind)
     given = feeder(own)
     whole = judged(own, given, lm_head, steps_of(kind))
@@ -124,9 +120,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["hivis", "dream", "medusa"])
-def test_no_more_places_than_a_chunk_s_have_logits_at_once(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_places_than_a_chunk_s_have_logits_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = head("llava", kind)
     given = feeder(own)
     monkeypatch.setattr(losses, "LOGITS", 3 * target("llava").vocab_size)

@@ -67,9 +67,7 @@ def test_the_last_norm_begins_as_the_target_s(name: str) -> None:
 
 
 def test_a_run_changes_every_weight_and_measures_the_head(tmp_path: Path) -> None:
-    recipe = Recipe(
-        kind="kangaroo", stages=(Stage(4, 1e-3),), batch_size=2, log_every=1, validation_samples=1
-    )
+    recipe = Recipe(kind="kangaroo", stages=(Stage(4, 1e-3),), batch_size=2, log_every=1, validation_samples=1)
     before = new_head(target("llava"), recipe).state_dict()
     outcome = Trainer(target("llava"), recipe, listed("llava", 12), tmp_path, say=lambda _: None).run()
     assert outcome.efficiency is not None

@@ -70,9 +70,7 @@ def test_another_batch_than_the_next_is_noticed() -> None:
     batches.close()
 
 
-def test_the_next_batch_is_prepared_while_one_is_learnt_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_batch_is_prepared_while_one_is_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path, measure=closeness, say=str)
     times: list[tuple[str, float, float]] = []
     learner: Any = trainer.learner

@@ -101,9 +101,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.
         (["--set", "batch_size=64"], "fewer than one batch of 64"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
-    shell: Shell, data: Path, more: list[str], message: str
-) -> None:
+def test_what_cannot_be_is_refused_in_a_sentence(shell: Shell, data: Path, more: list[str], message: str) -> None:
     assert message in shell(*command(data, *more)).complaint
 
 

@@ -67,9 +67,7 @@ def test_samples_are_the_processors_prompts_with_the_answers_ids(
     assert sample.answer == (40, 41)
 
 
-def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(
-    write: Write, processor: InputProcessor
-) -> None:
+def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(write: Write, processor: InputProcessor) -> None:
     answers = Answers(write(line(0, finish="eos"), line(1, finish="length")), processor)
     ended, cut = (answers.sample(i) for i in range(2))
     assert ended is not None
@@ -123,9 +121,7 @@ def test_an_empty_answer_is_its_end_or_left_out_and_counted(write: Write, proces
     assert answers.bad == {2: "the answer is empty, and the target did not end it there."}
 
 
-def test_a_folder_of_answers_says_where_its_media_lie(
-    write: Write, processor: InputProcessor, tmp_path: Path
-) -> None:
+def test_a_folder_of_answers_says_where_its_media_lie(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
     elsewhere = tmp_path / "out"
     elsewhere.mkdir()
     path = write(line(), name="out/answers.jsonl")
@@ -135,9 +131,7 @@ def test_a_folder_of_answers_says_where_its_media_lie(
     assert Answers(elsewhere, processor).sample(0) is not None
 
 
-def test_media_may_be_file_uris_as_distill_takes_them(
-    write: Write, processor: InputProcessor, tmp_path: Path
-) -> None:
+def test_media_may_be_file_uris_as_distill_takes_them(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
     saved_picture(tmp_path / "images" / "a b.png")
     for given in ("file://images/a%20b.png", f"file://{tmp_path}/images/a%20b.png"):
         row = {**line(), "messages": says({"type": "image", "image": given}, text("What?"))}
@@ -170,9 +164,7 @@ def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: I
         (line(messages=[{"role": "user", "content": [{"type": "smell"}]}]), "'smell' is not usable"),
     ],
 )
-def test_a_bad_line_is_named_at_once_or_skipped(
-    write: Write, processor: InputProcessor, bad: Any, why: str
-) -> None:
+def test_a_bad_line_is_named_at_once_or_skipped(write: Write, processor: InputProcessor, bad: Any, why: str) -> None:
     path = write(line(0), bad, line(1))
     with pytest.raises(TrainingError, match=f"line 2: .*{why}.*--on-bad-line skip"):
         Answers(path, processor)

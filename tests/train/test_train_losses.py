@@ -76,9 +76,7 @@ class Scripted:
         return lm_head(hidden)
 
 
-def scripted(
-    monkeypatch: pytest.MonkeyPatch, guesses: list[list[int]], steps: int, early_stop: bool
-) -> losses.Tally:
+def scripted(monkeypatch: pytest.MonkeyPatch, guesses: list[list[int]], steps: int, early_stop: bool) -> losses.Tally:
     """One row, answer 1 2 3 4; ``guesses[s][c]`` is the token that the head finds likeliest at place c in step s."""
     answer = torch.tensor([[1, 2, 3, 4]])
     width = 6

@@ -115,9 +115,7 @@ def counted(out: Path, steps: list[int]) -> Any:
     return measure
 
 
-def test_nothing_is_measured_twice_and_what_a_measurement_draws_changes_nothing(
-    unbroken: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_measured_twice_and_what_a_measurement_draws_changes_nothing(unbroken: Path, tmp_path: Path) -> None:
     out, measured = tmp_path / "cut", list[int]()
     stop_after(out, 4, measure=counted(out, measured))
     run(out, resume=True, measure=counted(out, measured))
@@ -221,18 +219,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(unbroken: Path, 
         ({"head.after_image": "visual"}, r"recipe\.head\.after_image"),
     ],
 )
-def test_a_checkpoint_of_another_recipe_is_refused(
-    unbroken: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_a_checkpoint_of_another_recipe_is_refused(unbroken: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         run(unbroken, recipe().with_settings(settings), resume=True)
 
 
 def test_a_checkpoint_of_another_target_or_other_data_is_refused(unbroken: Path) -> None:
     with pytest.raises(TrainingError, match=r"data is .*; give what it was started with"):
-        Trainer(
-            target("llama"), recipe(), listed("llama", 25), unbroken, measure=closeness, resume=True
-        ).run()
+        Trainer(target("llama"), recipe(), listed("llama", 25), unbroken, measure=closeness, resume=True).run()
     other = target("llama").model.lm_head.weight
     kept = other.clone()
     try:
@@ -256,9 +250,7 @@ def test_other_pictures_or_image_settings_are_refused_by_name(tmp_path: Path) ->
                           say=lambda _: None)  # fmt: skip
         assert trainer.learner.feeder.cache.samples == 0
         if step:
-            with pytest.raises(
-                TrainingError, match=r"its inputs\.media is 'a', here it is 'c'; give what it was"
-            ):
+            with pytest.raises(TrainingError, match=r"its inputs\.media is 'a', here it is 'c'; give what it was"):
                 trainer.run()
         else:
             trainer.run()

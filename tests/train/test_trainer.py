@@ -39,9 +39,7 @@ def assert_close(one: Path, other: Path, apart: float = 2e-5) -> None:
     """Sums in another order, through Adam's division by small numbers; a forgotten batch moves weights by 1e-3."""
     first, second = weights(one), weights(other)
     for name, weight in first.items():
-        torch.testing.assert_close(
-            weight, second[name], rtol=0, atol=apart, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(weight, second[name], rtol=0, atol=apart, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +98,7 @@ def test_a_lost_micro_batch_is_noticed(whole: Path, tmp_path: Path, monkeypatch:
 
 def test_only_the_head_is_trained_and_it_learns(tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in target("llava").model.named_parameters()}
-    chosen = Recipe(
-        kind="eagle2", stages=(Stage(30, 5e-3, 3),), batch_size=4, log_every=1, validation_samples=2
-    )
+    chosen = Recipe(kind="eagle2", stages=(Stage(30, 5e-3, 3),), batch_size=4, log_every=1, validation_samples=2)
     outcome = Trainer(target("llava"), chosen, listed("llava", 20), tmp_path, say=lambda _: None).run()
     for name, weight in target("llava").model.named_parameters():
         assert torch.equal(weight, before[name]), name
@@ -112,9 +108,7 @@ def test_only_the_head_is_trained_and_it_learns(tmp_path: Path) -> None:
     assert outcome.best is not None
     for folder in (outcome.head, outcome.best):
         assert load_head(folder, target("llava")).config.steps == 3
-    assert (
-        json.loads((outcome.best / "validation.json").read_text())["block_efficiency"] == outcome.efficiency
-    )
+    assert json.loads((outcome.best / "validation.json").read_text())["block_efficiency"] == outcome.efficiency
 
 
 @pytest.mark.parametrize("more", [{"optimiser": "muon"}, {"precision": "bf16"}, {"feature_cache": "memory"}])
@@ -131,13 +125,9 @@ def test_without_residuals_they_stay_zero_and_without_stage_two_one_is_trained(t
     assert weights(tmp_path / "one")["residuals"].shape[0] == 1
 
 
-def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = recipe()
-    trainer = Trainer(
-        target("llama"), chosen, listed("llama", 24), tmp_path, measure=lambda _: 1.0, say=lambda _: None
-    )
+    trainer = Trainer(target("llama"), chosen, listed("llama", 24), tmp_path, measure=lambda _: 1.0, say=lambda _: None)
     plain = trainer.learner.feeder.features
 
     def spoilt(indices: Sequence[int]) -> Any:
@@ -163,8 +153,7 @@ def test_the_best_head_is_kept_though_later_ones_are_worse(tmp_path: Path) -> No
         "block_efficiency": 2.5,
     }
     assert any(
-        not torch.equal(w, weights(tmp_path)[n])
-        for n, w in load_file(tmp_path / "best" / "model.safetensors").items()
+        not torch.equal(w, weights(tmp_path)[n]) for n, w in load_file(tmp_path / "best" / "model.safetensors").items()
     )
 
 
@@ -210,22 +199,16 @@ def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> N
 
 
 @pytest.mark.parametrize("fit", [True, False])
-def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counted(
-    tmp_path: Path, fit: bool
-) -> None:
+def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counted(tmp_path: Path, fit: bool) -> None:
     own, said = target("llama"), list[str]()
     short, context = samples("llama", 3), own.traits.context
     assert context is not None
     full = [Prompt((5,) * n) for n in (context - 127, context, context + 1)]
     prompts = [s.prompt for s in short] if fit else []
-    measure = EngineMeasure(
-        own, [*prompts, *full, Prompt((5,) * (context - 128))][: 7 if fit else 3], say=said.append
-    )
+    measure = EngineMeasure(own, [*prompts, *full, Prompt((5,) * (context - 128))][: 7 if fit else 3], say=said.append)
     assert measure.prompts == ([*prompts, Prompt((5,) * (context - 128))] if fit else [])
     [words] = said
-    assert words.startswith(
-        f"3 of {7 if fit else 3} held-out prompts are not measured: they leave no 128 tokens"
-    )
+    assert words.startswith(f"3 of {7 if fit else 3} held-out prompts are not measured: they leave no 128 tokens")
     assert f"context of {context}" in words
     assert ("no drafter is found to be the best" in words) != fit
 
@@ -234,9 +217,7 @@ def test_a_run_whose_prompts_all_fill_the_context_ends_without_a_best(tmp_path: 
     own, said = target("llama"), list[str]()
     assert own.traits.context is not None
     prompt = Prompt((5, 6) * (own.traits.context // 2 - 8))
-    chosen = replace(
-        recipe(), kind="eagle2", loss={}, stages=(Stage(2, 1e-3),), batch_size=2, validate_every=1
-    )
+    chosen = replace(recipe(), kind="eagle2", loss={}, stages=(Stage(2, 1e-3),), batch_size=2, validate_every=1)
     source = Listed((prompt, (7, 8 + n)) for n in range(10))
     outcome = Trainer(own, replace(chosen, validation_samples=1), source, tmp_path, say=said.append).run()
     assert outcome.best is None

@@ -100,8 +100,7 @@ def test_a_warm_run_goes_on_bit_for_bit_and_only_from_the_same_head(tmp_path: Pa
         run(tmp_path / "cut", resume=True)
     run(tmp_path / "cut", begin=first, resume=True)
     whole, again, fresh = (
-        load_head(tmp_path / name / "head", target("llama")).state_dict()
-        for name in ("whole", "cut", "fresh")
+        load_head(tmp_path / name / "head", target("llama")).state_dict() for name in ("whole", "cut", "fresh")
     )
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert not torch.equal(whole["w1.weight"], fresh["w1.weight"])

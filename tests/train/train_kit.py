@@ -31,8 +31,7 @@ def samples(name: str, count: int = 3) -> list[Sample]:
     """Prompts of every kind that the family takes, with answers of 4, 5, ... tokens."""
     kinds = FAMILIES[name].kinds
     return [
-        Sample(str(i), prompt(name, kinds[i % len(kinds)], i), tuple(range(20 + i, 24 + 2 * i)))
-        for i in range(count)
+        Sample(str(i), prompt(name, kinds[i % len(kinds)], i), tuple(range(20 + i, 24 + 2 * i))) for i in range(count)
     ]
 
 

@@ -90,9 +90,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.BPE({**names}, [], unk_token="<0>"))
     words.decoder = decoders.ByteFallback()
     special = [n for n in names if n.startswith("<") and len(n) > 1]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="</s>", additional_special_tokens=special
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", additional_special_tokens=special)
 
 
 def grammar(name: str) -> Rollback:

@@ -46,9 +46,7 @@ def chain_of(guesses: list[list[int]]) -> DraftTree:
     return chains([0] * len(guesses), guesses, torch.device("cpu"))
 
 
-def judged(
-    rule: Rule, tree: DraftTree, scores: torch.Tensor, uniforms: torch.Tensor | None = None
-) -> Verdict:
+def judged(rule: Rule, tree: DraftTree, scores: torch.Tensor, uniforms: torch.Tensor | None = None) -> Verdict:
     nothing: Any = None
     return judged_by(rule.open(nothing), tree, scores, uniforms)
 
@@ -78,9 +76,7 @@ def test_fly_forgives_where_the_target_is_unsure_and_the_window_matches(
         passes: list[int | None] = []
         for i, token in enumerate(tokens):
             after = match[i + 1 : i + 1 + window]
-            fine = (
-                entropy[i] > least and len(after) == window and all(after) and EOS not in (token, choice[i])
-            )
+            fine = entropy[i] > least and len(after) == window and all(after) and EOS not in (token, choice[i])
             passes.append(STRICT if match[i] else LOOSE if fine else None)
         count, token, marks = follow(tokens, choice, passes)
         assert (int(verdict.count[row]), int(verdict.token[row])) == (count, token)
@@ -89,9 +85,7 @@ def test_fly_forgives_where_the_target_is_unsure_and_the_window_matches(
 
 
 @given(GUESSES, st.integers(0, 1000), st.sampled_from([0.0, 0.5, 1.0]))
-def test_random_loosening_forgives_the_right_number(
-    guesses: list[list[int]], seed: int, share: float
-) -> None:
+def test_random_loosening_forgives_the_right_number(guesses: list[list[int]], seed: int, share: float) -> None:
     tree = chain_of(guesses)
     scores = scored(tree, seed)
     generators = [torch.Generator().manual_seed(seed + b) for b in range(len(guesses))]
@@ -121,9 +115,7 @@ def lvspec_reference(
             judging = nodes[row, i if rule.position == "verifying" else i + 1]
             similar = F.cosine_similarity(judging[None], visual[row]).sort(descending=True).values
             relevance.append(float(similar[: rule.nearest].mean()) if len(similar) else 0.0)
-        loose = set(
-            sorted(range(len(tokens)), key=lambda i: relevance[i])[: int(rule.share * len(tokens) + 1e-6)]
-        )
+        loose = set(sorted(range(len(tokens)), key=lambda i: relevance[i])[: int(rule.share * len(tokens) + 1e-6)])
         passes: list[int | None] = []
         for i, token in enumerate(tokens):
             guarded = bool({token, choice[i]} & set(rule.special_ids)) or not len(visual[row])

@@ -162,11 +162,7 @@ def test_two_branches_and_sage_trees_accept_more_and_mark_it(policy: object) -> 
     zero, _ = engine("llava", LVSpec(0.0, shift=False), policy)
     loose, _ = engine("llava", LVSpec(0.7), policy)
     before, same, after = (e.generate(requests, max_new_tokens=30) for e in (strict, zero, loose))
-    assert (
-        [o.tokens for o in same]
-        == [o.tokens for o in before]
-        == FAMILIES["llava"].reference("image", 3, n=30)
-    )
+    assert [o.tokens for o in same] == [o.tokens for o in before] == FAMILIES["llava"].reference("image", 3, n=30)
     assert sum(o.stats.accepted_length for o in after) > sum(o.stats.accepted_length for o in before)
     for output in after:
         assert output.stats.loosened_tokens == sum(m in ("loose", "shifted") for m in output.marks)

@@ -73,9 +73,7 @@ def test_greedy_drafts_verified_as_draws_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("mistake", [_without_renormalising_q, _with_p_unchanged])
-def test_a_wrong_state_after_a_rejected_sibling_is_noticed(
-    mistake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_state_after_a_rejected_sibling_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless, "_try", mistake(lossless._try))
     assert planted_p() < UNLIKELY
 

@@ -64,9 +64,7 @@ def plain_decoding_comes_to(
     st.lists(st.lists(st.sampled_from(sorted(PROCESSORS)), max_size=3), min_size=3, max_size=3),
     st.integers(0, 99),
 )
-def test_scores_equal_those_of_each_prefix_on_its_own(
-    rows: list[NaiveTree], names: list[list[str]], seed: int
-) -> None:
+def test_scores_equal_those_of_each_prefix_on_its_own(rows: list[NaiveTree], names: list[list[str]], seed: int) -> None:
     """Rows have processors of their own, in their own order."""
     processors = [[PROCESSORS[n]() for n in row] for row in names]
     processing = Processing(processors)
@@ -104,9 +102,7 @@ def test_without_processors_the_logits_pass_through_as_they_are() -> None:
 
 def test_a_drafter_applies_the_prefix_free_processors_only() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
-    processing = Processing(
-        [[PROCESSORS["repetition"](), PROCESSORS["temperature"](), PROCESSORS["top_k"]()]]
-    )
+    processing = Processing([[PROCESSORS["repetition"](), PROCESSORS["temperature"](), PROCESSORS["top_k"]()]])
     expected = hf.TopKLogitsWarper(3)(None, logits.float() / 0.6)
     torch.testing.assert_close(processing.warp(logits), expected, rtol=0.0, atol=0.0)
     assert processing.needs_prefix
@@ -119,9 +115,7 @@ def test_an_unknown_processor_is_taken_to_look_at_the_prefix() -> None:
 
 def test_rows_with_settings_of_their_own_are_warped_each_by_its_own() -> None:
     """Also what a drafter draws from, of which every row has as many lines."""
-    rows = [
-        [hf.TemperatureLogitsWarper(t), hf.TopKLogitsWarper(k)] for t, k in ((0.5, 2), (2.0, 3), (0.5, 2))
-    ]
+    rows = [[hf.TemperatureLogitsWarper(t), hf.TopKLogitsWarper(k)] for t, k in ((0.5, 2), (2.0, 3), (0.5, 2))]
     logits = torch.randn(3, 4, VOCAB, generator=torch.Generator().manual_seed(0))
     warped = Processing(rows).warp(logits.flatten(0, 1)).view(3, 4, VOCAB)
     for row, (temperature, top) in enumerate(rows):

@@ -74,9 +74,7 @@ def test_a_target_may_know_tokens_that_the_drafter_does_not(drawn: bool) -> None
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
-@pytest.mark.parametrize(
-    "policy", [Chain(2), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1)])], ids=["chain", "tree"]
-)
+@pytest.mark.parametrize("policy", [Chain(2), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1)])], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", WARPERS)
 def test_warpers_hold_for_accepted_corrected_and_bonus_tokens(name: str, policy: Any, drawn: bool) -> None:
     """top_k leaves q fewer tokens than the three siblings that are wanted."""

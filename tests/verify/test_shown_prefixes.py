@@ -139,9 +139,7 @@ def test_a_constraint_holds_in_generate_of_transformers() -> None:
 
     options: dict[str, Any] = {"max_new_tokens": 8, "prefix_allowed_tokens_fn": allowed}
     expected = model.generate(ids, **options)
-    assert torch.equal(
-        model.generate(ids, custom_generate=hf.speculate(CASE.draft_model()), **options), expected
-    )
+    assert torch.equal(model.generate(ids, custom_generate=hf.speculate(CASE.draft_model()), **options), expected)
 
 
 def test_an_id_that_the_target_cannot_emit_is_passed_over() -> None:

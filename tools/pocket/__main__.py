@@ -23,21 +23,15 @@ app = typer.Typer(
 def inflate_model(
     like: Annotated[
         str,
-        typer.Option(
-            metavar="SHAPE", help="llava-1.5-7b, qwen2.5-vl-32b, llava-ov-72b, or WIDTHxLAYERSxHEADS."
-        ),
+        typer.Option(metavar="SHAPE", help="llava-1.5-7b, qwen2.5-vl-32b, llava-ov-72b, or WIDTHxLAYERSxHEADS."),
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write the checkpoint.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write the checkpoint.")],
     source: Annotated[
         Path | None,
         typer.Option("--from", metavar="FOLDER", help="Model to inflate; the pocket target by default."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    shard_gb: Annotated[
-        float, typer.Option("--shard-gb", min=0.01, help="Largest size of a file in gigabytes.")
-    ] = 4.0,
+    shard_gb: Annotated[float, typer.Option("--shard-gb", min=0.01, help="Largest size of a file in gigabytes.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Seed of the new weights.")] = 0,
 ) -> None:
     """Write a checkpoint of a big model's width and depth that computes exactly a small model's function.
@@ -57,18 +51,14 @@ def inflate_model(
 
 @app.command("train")
 def train_pair(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FOLDER", help="For stage files and the finished pair.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="For stage files and the finished pair.")],
     quick: Annotated[
         bool, typer.Option("--quick", help="Toy sizes: every stage in a minute; the models learn nothing.")
     ] = False,
     scale: Annotated[
         float, typer.Option(min=0.001, help="Multiply the steps of every stage; 0.1 gives a rough pair.")
     ] = 1.0,
-    batch_scale: Annotated[
-        int, typer.Option("--batch-scale", min=1, help="Multiply all batches; 8 suits a GPU.")
-    ] = 1,
+    batch_scale: Annotated[int, typer.Option("--batch-scale", min=1, help="Multiply all batches; 8 suits a GPU.")] = 1,
     pair: Annotated[
         str | None,
         typer.Option(
@@ -89,9 +79,7 @@ def train_pair(
         typer.Option("--steps", metavar="STAGE=N", help="Steps of one stage; repeat for more."),
     ] = None,
     until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")] = None,
 ) -> None:
     """Train the pocket target and draft, from scratch or from a pair, on a GPU if available; it takes hours on a CPU.
 
@@ -118,9 +106,7 @@ def train_pair(
     for setting in steps or []:
         stage, _, count = setting.partition("=")
         if not count.isdecimal() or int(count) < 1:
-            raise SaccadeError(
-                f"--steps {setting} is not a stage with its steps; write for example follow=800."
-            )
+            raise SaccadeError(f"--steps {setting} is not a stage with its steps; write for example follow=800.")
         try:
             recipe = recipe.with_steps(stage, int(count))
         except ValueError as problem:

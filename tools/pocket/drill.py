@@ -57,9 +57,7 @@ def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:
 def _conversation(task: str, facts: Any, turns: list[Turn], **media: Any) -> Sample:
     *before, (question, answer) = turns
     shown = {"images": (), **media}
-    return Sample(
-        task, question=question, answer=answer, facts=facts, labels=no_labels(), turns=tuple(before), **shown
-    )
+    return Sample(task, question=question, answer=answer, facts=facts, labels=no_labels(), turns=tuple(before), **shown)
 
 
 def _film_drill(rng: Random) -> Sample:
@@ -79,9 +77,7 @@ def _picture_drill(rng: Random) -> Sample:
     background = rng.choice(list(BACKGROUNDS))
     asked = [rng.choice(kinds)(rng, things) for _ in range(_TURNS)]
     facts = {"things": things, "found": [found for _, found in asked]}
-    return _conversation(
-        "existence", facts, [turn for turn, _ in asked], images=(render(background, things),)
-    )
+    return _conversation("existence", facts, [turn for turn, _ in asked], images=(render(background, things),))
 
 
 def drills(rng: Random, count: int) -> list[Sample]:

@@ -50,14 +50,10 @@ class _Source:
             file = safe_open(path, framework="pt")
             self._files |= dict.fromkeys(file.keys(), file)
         if not self._files:
-            raise ModelError(
-                f"{folder} has no safetensors files; give a folder that `from_pretrained` can load."
-            )
+            raise ModelError(f"{folder} has no safetensors files; give a folder that `from_pretrained` can load.")
         self.names = list(self._files)
         stems = [
-            name.removesuffix("embed_tokens.weight")
-            for name in self.names
-            if name.endswith("embed_tokens.weight")
+            name.removesuffix("embed_tokens.weight") for name in self.names if name.endswith("embed_tokens.weight")
         ]
         if len(stems) != 1:
             raise ModelError(f"{folder} has {len(stems)} embedding tables; expected one language model.")
@@ -76,9 +72,7 @@ class _Source:
         return tensor
 
 
-def _tensors(
-    source: _Source, text: Any, shape: Shape, widths: Widths, fill: Filler
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(source: _Source, text: Any, shape: Shape, widths: Widths, fill: Filler) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the wide checkpoint, one at a time."""
     live, wide, stem = widths.live, widths.wide, source.language
 
@@ -132,9 +126,7 @@ def _tensors(
             yield name, source.untouched(name)
 
 
-def _write(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, most: float
-) -> tuple[int, int]:
+def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, most: float) -> tuple[int, int]:
     """Write shards one after another; return the numbers of parameters and of bytes."""
     shards: list[list[str]] = []
     waiting: dict[str, Tensor] = {}
@@ -193,9 +185,7 @@ def inflate(
         ModelError: the source is of another kind or does not fit, or `out` is not empty.
     """
     shape = parse_shape(like)
-    number_format = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(
-        dtype
-    )
+    number_format = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if number_format is None:
         raise ModelError(f"Unknown dtype {dtype!r}; choose float32, bfloat16 or float16.")
     if not (source / "config.json").is_file():
@@ -207,9 +197,7 @@ def inflate(
     text = config.text_config
     small = text.hidden_size
     widths = Widths(small, shape.width, copies_of(small, shape.width))
-    rounding = (
-        "scaled by powers of two only" if widths.exact(text.head_dim, shape.head_dim) else "scaling rounds"
-    )
+    rounding = "scaled by powers of two only" if widths.exact(text.head_dim, shape.head_dim) else "scaling rounds"
     out.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(_Source(source), text, shape, widths, Filler(seed, number_format))
     card = _CARD.format(

@@ -44,14 +44,10 @@ def parse_shape(like: str) -> Shape:
         return SHAPES[like]
     numbers = like.lower().split("x")
     if len(numbers) != 3 or not all(part.isdecimal() and int(part) > 0 for part in numbers):
-        raise ModelError(
-            f"Unknown shape {like!r}; give {', '.join(SHAPES)}, or WIDTHxLAYERSxHEADS such as 1024x12x8."
-        )
+        raise ModelError(f"Unknown shape {like!r}; give {', '.join(SHAPES)}, or WIDTHxLAYERSxHEADS such as 1024x12x8.")
     width, layers, heads = map(int, numbers)
     if width % heads:
-        raise ModelError(
-            f"The width {width} is not a multiple of {heads} heads; choose another number of heads."
-        )
+        raise ModelError(f"The width {width} is not a multiple of {heads} heads; choose another number of heads.")
     mlp = -(-round(width * _MLP_RATIO) // 64) * 64
     return Shape(width, layers, heads, heads, width // heads, mlp)
 
@@ -81,14 +77,10 @@ def check(folder: Path, config: Any, shape: Shape) -> None:
             f"{folder} has a language model of type {kind!r}; only models with a Llama language model can be inflated."
         )
     if text.attention_bias or text.mlp_bias:
-        raise ModelError(
-            f"{folder} has biases in its layers; only Llama models without biases can be inflated."
-        )
+        raise ModelError(f"{folder} has biases in its layers; only Llama models without biases can be inflated.")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_BY_FREQUENCY:
-        raise ModelError(
-            f"{folder} has rotary positions of type {rope!r}; expected {', '.join(_ROPE_BY_FREQUENCY)}."
-        )
+        raise ModelError(f"{folder} has rotary positions of type {rope!r}; expected {', '.join(_ROPE_BY_FREQUENCY)}.")
     groups = text.num_attention_heads // text.num_key_value_heads
     fits = {
         f"a width of {shape.width}": shape.width >= text.hidden_size,
@@ -180,9 +172,7 @@ def rotary_rows(text: Any, shape: Shape) -> Rows:
     """
     heads, kv_heads, size = text.num_attention_heads, text.num_key_value_heads, text.head_dim
     times, half = shape.head_dim // size, size // 2
-    turning = torch.tensor(
-        [j * times for j in range(half)] + [shape.head_dim // 2 + j * times for j in range(half)]
-    )
+    turning = torch.tensor([j * times for j in range(half)] + [shape.head_dim // 2 + j * times for j in range(half)])
     plain = torch.arange(size)
     group, wide_group = heads // kv_heads, shape.heads // shape.kv_heads
     places = [(i // group) * wide_group + i % group for i in range(heads)]

@@ -105,9 +105,7 @@ def train_shallow(
 ) -> tuple[PocketModel, float]:
     """Train a model of few layers on the frozen tower; return it and the minutes of training."""
     torch.manual_seed(recipe.seed)
-    shape = LanguageShape(
-        recipe.shallow_layers, recipe.target.width, recipe.target.mlp, recipe.target.head_dim
-    )
+    shape = LanguageShape(recipe.shallow_layers, recipe.target.width, recipe.target.mlp, recipe.target.head_dim)
     model = build(shape, recipe.tower, padded_vocabulary(tokenizer))
     model.model.vision_tower.load_state_dict(tower)
     align_projector(model, tokenizer, recipe.seed)
@@ -116,9 +114,7 @@ def train_shallow(
     return model, minutes
 
 
-def train_deep(
-    recipe: Recipe, tokenizer: Tokenizer, shallow: PocketModel, folder: Path
-) -> tuple[PocketModel, float]:
+def train_deep(recipe: Recipe, tokenizer: Tokenizer, shallow: PocketModel, folder: Path) -> tuple[PocketModel, float]:
     """Grow the shallow model to the target's depth and train it; return it and the minutes of training."""
     model = grow(shallow, recipe.target.layers)
     minutes = _train_stage("deep", model, tokenizer, recipe, recipe.deep_schedule, folder)

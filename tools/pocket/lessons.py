@@ -60,9 +60,7 @@ def pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
             places = _places(batch.ids[row], mark, count, each, between)
             if places is not None:
                 now, before = places[1:].flatten(), places[:-1].flatten()
-                found.append(
-                    (torch.full_like(now, row), now, before, _changed(shown[mine], across).flatten())
-                )
+                found.append((torch.full_like(now, row), now, before, _changed(shown[mine], across).flatten()))
     if not found:
         return None
     rows, now, before, changed = (torch.cat(part) for part in zip(*found, strict=True))
@@ -92,9 +90,7 @@ class Relating(nn.Module):
         states = self.norm(hidden[rows, now].float())
         was = embeddings[rows, before].detach().float()
         scale = was.std().clamp(min=1e-6)
-        flags: Tensor = nn.functional.binary_cross_entropy_with_logits(
-            self.changed(states)[:, 0], changed.float()
-        )
+        flags: Tensor = nn.functional.binary_cross_entropy_with_logits(self.changed(states)[:, 0], changed.float())
         if not changed.any():
             return flags
         misses: Tensor = (self.before(states[changed]) - (was[changed] - was.mean(0)) / scale).square().mean()
@@ -246,9 +242,7 @@ class Watching(nn.Module):
 
 def with_lessons(batch: Batch, samples: Sequence[Sample]) -> Batch:
     """The batch of those samples with the labels of the lessons."""
-    return replace(
-        batch, searches=searches(samples, batch.ids), frame_events=frame_events(samples, batch.ids)
-    )
+    return replace(batch, searches=searches(samples, batch.ids), frame_events=frame_events(samples, batch.ids))
 
 
 class Lessons(nn.Module):

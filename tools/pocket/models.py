@@ -151,14 +151,9 @@ def loss_of(
     language = model.model.language_model
     states: list[Tensor] = []
     hooked = language.layers if lesson is not None else ()
-    hooks = [
-        layer.register_forward_hook(lambda _module, _inputs, output: states.append(output))
-        for layer in hooked
-    ]
+    hooks = [layer.register_forward_hook(lambda _module, _inputs, output: states.append(output)) for layer in hooked]
     try:
-        hidden = language(
-            inputs_embeds=inputs, use_cache=False, **_position_inputs(batch, inputs)
-        ).last_hidden_state
+        hidden = language(inputs_embeds=inputs, use_cache=False, **_position_inputs(batch, inputs)).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()

@@ -114,9 +114,7 @@ def wrap(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=TEMPLATE,
     )
-    assert [wrapped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS] == list(
-        range(len(SPECIAL_TOKENS))
-    )
+    assert [wrapped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
     return wrapped
 
 
@@ -127,9 +125,7 @@ def write_processor(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     96 x 96, and videos are sampled at the pocket world's frame rate.
     """
     wrap(tokenizer, context).save_pretrained(folder)
-    pictures = LlavaOnevisionImageProcessorPil(
-        image_grid_pinpoints=[[IMAGE_SIZE, IMAGE_SIZE]], **_SQUARE
-    ).to_dict()
+    pictures = LlavaOnevisionImageProcessorPil(image_grid_pinpoints=[[IMAGE_SIZE, IMAGE_SIZE]], **_SQUARE).to_dict()
     pictures["image_processor_type"] = "LlavaOnevisionImageProcessor"
     videos = {
         "video_processor_type": "LlavaOnevisionVideoProcessor",

@@ -95,9 +95,7 @@ class Recipe:
     shallow_schedule: Schedule = Schedule(
         steps=3000, batch=32, rate=3e-3, warmup=60, final=0.3, decay=0.2, content=5.0, tiled=0.0
     )
-    deep_schedule: Schedule = Schedule(
-        steps=400, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2
-    )
+    deep_schedule: Schedule = Schedule(steps=400, batch=16, rate=1.2e-3, warmup=30, content=3.0, tiled=0.5, parts=2)
     compare_schedule: Schedule = Schedule(
         steps=1750,
         batch=16,
@@ -157,10 +155,7 @@ class Recipe:
         stages = {name: getattr(self, name) for name in names}
         return replace(
             self,
-            **{
-                k: replace(s, steps=max(1, round(s.steps * steps)), batch=s.batch * batches)
-                for k, s in stages.items()
-            },
+            **{k: replace(s, steps=max(1, round(s.steps * steps)), batch=s.batch * batches) for k, s in stages.items()},
         )
 
 

@@ -132,9 +132,7 @@ def _check_recipe(recipe: Recipe, folder: Path, start: str | None) -> None:
         TrainingError: the folder has stage files of another recipe or another pair.
     """
     path = folder / "recipe.json"
-    ours = {
-        name: value for name, value in json.loads(json.dumps(asdict(recipe))).items() if name not in _FREE
-    }
+    ours = {name: value for name, value in json.loads(json.dumps(asdict(recipe))).items() if name not in _FREE}
     if start is not None:
         ours["from"] = start
     if path.exists():
@@ -145,9 +143,7 @@ def _check_recipe(recipe: Recipe, folder: Path, start: str | None) -> None:
             )
         return
     if (folder / "tokenizer.json").exists():
-        print(
-            f"{folder} has stage files but no recipe.json; they are taken to be of this recipe.", flush=True
-        )
+        print(f"{folder} has stage files but no recipe.json; they are taken to be of this recipe.", flush=True)
     write_file(path, json.dumps(ours, indent=1) + "\n", error=TrainingError)
 
 
@@ -171,9 +167,7 @@ def _begin(recipe: Recipe, folder: Path, pair: Path | None, start: str | None) -
     folder.mkdir(parents=True, exist_ok=True)
     _check_recipe(recipe, folder, start)
     if start is not None:
-        recipe = replace(
-            recipe, seed=int(start[-16:], 16)
-        )  # other samples than those that the pair was trained on
+        recipe = replace(recipe, seed=int(start[-16:], 16))  # other samples than those that the pair was trained on
     return recipe, _tokenizer(recipe, folder, pair)
 
 

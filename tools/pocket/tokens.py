@@ -74,6 +74,5 @@ def decisive_weights(tokenizer: Tokenizer, sample: Sample, weight: float) -> lis
     pattern = WORLD[sample.task].decisive
     spans = [found.span() for found in re.finditer(pattern, sample.answer)] if pattern else []
     return [
-        weight if any(first < end and start < last for first, last in spans) else 1.0
-        for start, end in encoded.offsets
+        weight if any(first < end and start < last for first, last in spans) else 1.0 for start, end in encoded.offsets
     ]

@@ -94,9 +94,7 @@ def _indicators(truth: Tensor) -> Tensor:
 def _word_embeddings(model: PocketModel, tokenizer: Tokenizer) -> Tensor:
     """Embeddings of the label words, with a leading space as inside a sentence: `[words, d]`."""
     table = model.get_input_embeddings().weight
-    rows = [
-        table[tokenizer.encode(f" {word}").ids].mean(0) for words in LABEL_WORDS.values() for word in words
-    ]
+    rows = [table[tokenizer.encode(f" {word}").ids].mean(0) for words in LABEL_WORDS.values() for word in words]
     return torch.stack(rows)
 
 

@@ -26,9 +26,7 @@ def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     return found if found is not None or len(ours) == len(plain) else shared
 
 
-def compare_with_plain(
-    record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]
-) -> Record:
+def compare_with_plain(record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]) -> Record:
     """Complete a record with its comparison with plain decoding.
 
     Args:
@@ -48,8 +46,7 @@ def compare_with_plain(
         "ours": ours,
         "plain": theirs,
         "logits": {
-            name: None if token is None else float(logits[token])
-            for name, token in (("ours", ours), ("plain", theirs))
+            name: None if token is None else float(logits[token]) for name, token in (("ours", ours), ("plain", theirs))
         },
     }
     return replace(record, equal=False, difference=difference)

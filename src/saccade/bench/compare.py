@@ -83,9 +83,7 @@ class Comparison:
         return [change.method for change in self.changes if change.verdict == "slower"]
 
 
-def compare(
-    a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margin: float = 0.02
-) -> Comparison:
+def compare(a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margin: float = 0.02) -> Comparison:
     """Compare run ``b`` with run ``a``.
 
     A method is faster or slower when the whole interval of its time ratio lies beyond the margin. The intervals are
@@ -152,9 +150,7 @@ def _change(
     if plain_before and method == BASELINE:
         verdict = "yardstick"
     elif plain_before:
-        relative, paired, prompts = _ratio(
-            _times(before, plain_before), _times(after, plain_after), same, bar
-        )
+        relative, paired, prompts = _ratio(_times(before, plain_before), _times(after, plain_after), same, bar)
         verdict = bar.verdict(relative, prompts)
     tokens = {(r.prompt_id, r.repeat): r.tokens for r in before if r.prompt_id in same}
     pairs = [(r.tokens, tokens[key]) for r in after if (key := (r.prompt_id, r.repeat)) in tokens]
@@ -197,9 +193,7 @@ def _ratio(
     return estimate, False, min(len(before), len(after))
 
 
-def _estimate(
-    groups: Sequence[Array], statistic: Callable[[Sequence[Array]], Array], level: float
-) -> Estimate | None:
+def _estimate(groups: Sequence[Array], statistic: Callable[[Sequence[Array]], Array], level: float) -> Estimate | None:
     """Exponential of a statistic of logarithms with its bootstrap percentile interval, each group resampled."""
     if not all(len(group) for group in groups):
         return None

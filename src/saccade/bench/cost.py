@@ -150,8 +150,7 @@ def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
     session.load(0, prompt, context.load(0, prompt))
     emitted, proposer = [[prompt.ids[-1]]], TopProposer()
     spent = [
-        _timed(lambda: session.propose([0], emitted, proposer, steps), target.device)
-        for _ in range(ROUNDS + WARM)
+        _timed(lambda: session.propose([0], emitted, proposer, steps), target.device) for _ in range(ROUNDS + WARM)
     ]
     return median(spent[WARM:]) / steps
 
@@ -197,10 +196,7 @@ def estimate(prepared: Prepared) -> Expected:
     for number, group in enumerate(prepared.questions.values()):
         rounds = 2 if number == 0 else 1
         for _ in range(rounds):
-            spent = sum(
-                a.seconds
-                for a in answer_turns(plain, BASELINE, group[0], 0, options=prepared.options, seed=0)
-            )
+            spent = sum(a.seconds for a in answer_turns(plain, BASELINE, group[0], 0, options=prepared.options, seed=0))
         timed = len(group) * suite.repeats * len(prepared.methods)
         again = min(suite.trace, len(group)) * len(prepared.methods)
         warmup = suite.warmup * len(prepared.methods) if number == 0 else 0

@@ -27,9 +27,7 @@ def answer(
     # Rows of a batch end at about the same step if their true answers have the same length.
     order = sorted(range(len(samples)), key=lambda i: (samples[i].task, len(samples[i].answer)))
     answers: list[list[int]] = [[] for _ in samples]
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-    )
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
     end = vlm.processor.tokenizer.eos_token_id
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
@@ -121,7 +119,5 @@ def table(rows: Sequence[Accuracy]) -> str:
     """The rows as a Markdown table."""
     lines = ["| task | fact | accuracy | chance | shuffled image |", "|---|---|---|---|---|"]
     for row in rows:
-        lines.append(
-            f"| {row.task} | {row.fact} | {row.accuracy:.2f} | {row.chance:.2f} | {row.shuffled:.2f} |"
-        )
+        lines.append(f"| {row.task} | {row.fact} | {row.accuracy:.2f} | {row.chance:.2f} | {row.shuffled:.2f} |")
     return "\n".join(lines)

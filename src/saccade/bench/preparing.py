@@ -60,12 +60,8 @@ class Prepared:
         resolved = {
             **self.suite.as_dict(),
             "tasks": [t for t in self.suite.as_dict()["tasks"] if t["name"] in self.questions],
-            "methods": [
-                _resolved(m, self.methods[m.label]) for m in self.suite.methods if m.label in self.methods
-            ],
-            "prompts": {
-                task: {"count": len(group), "digest": digest(group)} for task, group in self.questions.items()
-            },
+            "methods": [_resolved(m, self.methods[m.label]) for m in self.suite.methods if m.label in self.methods],
+            "prompts": {task: {"count": len(group), "digest": digest(group)} for task, group in self.questions.items()},
             "missing": list(self.missing),
         }
         for task in resolved["tasks"]:

@@ -158,9 +158,7 @@ def read_questions(entry: TaskEntry) -> list[Question]:
     path = Path(entry.file).expanduser()
     folder = Path(entry.media).expanduser() if entry.media else path.parent
     try:
-        lines = path.read_text(encoding="utf-8").split(
-            "\n"
-        )  # texts may hold other ends of lines, such as U+2028
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other ends of lines, such as U+2028
     except (OSError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise SaccadeError(f"Cannot read the prompts in {path}: {reason}.") from problem
@@ -217,9 +215,7 @@ def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Questio
 def _turn(messages: Sequence[Mapping[str, Any]], reference: Any = None) -> Turn:
     images = [p["image"] for p in media_parts(messages) if p["type"] == "image"]
     texts = [part["text"] for part in messages[-1]["content"] if part["type"] == "text"]
-    return Turn(
-        tuple(messages), " ".join(texts).strip(), tuple(images), reference_score(reference), reference
-    )
+    return Turn(tuple(messages), " ".join(texts).strip(), tuple(images), reference_score(reference), reference)
 
 
 _PARTS = ("question", "images", "videos", "reference", "id")
@@ -252,9 +248,7 @@ def read_dataset(entry: TaskEntry) -> list[Question]:
     return found
 
 
-def _row_question(
-    entry: TaskEntry, columns: Mapping[str, str], number: int, row: Mapping[str, Any]
-) -> Question:
+def _row_question(entry: TaskEntry, columns: Mapping[str, str], number: int, row: Mapping[str, Any]) -> Question:
     absent = next((c for c in columns.values() if c not in row), None)
     if absent is not None:
         raise SaccadeError(

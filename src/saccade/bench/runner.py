@@ -114,9 +114,7 @@ class Runner:
         spent: wall time.
     """
 
-    def __init__(
-        self, prepared: Prepared, folder: Path, progress: Callable[[Progress], None] = lambda _: None
-    ) -> None:
+    def __init__(self, prepared: Prepared, folder: Path, progress: Callable[[Progress], None] = lambda _: None) -> None:
         self.spent = Spent()
         self._prepared = prepared
         self._folder = folder
@@ -168,11 +166,7 @@ class Runner:
     def _open(self, question: Question, repeat: int) -> list[str]:
         """Methods without answers to every turn."""
         ids = [question.turn_id(i) for i in range(len(question.turns))]
-        return [
-            label
-            for label in self._prepared.methods
-            if any((i, label, repeat) not in self._done for i in ids)
-        ]
+        return [label for label in self._prepared.methods if any((i, label, repeat) not in self._done for i in ids)]
 
     def _warm_up(self) -> None:
         question = next(iter(self._prepared.questions.values()))[0]
@@ -244,9 +238,7 @@ class Runner:
             record = answer.record
             if all(r.equal for r in records):
                 vlm = self._prepared.vlm
-                record = compare_with_plain(
-                    record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages)
-                )
+                record = compare_with_plain(record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages))
             records.append(record)
         return records
 

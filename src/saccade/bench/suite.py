@@ -171,9 +171,7 @@ def _method(item: Any, where: str) -> MethodEntry:
     if isinstance(item, str):
         return MethodEntry(item, item)
     if not isinstance(item, Mapping) or not isinstance(item.get("name"), str):
-        raise SaccadeError(
-            f'{where}: a method must be a name or a table with one, such as {{name = "chain"}}.'
-        )
+        raise SaccadeError(f'{where}: a method must be a name or a table with one, such as {{name = "chain"}}.')
     own = {key: item[key] for key in ("name", "label", "optional", "head") if key in item}
     options = {key: value for key, value in item.items() if key not in own}
     label = item.get("label")
@@ -201,9 +199,7 @@ def _list(content: Mapping[str, Any], key: str, where: str) -> list[Any]:
 def _check_unique(names: list[str], what: str, where: str) -> None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
-        raise SaccadeError(
-            f"{where}: two {what} have the name {twice!r}; give one of them another name or label."
-        )
+        raise SaccadeError(f"{where}: two {what} have the name {twice!r}; give one of them another name or label.")
 
 
 def _check_sizes(suite: Suite, where: str) -> None:

@@ -27,9 +27,7 @@ from saccade.cli import (
 )
 from saccade.errors import SaccadeError
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # threads that wait sleep; spinning ones starve on busy cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep; spinning ones starve on busy cores
 app = typer.Typer(
     name="saccade",
     help="Speculative decoding for vision-language models: several times faster, with the same answers.",

@@ -93,15 +93,11 @@ MinP = Annotated[
 ]
 Images = Annotated[
     list[str] | None,
-    typer.Option(
-        "--image", "-i", metavar="FILE", help="Image of the prompt (file or data URI); may be repeated."
-    ),
+    typer.Option("--image", "-i", metavar="FILE", help="Image of the prompt (file or data URI); may be repeated."),
 ]
 Videos = Annotated[
     list[str] | None,
-    typer.Option(
-        "--video", "-v", metavar="FILE", help="Video of the prompt (needs the video extra); may be repeated."
-    ),
+    typer.Option("--video", "-v", metavar="FILE", help="Video of the prompt (needs the video extra); may be repeated."),
 ]
 TextAsText = Annotated[
     bool,

@@ -40,9 +40,7 @@ def bench(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(
-            "--methods", metavar="A,B,C", help="Only these: the suite's own labels, or `saccade methods`."
-        ),
+        typer.Option("--methods", metavar="A,B,C", help="Only these: the suite's own labels, or `saccade methods`."),
     ] = None,
     tasks: Annotated[
         str | None, typer.Option("--tasks", metavar="A,B,C", help="Only these of the suite's tasks.")
@@ -69,15 +67,11 @@ def bench(
     repeats: Annotated[
         int | None, typer.Option(help="Timed answers per prompt and method.", rich_help_panel=_SIZES)
     ] = None,
-    turns: Annotated[
-        int | None, typer.Option(help="User turns per conversation.", rich_help_panel=_SIZES)
-    ] = None,
+    turns: Annotated[int | None, typer.Option(help="User turns per conversation.", rich_help_panel=_SIZES)] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel=_SIZES)
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of pictures and sampling.", rich_help_panel=_SIZES)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of pictures and sampling.", rich_help_panel=_SIZES)] = None,
     target: args.Target = "pocket",
     drafter: args.Drafter = None,
     head: args.Heads = None,
@@ -149,9 +143,7 @@ def _list() -> None:
     console.print("Run one with `saccade bench --suite NAME`; add --plan to see its plan.", markup=False)
 
 
-def choose_suite(
-    name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]
-) -> Suite:
+def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:
     from saccade.bench import library
     from saccade.bench.suite import TaskEntry
 

@@ -62,9 +62,7 @@ def chat(
 
     Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
     """
-    decoding = args.decoding(
-        max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop
-    )
+    decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = args.settings(set_)
     screen.check_media(image or [], [])
     options = {"seed": seed, **decoding}
@@ -172,9 +170,7 @@ class _Talk:
 
     def _attach(self, name: str, file: str) -> None:
         if not file:
-            raise InputError(
-                f"{name} needs a file, such as {name} holiday.{'jpg' if name == '/image' else 'mp4'}."
-            )
+            raise InputError(f"{name} needs a file, such as {name} holiday.{'jpg' if name == '/image' else 'mp4'}.")
         images, videos = ([file], []) if name == "/image" else ([], [file])
         screen.check_media(images, videos)  # a bad file is reported now, not with the next message
         self._images, self._videos = [*self._images, *images], [*self._videos, *videos]

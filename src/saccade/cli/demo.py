@@ -33,13 +33,9 @@ def demo(
             "document, existence or vet."
         ),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the picture; by default a new one per run.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the picture; by default a new one per run.")] = None,
     method: Annotated[str, typer.Option("--method", "-m", help="See `saccade methods`.")] = "chain",
-    save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path(
-        "saccade-demo.png"
-    ),
+    save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path("saccade-demo.png"),
     repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 3,
     threads: args.Threads = None,
 ) -> None:
@@ -106,9 +102,7 @@ def _report(console: Any, sample: Sample, method: str, runs: dict[str, list[Outp
 
     from saccade.pocket import score
 
-    table = Table(
-        "", "seconds", "tokens/s", "speed-up", "target passes", "block efficiency", box=None, pad_edge=False
-    )
+    table = Table("", "seconds", "tokens/s", "speed-up", "target passes", "block efficiency", box=None, pad_edge=False)
     base = median(o.stats.times.total for o in runs["plain"])
     for name, outputs in runs.items():
         seconds = median(o.stats.times.total for o in outputs)

@@ -51,21 +51,15 @@ def distill(
             help="Folder of the images and videos; by default the prompts' own.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Answer only the first so many questions.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Answer only the first so many questions.")] = None,
     history: Annotated[
         str,
         typer.Option(
             help="Earlier answers of a conversation: `reference`, those of the prompts, or the target's `own`."
         ),
     ] = "reference",
-    on_bad_line: Annotated[
-        str, typer.Option(help="`stop` at a line that cannot be used, or `skip` it.")
-    ] = "stop",
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Show the number of questions and the estimated time.")
-    ] = False,
+    on_bad_line: Annotated[str, typer.Option(help="`stop` at a line that cannot be used, or `skip` it.")] = "stop",
+    plan: Annotated[bool, typer.Option("--plan", help="Show the number of questions and the estimated time.")] = False,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Questions per batch.")] = 8,
     drafter: args.Drafter = None,
     method: Annotated[
@@ -92,14 +86,10 @@ def distill(
             rich_help_panel="Decoding",
         ),
     ] = 0.5,
-    temperature: Annotated[
-        float, typer.Option(help="Of the sampled answers.", rich_help_panel="Decoding")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Of the sampled answers.", rich_help_panel="Decoding")] = 1.0,
     seed: Annotated[
         int,
-        typer.Option(
-            help="Decides which questions are sampled, and their draws.", rich_help_panel="Decoding"
-        ),
+        typer.Option(help="Decides which questions are sampled, and their draws.", rich_help_panel="Decoding"),
     ] = 0,
     count: Annotated[
         int | None, typer.Option(help="Samples of every task, 1000 by default.", rich_help_panel=_POCKET)
@@ -113,9 +103,7 @@ def distill(
     ] = None,
     grammar: Annotated[
         str | None,
-        typer.Option(
-            help="`dense` by default, or `verbose` for easy template sentences.", rich_help_panel=_POCKET
-        ),
+        typer.Option(help="`dense` by default, or `verbose` for easy template sentences.", rich_help_panel=_POCKET),
     ] = None,
 ) -> None:
     """Let the target answer a prompt set: training data for drafters, which must predict the target's own tokens.
@@ -143,9 +131,7 @@ def distill(
     pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
     settings = args.settings(set_)
     if name is not None and not methods.is_lossless(methods.options(name, settings)):
-        raise MethodError(
-            f"Method {name} is lossy, so its answers are not the target's; choose a lossless one."
-        )
+        raise MethodError(f"Method {name} is lossy, so its answers are not the target's; choose a lossless one.")
     chosen: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampled_share": sampled_share,

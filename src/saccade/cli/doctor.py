@@ -87,9 +87,7 @@ def _cpu() -> str:
 
     from saccade import cpu
 
-    fast = [
-        str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)
-    ]
+    fast = [str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)]
     formats = " and ".join(fast) if fast else "no 16-bit format, so that dtype=auto is float32"
     cores = f"{torch.get_num_threads()} cores, {cpu.idle_cores()} idle"
     return f"cpu, {cores}, {torch.backends.cpu.get_cpu_capability()}, fast in {formats}"

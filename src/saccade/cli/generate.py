@@ -67,12 +67,8 @@ def generate(
         )
     question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not question.strip():
-        raise InputError(
-            "The question is empty; give it as an argument, or - and write it to standard input."
-        )
-    decoding = args.decoding(
-        max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop
-    )
+        raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
+    decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = args.settings(set_)
     images, videos = image or [], video or []
     screen.check_media(images, videos)

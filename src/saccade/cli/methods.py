@@ -9,9 +9,7 @@ import typer
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Show every option of this method.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show every option of this method.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the methods with summary, losslessness, needed drafter and source.
@@ -27,8 +25,7 @@ def methods(
     if as_json:
         fields = ("summary", "source", "lossless", "needs")
         listed: dict[str, dict[str, Any]] = {
-            key: {**{f: getattr(m, f) for f in fields}, "options": dict(m.options)}
-            for key, m in chosen.items()
+            key: {**{f: getattr(m, f) for f in fields}, "options": dict(m.options)} for key, m in chosen.items()
         }
         if name is not None:
             listed[name]["about"] = [
@@ -57,7 +54,5 @@ def methods(
         heading = f"    with {brings}: {about(brings)}" if brings else "    options:"
         console.print(heading, markup=False, soft_wrap=True)
         for option, default, limits in rows:
-            text = f"        {option}={default}  {limits.meaning}" + (
-                f" ({limits.range})" if limits.range else ""
-            )
+            text = f"        {option}={default}  {limits.meaning}" + (f" ({limits.range})" if limits.range else "")
             console.print(text, markup=False, soft_wrap=True)

@@ -27,15 +27,9 @@ def draw_samples(
         typer.Option("--task", "-t", help="A task; repeat for more. All of them by default."),
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples of every task.")] = 8,
-    seed: Annotated[
-        int, typer.Option(help="Number of the first sample; equal numbers draw equal samples.")
-    ] = 0,
-    grammar: Annotated[
-        str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")
-    ] = "dense",
-    videos: Annotated[
-        bool, typer.Option("--videos", help="Write videos as MP4 files, too (needs PyAV).")
-    ] = False,
+    seed: Annotated[int, typer.Option(help="Number of the first sample; equal numbers draw equal samples.")] = 0,
+    grammar: Annotated[str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")] = "dense",
+    videos: Annotated[bool, typer.Option("--videos", help="Write videos as MP4 files, too (needs PyAV).")] = False,
 ) -> None:
     """Draw samples of the pocket world into a folder, with a page that shows them.
 
@@ -57,17 +51,13 @@ def draw_samples(
         print(path)
 
 
-@app.command(
-    "train", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@app.command("train", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train_pair() -> None:
     """Moved to the repository's tools."""
     raise _moved("train")
 
 
-@app.command(
-    "inflate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@app.command("inflate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def inflate_model() -> None:
     """Moved to the repository's tools."""
     raise _moved("inflate")
@@ -104,12 +94,8 @@ def evaluate_model(
         list[str] | None,
         typer.Option("--task", "-t", help="A task; repeat for more. All of them by default."),
     ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", "-n", min=2, help="Fresh samples of every task.")
-    ] = 100,
-    grammar: Annotated[
-        str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")
-    ] = "dense",
+    samples: Annotated[int, typer.Option("--samples", "-n", min=2, help="Fresh samples of every task.")] = 100,
+    grammar: Annotated[str, typer.Option(help="`dense`, or `verbose` for easy template sentences.")] = "dense",
     drafter: Annotated[
         str | None,
         typer.Option(

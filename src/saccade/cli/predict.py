@@ -19,15 +19,11 @@ _DEFAULT_GAMMA = 5
 def predict(
     acceptance: Annotated[
         float,
-        typer.Option(
-            "--acceptance", "-a", help="Probability, 0 to 1, that the target accepts one more draft token."
-        ),
+        typer.Option("--acceptance", "-a", help="Probability, 0 to 1, that the target accepts one more draft token."),
     ],
     cost: Annotated[
         float,
-        typer.Option(
-            "--cost", "-c", help="One drafter step, as a share of one plain target step (T_q / T_p)."
-        ),
+        typer.Option("--cost", "-c", help="One drafter step, as a share of one plain target step (T_q / T_p)."),
     ],
     gamma: Annotated[
         int | None,
@@ -76,9 +72,7 @@ def predict(
         curve = theory.cost_curve(points)
         if best:
             gamma = max(1, theory.best_gamma(acceptance, cost, verify_cost=curve).gamma)
-        prediction = theory.predict(
-            acceptance, _DEFAULT_GAMMA if gamma is None else gamma, cost, verify_cost=curve
-        )
+        prediction = theory.predict(acceptance, _DEFAULT_GAMMA if gamma is None else gamma, cost, verify_cost=curve)
     except ValueError as problem:
         raise InputError(str(problem)) from None
     if as_json:
@@ -94,9 +88,7 @@ def _points(text: str | None) -> dict[int, float]:
         try:
             points[int(tokens)] = float(cost)
         except ValueError:
-            raise InputError(
-                f"--verify-cost takes COST:TOKENS pairs, such as 1.03:6,1.2:16, not {pair!r}."
-            ) from None
+            raise InputError(f"--verify-cost takes COST:TOKENS pairs, such as 1.03:6,1.2:16, not {pair!r}.") from None
     return points
 
 

@@ -37,9 +37,7 @@ def report(
     ] = None,
     markdown: Annotated[
         Path | None,
-        typer.Option(
-            "--markdown", metavar="FILE", help="The tables; beside the page by default, ending in .md."
-        ),
+        typer.Option("--markdown", metavar="FILE", help="The tables; beside the page by default, ending in .md."),
     ] = None,
     prompts: Annotated[int, typer.Option(min=0, help="Most prompts per run in the token view.")] = 4,
 ) -> None:
@@ -72,12 +70,8 @@ def compare(
             help="Judge seconds instead of seconds relative to plain decoding. Then a slower machine shows too.",
         ),
     ] = False,
-    level: Annotated[
-        float, typer.Option(help="Confidence of all verdicts together, between 0.5 and 1.")
-    ] = 0.95,
-    margin: Annotated[
-        float, typer.Option(help="Share of time below which a difference does not count.")
-    ] = 0.02,
+    level: Annotated[float, typer.Option(help="Confidence of all verdicts together, between 0.5 and 1.")] = 0.95,
+    margin: Annotated[float, typer.Option(help="Share of time below which a difference does not count.")] = 0.02,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_if_slower: Annotated[
         bool, typer.Option("--fail-if-slower", help="Exit with code 1 when a method became slower.")
@@ -122,9 +116,7 @@ def _changes(found: Comparison) -> Table:
 
     table = Table(box=SIMPLE_HEAD)
     for heading in ("", "verdict", "seconds B/A", *(["relative to plain"] if found.relative else [])):
-        table.add_column(
-            heading, no_wrap=True, justify="right" if "B/A" in heading or " to " in heading else "left"
-        )
+        table.add_column(heading, no_wrap=True, justify="right" if "B/A" in heading or " to " in heading else "left")
     for change in found.changes:
         ratios = [change.time, change.relative] if found.relative else [change.time]
         cells = ["-" if ratio is None else str(ratio) for ratio in ratios]
@@ -147,9 +139,7 @@ def _remarks(found: Comparison) -> Iterator[str]:
     for number, paired in sorted(prompts):
         how = "each compared with itself" if paired else "NOT the same in both runs: compared as two samples"
         yield f"{count(number, 'prompt')}, {how}."
-    measure = (
-        "time per token relative to plain decoding of the same run" if found.relative else "time per token"
-    )
+    measure = "time per token relative to plain decoding of the same run" if found.relative else "time per token"
     yield (
         f"Judged by {measure}; all verdicts hold together with {found.level:.0%} confidence; differences below "
         f"{found.margin:.0%} do not count."
@@ -185,6 +175,4 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
-        raise SaccadeError(
-            f"Cannot write {path}: {problem.strerror}; choose another file with --out."
-        ) from problem
+        raise SaccadeError(f"Cannot write {path}: {problem.strerror}; choose another file with --out.") from problem

@@ -134,9 +134,7 @@ def heads_by_name(given: list[str]) -> dict[str, str]:
         if not (equals and name and folder) or Path(text).is_dir():
             name, folder = Path(text).expanduser().resolve().name, text
         if name in found:
-            raise InputError(
-                f"Two heads are named {name!r}; give one of them another name: --head NAME=FOLDER."
-            )
+            raise InputError(f"Two heads are named {name!r}; give one of them another name: --head NAME=FOLDER.")
         found[name] = folder
     return found
 

@@ -39,9 +39,7 @@ def serve(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(
-            help="Address to listen on, 127.0.0.1 by default: this machine alone.", rich_help_panel="Server"
-        ),
+        typer.Option(help="Address to listen on, 127.0.0.1 by default: this machine alone.", rich_help_panel="Server"),
     ] = None,
     port: Annotated[
         int | None, typer.Option(help="8000 by default; 0 takes a free one.", rich_help_panel="Server")
@@ -61,9 +59,7 @@ def serve(
     ] = None,
     max_queue: Annotated[
         int | None,
-        typer.Option(
-            help="Requests that may wait, 64 by default; further ones get 503.", rich_help_panel="Server"
-        ),
+        typer.Option(help="Requests that may wait, 64 by default; further ones get 503.", rich_help_panel="Server"),
     ] = None,
     kv_memory: Annotated[
         int | None,

@@ -25,15 +25,11 @@ def train(
     ],
     data: Annotated[
         Path,
-        typer.Option(
-            "--data", metavar="FILE", help="Answers of the target, as `saccade distill` writes them."
-        ),
+        typer.Option("--data", metavar="FILE", help="Answers of the target, as `saccade distill` writes them."),
     ],
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder of checkpoints, log and the trained head."
-        ),
+        typer.Option("--out", "-o", metavar="FOLDER", help="Folder of checkpoints, log and the trained head."),
     ],
     target: args.Target = None,
     begin: Annotated[
@@ -63,14 +59,10 @@ def train(
             "`head.text_only=true`; may be repeated.",
         ),
     ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Time a few steps, estimate the run, and stop.")
-    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Time a few steps, estimate the run, and stop.")] = False,
     resume: Annotated[
         str,
-        typer.Option(
-            help="`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."
-        ),
+        typer.Option(help="`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."),
     ] = "never",
     on_bad_line: Annotated[
         str,
@@ -131,12 +123,8 @@ def train(
         chosen = replace(chosen, feature_cache="none")
     if device is None and "LOCAL_RANK" in os.environ:
         device = str(Processes().device)
-    default = (
-        torch.get_num_threads()
-    )  # batches are large, and the number must not change between stop and resume
-    vlm = screen.load_models(
-        target, None, "plain", dtype=dtype, device_map=device, threads=threads or default
-    )
+    default = torch.get_num_threads()  # batches are large, and the number must not change between stop and resume
+    vlm = screen.load_models(target, None, "plain", dtype=dtype, device_map=device, threads=threads or default)
     source = Answers(
         data,
         vlm.processor,

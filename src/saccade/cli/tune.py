@@ -34,9 +34,7 @@ def tune(
     per_task: Annotated[int, typer.Option(help="Prompts (of every task, without --data).")] = 4,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer.")] = 128,
     save: Annotated[Path, typer.Option(metavar="FILE", help="Profile to write.")] = Path("saccade.toml"),
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the answers are kept.")] = Path(
-        "runs/tune"
-    ),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the answers are kept.")] = Path("runs/tune"),
     dtype: args.Dtype = "auto",
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
@@ -56,13 +54,9 @@ def tune(
     """
     name = target or "pocket"
     if is_profile(name):
-        raise InputError(
-            f"{name} is a profile, the outcome of `saccade tune`; give the checkpoint that it names."
-        )
+        raise InputError(f"{name} is a profile, the outcome of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":
-        raise InputError(
-            f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml."
-        )
+        raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
     sizes = {"per_task": per_task, "max_new_tokens": max_new_tokens}
     suite = bench.choose_suite("tune", None, None, data, sizes)
     from saccade.bench.preparing import prepare
@@ -105,9 +99,7 @@ def choose(prepared: Prepared, run: Run, target: str, drafter: str | None, heads
         name, _, folder = text.rpartition("=")
         named[name or Path(folder).name] = folder
     unused = needs(options(entry["name"], given)) == "nothing"
-    return Profile(
-        target, entry["name"], None if unused else drafter, named, entry["head"], dict(given), measured
-    )
+    return Profile(target, entry["name"], None if unused else drafter, named, entry["head"], dict(given), measured)
 
 
 def _speed(result: MethodResult) -> float:

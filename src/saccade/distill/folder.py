@@ -53,13 +53,9 @@ class Folder:
         path = self.path / ANSWERS
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644
-            )
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
         except OSError as problem:
-            raise SaccadeError(
-                f"Cannot write to {path}: {problem.strerror}; choose another folder."
-            ) from problem
+            raise SaccadeError(f"Cannot write to {path}: {problem.strerror}; choose another folder.") from problem
         try:
             _lock(self._file)
         except OSError:
@@ -104,9 +100,7 @@ class Folder:
                 except (ValueError, KeyError, TypeError):
                     raise SaccadeError(f"{path}, line {number} is damaged; delete it to continue.") from None
                 if name in found:
-                    raise SaccadeError(
-                        f"{path}, line {number}: {name} is answered twice; delete one of them."
-                    )
+                    raise SaccadeError(f"{path}, line {number}: {name} is answered twice; delete one of them.")
                 found.add(name)
                 yield name, text
 

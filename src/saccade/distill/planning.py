@@ -229,8 +229,7 @@ def refuse(problems: list[str], sentence: str, on_bad_line: str) -> None:
     """Record the fault of a line, or raise `SaccadeError` if it ends the run."""
     if on_bad_line == "stop":
         raise SaccadeError(
-            sentence.rstrip(".")
-            + "; correct the line, or leave such lines out with on_bad_line='skip' (--on-bad-line "
+            sentence.rstrip(".") + "; correct the line, or leave such lines out with on_bad_line='skip' (--on-bad-line "
             "skip on the command line)."
         )
     problems.append(sentence)
@@ -270,10 +269,7 @@ def _items(
         item = ids[round_]
         history = conversation.messages[: message + 1]
         answered = {index for index, _ in before}
-        compared = [
-            {"role": "assistant", "content": []} if index in answered else m
-            for index, m in enumerate(history)
-        ]
+        compared = [{"role": "assistant", "content": []} if index in answered else m for index, m in enumerate(history)]
         first = known.first(item, compared)
         reference = conversation.messages[message + 1 : message + 2]
         length = (len(text_of(reference[0])) if reference else 0, sum(len(text_of(m)) for m in history))

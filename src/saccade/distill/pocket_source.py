@@ -33,9 +33,7 @@ def tasks_of(source: str, grammar: str) -> list[str]:
         else list(dict.fromkeys(named))
     )
     if not tasks:
-        raise InputError(
-            f"{source!r} names no task; give pocket:all, or pocket: and some of {', '.join(WORLD)}."
-        )
+        raise InputError(f"{source!r} names no task; give pocket:all, or pocket: and some of {', '.join(WORLD)}.")
     for task in tasks:
         if reason := lacks(task, grammar):
             raise InputError(reason)

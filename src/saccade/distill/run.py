@@ -318,8 +318,7 @@ def _known(plan: Plan, there: Mapping[str, str] | set[str]) -> int:
     for name in there:
         if name not in planned:
             raise SaccadeError(
-                f"The output folder holds an answer to {name}, which is not in this prompt set; choose another "
-                "folder."
+                f"The output folder holds an answer to {name}, which is not in this prompt set; choose another folder."
             )
     return len(there)
 

@@ -38,9 +38,7 @@ class DraftSession(Protocol):
         """
         ...
 
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         """Draft behind the tokens that some rows emitted since their last call.
 
         Args:

@@ -84,9 +84,7 @@ class LookupSession:
     def forget(self, row: int) -> None:
         self._ids[row], self._ends[row] = [], {}
 
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         drafts = []
         for row, tokens in zip(rows, new, strict=True):
             self._append(row, tokens)
@@ -125,8 +123,7 @@ def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]], device: torch.
     """One chain per row from host lists of different lengths; shorter ones are padded with invalid nodes."""
     longest = max(map(len, drafts))
     rows = [
-        [len(draft) + 1, root, *draft, *[0] * (longest - len(draft))]
-        for root, draft in zip(roots, drafts, strict=True)
+        [len(draft) + 1, root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)
     ]
     numbers = on_device(rows, device)
     lengths, tokens = numbers[:, :1], numbers[:, 1:]

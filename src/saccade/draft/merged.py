@@ -80,9 +80,7 @@ class MergedSession:
         self.captioning_seconds = sum(session.captioning_seconds for session in self._sessions)
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         first, second = (session.propose(rows, new, TopProposer(), limit) for session in self._sessions)
         return union(first, second.to(first.tokens.device), self._total)
 

@@ -87,9 +87,7 @@ class ModelDraftSession:
         self._shaping.restart(row)
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         logits = self.run_and_commit(rows, new, others=self._target.numbers_of(rows))
         return self.draft(rows, new, logits, proposer, limit)
 
@@ -165,9 +163,7 @@ class ModelDraftSession:
         while frontier is not None and not (capped and frontier.depth >= limit):
             levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
             running = rows if frontier.rows is None else frontier.rows
-            output = self.context.forward(
-                running, frontier.tokens, frontier.attention_mask, self._depth(levels)
-            )
+            output = self.context.forward(running, frontier.tokens, frontier.attention_mask, self._depth(levels))
             frontier = growth.expand(self._shared(output.logits))
         self.context.cache.drop(rows)
         return growth.tree()

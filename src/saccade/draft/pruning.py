@@ -171,17 +171,13 @@ def _transfer_scores(
         _warn("the drafter's prompt has other images or videos than the target's")
         return [None] * len(prompt.media)
     found: list[Tensor | None] = []
-    for places, theirs, ours in zip(
-        places_of(target, target_prompt), target_prompt.media, prompt.media, strict=True
-    ):
+    for places, theirs, ours in zip(places_of(target, target_prompt), target_prompt.media, prompt.media, strict=True):
         scores = columns[places]
         here, there = family_of(target).grid(theirs), family_of(config).grid(ours)
         if theirs.n_tokens == ours.n_tokens:
             found.append(scores)
         elif here is None or there is None:
-            _warn(
-                f"its {ours.kind} has {ours.n_tokens} tokens and the target's {theirs.n_tokens}, not on a known grid"
-            )
+            _warn(f"its {ours.kind} has {ours.n_tokens} tokens and the target's {theirs.n_tokens}, not on a known grid")
             found.append(None)
         else:
             moved = resample(scores, here, there)
@@ -191,8 +187,7 @@ def _transfer_scores(
 
 def _warn(why: str) -> None:
     warnings.warn(
-        f"The target's attention does not apply to the drafter's visual tokens: {why}. They are pruned evenly "
-        "instead.",
+        f"The target's attention does not apply to the drafter's visual tokens: {why}. They are pruned evenly instead.",
         SaccadeWarning,
         stacklevel=2,
     )

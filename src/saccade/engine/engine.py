@@ -71,9 +71,7 @@ class Engine:
     ) -> list[Output]:
         """Generate all rows to their end; options as of `saccade.engine.generation.plan`."""
         prompts = [r.prompt for r in requests]
-        run = self.start(
-            requests, plan(self.target, prompts, generation_config=generation_config, **options), session
-        )
+        run = self.start(requests, plan(self.target, prompts, generation_config=generation_config, **options), session)
         for _ in run.steps:
             pass
         return run.outputs

@@ -112,9 +112,7 @@ def plan(
         config, unknown = model._prepare_generation_config(generation_config, **_check_ranges(options))
     for name in unknown:
         if name in ELSEWHERE:
-            raise InputError(
-                f"The option {name} is called {ELSEWHERE[name]} here, as in `generate`; give that."
-            )
+            raise InputError(f"The option {name} is called {ELSEWHERE[name]} here, as in `generate`; give that.")
     if unknown:
         raise InputError(
             f"Unknown generation option{'s' if len(unknown) > 1 else ''} {', '.join(sorted(unknown))}; "
@@ -157,9 +155,7 @@ def _refusals() -> Iterator[None]:
         raise
     except (ValueError, TypeError) as problem:
         reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
-        raise InputError(
-            f"The generation options cannot be used together or as they are: {reason}."
-        ) from problem
+        raise InputError(f"The generation options cannot be used together or as they are: {reason}.") from problem
 
 
 def _check_ranges(options: dict[str, Any]) -> dict[str, Any]:

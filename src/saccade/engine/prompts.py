@@ -106,9 +106,7 @@ class PromptRunner:
         if row.drafts is None:
             others = sum(other is not row for other in self._state.decoding)
             row.drafts = (
-                pacer is None
-                or row.do_sample
-                or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
+                pacer is None or row.do_sample or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
             )
         return row.drafts
 

@@ -46,9 +46,7 @@ class BatchState:
         prefills: prefills under way, by slot.
     """
 
-    def __init__(
-        self, components: Components, max_rows: int, kv_memory: int | None, media_cache: int
-    ) -> None:
+    def __init__(self, components: Components, max_rows: int, kv_memory: int | None, media_cache: int) -> None:
         self.target, self.drafter, self.pacer = components.target, components.drafter, components.pacer
         self._components = components
         self.context = Context(self.target, max_rows, MediaCache(media_cache))

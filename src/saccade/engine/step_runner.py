@@ -73,9 +73,7 @@ class StepRunner:
                 assert group.verdict is not None
                 assert group.output is not None
                 with self._clock.stage("draft"):
-                    self._state.drafting.observe(
-                        group.slots, group.tree, group.scores, group.verdict, group.output
-                    )
+                    self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
         host = to_host(packed) if packed else []  # the step's one synchronisation
         self._count_seconds([*chunks, *prefilled, *ahead], groups)
         self._observe_costs(groups, alone=not (chunks or prefilled or ahead))
@@ -101,9 +99,7 @@ class StepRunner:
         rows = self._state.decoding
         beginning = []
         for chunk in chunks:
-            if chunk.has_tree and (
-                chunk.row.drafter_prefilled or self._prompts.prefill_drafter(chunk.row, None)
-            ):
+            if chunk.has_tree and (chunk.row.drafter_prefilled or self._prompts.prefill_drafter(chunk.row, None)):
                 beginning.append(chunk.row)
         for row in rows:
             if row.drafts is False:
@@ -228,9 +224,7 @@ class StepRunner:
         """Join the outputs of every group's trees."""
         for group in groups:
             order = {id(row): index for index, row in enumerate(group.rows)}
-            found: list[
-                tuple[int, ForwardOutput, int]
-            ] = []  # index of the first row, output, first token of the tree
+            found: list[tuple[int, ForwardOutput, int]] = []  # index of the first row, output, first token of the tree
             for (block, owner), output in zip(blocks, outputs, strict=True):
                 if owner is group:
                     found.append((-1, output, 0))

@@ -85,18 +85,14 @@ def _hand_over(
         assert _stock is not None
         return _stock(model, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
     if assistant_model is not None:
-        raise InputError(
-            "assistant_model does not go with speculate(); give it the drafter: speculate(drafter)."
-        )
+        raise InputError("assistant_model does not go with speculate(); give it the drafter: speculate(drafter).")
     if any(kwargs.get(name) is not None for name in ("inputs_embeds", "mm_encoder_outputs")):
         raise InputError(
             "Embeddings as inputs are not supported, since drafters cannot read them; pass ids and pixels."
         )
     past = kwargs.get("past_key_values")
     if past is not None and past.get_seq_length():
-        raise InputError(
-            "past_key_values must be empty, since the whole prompt is prefilled; leave the cache out."
-        )
+        raise InputError("past_key_values must be empty, since the whole prompt is prefilled; leave the cache out.")
     _check_inputs(model, kwargs)
     takes = inspect.signature(model.forward).parameters
     taken = {

@@ -34,9 +34,7 @@ def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
     rows = [ours.export(row) for row in range(len(mask))]
     for layer in range(len(rows[0])):
         keys, values = (
-            torch.cat(
-                [_placed(row[layer][which], kept, width - 1) for row, kept in zip(rows, mask, strict=True)]
-            )
+            torch.cat([_placed(row[layer][which], kept, width - 1) for row, kept in zip(rows, mask, strict=True)])
             for which in (0, 1)
         )
         theirs.update(keys, values, layer)
@@ -73,9 +71,7 @@ class Sheet:
         """Add the tokens of one step."""
         for row, new in zip(self._rows, tokens, strict=True):
             row.extend(new)
-        open_ = [
-            len(row) for row, ended in zip(self._rows, finished, strict=True) if self._run_on or not ended
-        ]
+        open_ = [len(row) for row, ended in zip(self._rows, finished, strict=True) if self._run_on or not ended]
         width = min(open_) if open_ else max(map(len, self._rows))
         for place in range(len(self._columns), width):
             column = [row[place] if place < len(row) else self._pad for row in self._rows]

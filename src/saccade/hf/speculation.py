@@ -65,9 +65,7 @@ class Speculation(TakesPixels):
         outputs: one `Output` per row of the latest call, with statistics.
     """
 
-    def __init__(
-        self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any
-    ) -> None:
+    def __init__(self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any) -> None:
         kind = drafters.kind_of(drafter) if drafters.is_head(drafter) else None  # type: ignore[arg-type]
         if isinstance(drafter, (str, Path)) and kind is None:
             raise MethodError(
@@ -77,16 +75,12 @@ class Speculation(TakesPixels):
         model = drafter if isinstance(drafter, nn.Module) and kind is None else None
         given = drafter is not None and model is None and kind is None
         if given and (method is not None or options):
-            raise MethodError(
-                "A ready-made drafter brings its own settings; leave out method and its options."
-            )
+            raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
         self._method = method or kind or methods.default(model is not None)
         if not given:
             values, kinds = methods.options(self._method, options), {kind: kind} if kind else {}
             has_drafter = drafter is not None
-            methods.fit(
-                self._method, values, model is not None, kinds, has_drafter=has_drafter, has_processor=False
-            )
+            methods.fit(self._method, values, model is not None, kinds, has_drafter=has_drafter, has_processor=False)
         self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]
         self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
         self._draft_model = None if model is None else adapt(model)
@@ -128,9 +122,7 @@ class Speculation(TakesPixels):
         _check_outputs(config)
         engine = self._engine_for(model)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        prompts = split(
-            model.config, {**visuals, "input_ids": input_ids[::each], "attention_mask": mask[::each]}
-        )
+        prompts = split(model.config, {**visuals, "input_ids": input_ids[::each], "attention_mask": mask[::each]})
         draft_prompts = self._draft_prompts(engine, prompts, assistant_inputs)
         seeds = torch.randint(2**62, (batch,)).tolist() if config.do_sample else [0] * batch
         requests = [Request(prompts[b // each], draft_prompts[b // each], seeds[b]) for b in range(batch)]
@@ -170,11 +162,7 @@ class Speculation(TakesPixels):
                 self._engine = Engine(target, self._given)
             else:
                 special = methods.special_ids(model.config, model.generation_config)
-                head = (
-                    drafters.read_heads({"": self._head}, target, None)[""]
-                    if self._head is not None
-                    else None
-                )
+                head = drafters.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
                 parts = Parts(target, self._draft_model, special_ids=special, head=head)
                 self._engine = methods.build(self._method, parts, **self._options)
         return self._engine

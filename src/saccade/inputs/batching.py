@@ -47,9 +47,7 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
         InputError: ids are missing, the padding is inside a row, or placeholders and media do not match.
     """
     rows, family = _rows(tensors), family_of(config)
-    visual = {
-        name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None
-    }
+    visual = {name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None}
     return family.split(rows, visual)
 
 
@@ -140,9 +138,7 @@ def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
 def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
     ids = tensors.get("input_ids")
     if ids is None:
-        raise InputError(
-            "The inputs have no input_ids; pass what the model's processor or tokenizer returns."
-        )
+        raise InputError("The inputs have no input_ids; pass what the model's processor or tokenizer returns.")
     ids = torch.as_tensor(ids)
     mask = tensors.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else torch.as_tensor(mask)
@@ -154,8 +150,6 @@ def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
     rows = []
     for number, (row, keep) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
         if sum(a != b for a, b in pairwise([False, *keep, False])) > 2:
-            raise InputError(
-                f"Row {number} of attention_mask has a hole; padding must be on the left or the right."
-            )
+            raise InputError(f"Row {number} of attention_mask has a hole; padding must be on the left or the right.")
         rows.append([token for token, kept in zip(row, keep, strict=True) if kept])
     return rows

@@ -53,9 +53,7 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
     slots: list[Slot] = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(
-                'Every message must be a dict with "role" and "content", such as {"role": "user", ...}.'
-            )
+            raise InputError('Every message must be a dict with "role" and "content", such as {"role": "user", ...}.')
         content = message.get("content")
         clean = {k: v for k, v in message.items() if v is not None}
         if isinstance(content, (list, tuple)):
@@ -79,9 +77,7 @@ def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dic
         return {"type": slot.kind, slot.kind: slot.source}
 
     return [
-        {**m, "content": [part(given) for given in m["content"]]}
-        if isinstance(m.get("content"), list)
-        else {**m}
+        {**m, "content": [part(given) for given in m["content"]]} if isinstance(m.get("content"), list) else {**m}
         for m in messages
     ]
 
@@ -113,12 +109,8 @@ def render(
     """
     for role in (m["role"] for m in messages):
         if role not in ROLES and role not in template:
-            raise InputError(
-                f"The chat template knows no role {role!r}; give system, user or assistant messages."
-            )
-    texts = [
-        m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)
-    ]
+            raise InputError(f"The chat template knows no role {role!r}; give system, user or assistant messages.")
+    texts = [m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)]
 
     def attempt(messages: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -168,9 +160,7 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
     if kind in _VIDEO_TYPES:
         slots.append(Slot("video", _source(item, "video")))
         return {"type": "video"}
-    raise InputError(
-        f"A message part of type {kind!r} is not usable; expected text, image, image_url or video."
-    )
+    raise InputError(f"A message part of type {kind!r} is not usable; expected text, image, image_url or video.")
 
 
 def _source(item: Mapping[str, Any], name: str) -> Any:

@@ -151,9 +151,7 @@ def _check(part: Mapping[str, Any]) -> None:
         raise InputError("a video has no frames; give the path of a file, or of at least one frame")
     for source in sources:
         if not isinstance(source, str) or not source:
-            raise InputError(
-                f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}"
-            )
+            raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
         if "://" in source[:16] and not source.startswith("file://"):
             raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
 
@@ -178,17 +176,13 @@ def _openai(given: Any) -> Messages:
 
 def _llava(row: Mapping[str, Any]) -> Messages:
     turns = row["conversations"]
-    if not isinstance(turns, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("value"), str) for m in turns
-    ):
+    if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("value"), str) for m in turns):
         raise InputError("conversations must be a list of objects with from and value, both texts")
     media = {f"<{kind}>": _llava_media(row, kind) for kind in ("image", "video")}
     marked = [mark for m in turns for mark in _MARK.findall(m["value"])]
     for mark, parts in media.items():
         if marked.count(mark) not in (0, len(parts)):
-            raise InputError(
-                f"the text has {mark} {marked.count(mark)} times, but {len(parts)} files are given for it"
-            )
+            raise InputError(f"the text has {mark} {marked.count(mark)} times, but {len(parts)} files are given for it")
     unmarked = [part for mark, parts in media.items() if mark not in marked for part in parts]
     rest = {mark: iter(parts) for mark, parts in media.items()}
     messages: Messages = []

@@ -212,9 +212,7 @@ class LiteralText:
 
     def _mark_ends(self, text: str) -> str:
         core = text.strip()
-        head, tail = (
-            unicodedata.normalize("NFKC", part) for part in (core[: self._longest], core[-self._longest :])
-        )
+        head, tail = (unicodedata.normalize("NFKC", part) for part in (core[: self._longest], core[-self._longest :]))
         lengths = range(1, self._longest)
         if any(head[:n] in self._controls.tails for n in lengths):
             core = self.character + core
@@ -227,9 +225,7 @@ class LiteralText:
     def _longest(self) -> int:
         return self._controls.longest
 
-    def _has_control(
-        self, text: str, ids: Sequence[int], spans: Sequence[Span], breaks: Sequence[Span]
-    ) -> bool:
+    def _has_control(self, text: str, ids: Sequence[int], spans: Sequence[Span], breaks: Sequence[Span]) -> bool:
         """Whether a control token reaches over a mark."""
         pairs = zip(ids, spans, strict=True)
         return any(i in self._controls.ids and _covers(_stripped(text, span), breaks) for i, span in pairs)

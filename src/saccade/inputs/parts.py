@@ -56,9 +56,7 @@ def load_parts(path: str) -> Parts:
     family = family_of(config)
     image_processor = composite = None
     if family.is_composite:
-        composite = _loaded(
-            AutoProcessor, path, f"processor of the family {family.name}, which is not built in,"
-        )
+        composite = _loaded(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
     elif family.reads_images:
         image_processor = _loaded(AutoImageProcessor, path, "image processor", config=config)
     processor_config = _json(path, "processor_config.json")

@@ -54,9 +54,7 @@ def normalise(frames: Frames, settings: Mapping[str, Any]) -> Tensor:
     if settings.get("do_rescale", True):
         pixels = pixels * float(settings.get("rescale_factor", 1 / 255))
     if settings.get("do_normalize", True):
-        mean, std = (
-            torch.tensor(settings[k], dtype=torch.float32).view(3, 1, 1) for k in ("image_mean", "image_std")
-        )
+        mean, std = (torch.tensor(settings[k], dtype=torch.float32).view(3, 1, 1) for k in ("image_mean", "image_std"))
         pixels = (pixels - mean) / std
     return pixels.contiguous()
 

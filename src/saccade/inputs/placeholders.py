@@ -63,6 +63,4 @@ def _wrapper_ids(config: Any, tokenizer: Any) -> tuple[set[int], set[int]]:
         return set(), set()
     openers, closers = family.wrappers(words)
     vocabulary = tokenizer.get_vocab()
-    return {vocabulary[w] for w in openers & vocabulary.keys()}, {
-        vocabulary[w] for w in closers & vocabulary.keys()
-    }
+    return {vocabulary[w] for w in openers & vocabulary.keys()}, {vocabulary[w] for w in closers & vocabulary.keys()}

@@ -243,15 +243,11 @@ class InputProcessor:
         if family.is_composite:
             return
         if slots and not family.reads_images:
-            raise InputError(
-                f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM."
-            )
+            raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
         if family.video_defaults is None and any(s.kind == "video" for s in slots):
             raise InputError(f"The model {name} takes images but no videos; give single frames as images.")
         if self.parts.image_processor is None and any(s.kind == "image" for s in slots):
-            raise ModelError(
-                f"The checkpoint has no image processor; load {name} from a complete checkpoint."
-            )
+            raise ModelError(f"The checkpoint has no image processor; load {name} from a complete checkpoint.")
 
     def _controls(self, template: str | None) -> Controls:
         """Control tokens of the tokenizer under a template."""
@@ -293,9 +289,7 @@ class InputProcessor:
         bos = getattr(self.tokenizer, "bos_token", None)
         return templated and bos is not None and text.startswith(bos)
 
-    def _expand(
-        self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]
-    ) -> tuple[str, list[Medium]]:
+    def _expand(self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]) -> tuple[str, list[Medium]]:
         """Put every medium's tokens in the place of its placeholder."""
         if self._words is None:
             return text, []
@@ -334,9 +328,7 @@ def _sampling(num_frames: int | None, fps: float | None) -> dict[str, float]:
 
 def _listed(given: Iterable[Any], name: str) -> list[Any]:
     if isinstance(given, (str, bytes, os.PathLike, Mapping)) or not isinstance(given, Iterable):
-        raise InputError(
-            f"{name.capitalize()} must come as a list, but one {type(given).__name__} was given; wrap it."
-        )
+        raise InputError(f"{name.capitalize()} must come as a list, but one {type(given).__name__} was given; wrap it.")
     return list(given)
 
 
@@ -363,8 +355,7 @@ def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[S
 
 def _miscounted(found: Sequence[str], wanted: Sequence[str], names: Mapping[str, str]) -> InputError:
     counts = ", ".join(
-        f"{found.count(kind)} of {word} for {_counted(wanted.count(kind), kind)}"
-        for word, kind in names.items()
+        f"{found.count(kind)} of {word} for {_counted(wanted.count(kind), kind)}" for word, kind in names.items()
     )
     return InputError(
         f"The rendered prompt has {counts}; take placeholders out of the text, or check that the chat template "

@@ -70,9 +70,7 @@ def per_row(media: Any, rows: int, batch: bool, name: str) -> list[list[Any]]:
         or len(media) != rows
         or not all(isinstance(m, (list, tuple)) for m in media)
     ):
-        raise InputError(
-            f"For a batch of {rows} prompts, {name} must be a list of {rows} lists, one per prompt."
-        )
+        raise InputError(f"For a batch of {rows} prompts, {name} must be a list of {rows} lists, one per prompt.")
     return [list(m) for m in media]
 
 
@@ -82,13 +80,9 @@ def seeds_of(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         seed = int(torch.randint(2**31, ()).item())
     seeds = [seed + b for b in range(rows)] if _is_seed(seed) else seed  # type: ignore[operator]
     if not isinstance(seeds, (list, tuple, range)) or not all(_is_seed(s) for s in seeds):
-        raise InputError(
-            f"The seed must be a whole number from 0 to 2**63 - 1, or one per prompt, not {seed!r}."
-        )
+        raise InputError(f"The seed must be a whole number from 0 to 2**63 - 1, or one per prompt, not {seed!r}.")
     if len(seeds) != rows:
-        raise InputError(
-            f"There are {rows} prompts but {len(seeds)} seeds; give one seed, or one per prompt."
-        )
+        raise InputError(f"There are {rows} prompts but {len(seeds)} seeds; give one seed, or one per prompt.")
     return [int(s) for s in seeds]
 
 

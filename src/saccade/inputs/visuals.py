@@ -108,9 +108,7 @@ def load_slots(
         InputError: a medium cannot be read, or they are too many or too large together.
     """
     if len(slots) > limits.media:
-        raise InputError(
-            f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted."
-        )
+        raise InputError(f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted.")
     loaded = []
     pixels = 0
     for slot in slots:

@@ -55,9 +55,7 @@ def compose(parts: Parts, values: Values) -> Engine:
 
     if not values:
         return Engine(parts.target)
-    return Engine(
-        parts.target, _drafter(parts, values), _rule(values, parts.special_ids), _pacer(parts, values)
-    )
+    return Engine(parts.target, _drafter(parts, values), _rule(values, parts.special_ids), _pacer(parts, values))
 
 
 def _pacer(parts: Parts, values: Values) -> Pacer | None:
@@ -104,9 +102,7 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
     if not values["copied"]:
         return drafter
     if values.get("alpha_of") == "accepted":
-        raise ValueError(
-            "alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens."
-        )
+        raise ValueError("alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens.")
     device = getattr(drafter, "model", parts.target).device
     copies = PromptLookup(values["copied"], values["max_ngram"], device, parts.target.vocab_size)
     return MergedDrafter(drafter, copies, values["merged_total"])
@@ -123,9 +119,7 @@ def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values)
     if not values["views"]:
         return _by_visual_model(model, policy, vocab_size, values)
     assert processor is not None
-    reader = (
-        model if visual_ids(model.config) else parts.target
-    )  # a blind drafter is given the target's prompt
+    reader = model if visual_ids(model.config) else parts.target  # a blind drafter is given the target's prompt
     views = make_views(
         values["views"],
         model,

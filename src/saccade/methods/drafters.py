@@ -116,9 +116,7 @@ def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
     return {name: kind_of(head) for name, head in heads.items()}
 
 
-def read_heads(
-    heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None
-) -> dict[str, Head]:
+def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None) -> dict[str, Head]:
     """Load heads by name; every folder is read once.
 
     Args:

@@ -70,9 +70,7 @@ def _makes_captions(value: Any) -> bool:
     return callable(value) or isinstance(value, Mapping)
 
 
-def option(
-    default: Any, meaning: str, low: float | None = None, high: float | None = None, **limits: Any
-) -> Any:
+def option(default: Any, meaning: str, low: float | None = None, high: float | None = None, **limits: Any) -> Any:
     """Return a dataclass field with an `Option`."""
     return field(default=default, metadata={"option": Option(default, meaning, low, high, **limits)})
 
@@ -109,9 +107,7 @@ class ConfidentTree:
     """A chain that ends at low draft probability (Kangaroo, Section 3)."""
 
     gamma: int = option(5, "tokens of a chain", 1)
-    confidence: float = option(
-        0.6, "least draft probability at which drafting continues; 0 never stops early", 0, 1
-    )
+    confidence: float = option(0.6, "least draft probability at which drafting continues; 0 never stops early", 0, 1)
 
 
 @dataclass(frozen=True)
@@ -185,9 +181,7 @@ class LVSpecRule:
 class FLyRule:
     """LOSSY: forgiven mismatches at high target entropy (FLy)."""
 
-    entropy: float = option(
-        0.2, "least entropy of the target at a forgiven mismatch, as a share of the largest", 0, 1
-    )
+    entropy: float = option(0.2, "least entropy of the target at a forgiven mismatch, as a share of the largest", 0, 1)
     deferred: int = option(4, "following draft tokens that must match (FLy's window W)", 0)
 
 
@@ -268,15 +262,9 @@ class Merging:
 class VisualPruning:
     """The share of the visual tokens that the drafter keeps (SpecVLM)."""
 
-    keep_images: float = option(
-        1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True
-    )
-    keep_videos: float = option(
-        1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True
-    )
-    select: str = option(
-        "specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform")
-    )
+    keep_images: float = option(1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
+    keep_videos: float = option(1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
+    select: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
     mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
 
 

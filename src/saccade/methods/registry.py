@@ -61,9 +61,7 @@ METHODS: dict[str, Method] = {
         source="",
         settings={"draft_with": "none"},
     ),
-    "chain": Method(
-        "a draft model drafts gamma tokens in a row", source="Leviathan et al. 2023, Algorithm 1"
-    ),
+    "chain": Method("a draft model drafts gamma tokens in a row", source="Leviathan et al. 2023, Algorithm 1"),
     "auto": Method(
         "a chain of as many draft tokens as pay, by costs and acceptance measured as it runs; none where none do",
         source="Leviathan et al. 2023, Section 3.3, with measured costs",
@@ -144,9 +142,7 @@ def get(name: str) -> Method:
         MethodError: unknown name; the message lists the methods.
     """
     if name not in METHODS:
-        raise MethodError(
-            f"Unknown method {name!r}; expected one of {', '.join(METHODS)} (see `saccade methods`)."
-        )
+        raise MethodError(f"Unknown method {name!r}; expected one of {', '.join(METHODS)} (see `saccade methods`).")
     return METHODS[name]
 
 

@@ -71,9 +71,7 @@ def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, O
     others = [g for g in GROUPS if g not in groups and (g in _WITH or g.partition("=")[0] in groups)]
     found: list[tuple[str, list[tuple[str, Any, Option]]]] = [("", [])]
     for group in (*groups, *(others if groups and values["draft_with"] != "lookup" else ())):
-        rows = [
-            (name, _default(settings, group, name, option), option) for name, option in GROUPS[group].items()
-        ]
+        rows = [(name, _default(settings, group, name, option), option) for name, option in GROUPS[group].items()]
         if group in groups:
             found[0][1].extend(rows)
         elif rows:
@@ -97,9 +95,7 @@ def _default(settings: Mapping[str, Any], group: str, name: str, option: Option)
 def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the options that decide which groups are in force."""
     names = ("draft_with", "tree", "rule", "copied", "views")
-    chosen = {
-        name: option.default for group in CHOICES.values() for name, option in group.items() if name in names
-    }
+    chosen = {name: option.default for group in CHOICES.values() for name, option in group.items() if name in names}
     return chosen | {name: value for source in sources for name, value in source.items() if name in names}
 
 
@@ -138,9 +134,7 @@ def _translated(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own in found:
-            raise MethodError(
-                f"Option {own} of method {method} is given twice; {name} is another name for it."
-            )
+            raise MethodError(f"Option {own} of method {method} is given twice; {name} is another name for it.")
         found[own] = value
     return found
 
@@ -152,7 +146,5 @@ def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
     needed = [group for group, options in GROUPS.items() if name in options and "=" in group]
     if known and needed:
         groups = " or ".join(needed)
-        return (
-            f"Method {method} has the option {name} with {groups} only; give that too, or leave {name} out."
-        )
+        return f"Method {method} has the option {name} with {groups} only; give that too, or leave {name} out."
     return f"Method {method} has no option {name}; its options are: {', '.join(known) or 'none'}."

@@ -76,9 +76,7 @@ def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[E
                 break
             chance = _happen(rng, states[-1])
             # Two events of one shape in a row could look like one.
-            if chance is None or (
-                events and chance[0]["thing"] == events[-1]["thing"] and rng.random() < 0.7
-            ):
+            if chance is None or (events and chance[0]["thing"] == events[-1]["thing"] and rng.random() < 0.7):
                 continue
             if events and chance[0] == events[-1]:
                 continue
@@ -142,13 +140,9 @@ def describe_event(rng: Random, thing: Thing, what: str) -> str:
             f"we see how {its} goes {what}.",
         )
     if what == "appears":
-        return sentence(
-            rng, f"{its} appears.", f"{its} comes in.", f"there comes {its}.", f"now I see {its}, too."
-        )
+        return sentence(rng, f"{its} appears.", f"{its} comes in.", f"there comes {its}.", f"now I see {its}, too.")
     if what == "leaves":
-        return sentence(
-            rng, f"{its} is gone.", f"{its} leaves.", f"away goes {its}.", f"I no longer see {its}."
-        )
+        return sentence(rng, f"{its} is gone.", f"{its} leaves.", f"away goes {its}.", f"I no longer see {its}.")
     return sentence(
         rng,
         f"{its} turns {what}.",

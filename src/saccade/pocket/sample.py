@@ -67,9 +67,7 @@ class Sample:
             ValueError: the sample has none or several.
         """
         if len(self.images) != 1:
-            raise ValueError(
-                f"A sample of task {self.task!r} has {len(self.images)} pictures, not one; read `images`."
-            )
+            raise ValueError(f"A sample of task {self.task!r} has {len(self.images)} pictures, not one; read `images`.")
         return self.images[0]
 
     def messages(self, media: bool = True) -> list[dict[str, Any]]:
@@ -155,9 +153,7 @@ def grammars(
         return f"{question} Use full sentences."
 
     in_full = (
-        tuple(map(full, questions))
-        if isinstance(questions, tuple)
-        else lambda rng, facts: full(questions(rng, facts))
+        tuple(map(full, questions)) if isinstance(questions, tuple) else lambda rng, facts: full(questions(rng, facts))
     )
     turns = {name: earlier and partial(earlier, name) for name in ("dense", "verbose")}
     return {
@@ -188,9 +184,7 @@ def lacks(task: str, grammar: str = "dense") -> str:
     if task not in WORLD:
         return f"There is no pocket task {task!r}; the tasks are {', '.join(WORLD)}."
     if grammar not in WORLD[task].grammars:
-        return (
-            f"The pocket task {task!r} has no grammar {grammar!r}; it has {', '.join(WORLD[task].grammars)}."
-        )
+        return f"The pocket task {task!r} has no grammar {grammar!r}; it has {', '.join(WORLD[task].grammars)}."
     return ""
 
 
@@ -220,9 +214,7 @@ def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
     turns = style.earlier(media.facts) if style.earlier else ()
     if isinstance(media, Picture):
         return Sample(task, (media.image,), question, answer, media.facts, media.labels, turns=turns)
-    return Sample(
-        task, media.images, question, answer, media.facts, no_labels(), media.video, media.fps, turns
-    )
+    return Sample(task, media.images, question, answer, media.facts, no_labels(), media.video, media.fps, turns)
 
 
 def score(task: str, answer: str, facts: Facts) -> dict[str, float]:

@@ -136,9 +136,7 @@ class ModelEntry:
                 raise ConfigError(
                     f"The {where} has the name of a method, which requests could not tell apart; rename it."
                 )
-            methods.options(
-                profile["method"], {k: v for k, v in profile.items() if k not in ("method", "head")}
-            )
+            methods.options(profile["method"], {k: v for k, v in profile.items() if k not in ("method", "head")})
         return check(
             self.target,
             self.drafter,
@@ -197,9 +195,7 @@ class ServerConfig:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Accepted names in the Host header; empty for any."""
-        return self.allowed_hosts or (
-            ("localhost", "127.0.0.1", "::1", self.host) if self.is_loopback else ()
-        )
+        return self.allowed_hosts or (("localhost", "127.0.0.1", "::1", self.host) if self.is_loopback else ())
 
     def keys(self) -> tuple[str, ...]:
         """Return the API keys of file and environment.
@@ -242,9 +238,7 @@ def read_config(path: str | Path) -> ServerConfig:
         for number, entry in enumerate(entries)
     )
     limits = make(Limits, _table(table, "limits", where), where, prefix="limits.", error=ConfigError)
-    lists = _lists(
-        _table(table, "media", where), ("domains", "formats", "containers", "codecs"), "media", where
-    )
+    lists = _lists(_table(table, "media", where), ("domains", "formats", "containers", "codecs"), "media", where)
     media = make(MediaLimits, lists, where, prefix="media.", error=ConfigError)
     server = _lists(_table(table, "server", where), ("allowed_hosts",), "server", where)
     known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits", "media")]

@@ -156,9 +156,7 @@ class Schemas:
         schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
         text = json.dumps(schema, sort_keys=True)
         if len(text) > MOST_SCHEMA_BYTES:
-            raise invalid(
-                f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format"
-            )
+            raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
         with self._lock:
             if text not in self._found:
                 self._found[text] = self._compile(schema)
@@ -244,9 +242,7 @@ class Planner:
             options["sequence_bias"] = self._bias(body.logit_bias)
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
-            processors.append(
-                Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
-            )
+            processors.append(Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
         schema = None if body.response_format is None else self.schemas.processor(body.response_format)
         if schema is not None:
             processors.append(schema)
@@ -260,9 +256,7 @@ class Planner:
     def _limit(self, body: Decoding, prompt_length: int) -> int:
         room = None if self.context is None else self.context - prompt_length
         if self._most is not None and body.limit is not None and body.limit > self._most:
-            raise invalid(
-                f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens"
-            )
+            raise invalid(f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens")
         if body.limit is not None:
             return body.limit
         limits = [self._default, *([self._most] if self._most else []), *([room] if room is not None else [])]

@@ -71,9 +71,7 @@ class ServedModel:
         self._settings: OrderedDict[str, Setting] = OrderedDict()
         self._lock = threading.Lock()
         for name in self.names:
-            self.setting(
-                name
-            )  # a profile that does not fit the loaded parts is a mistake of the configuration
+            self.setting(name)  # a profile that does not fit the loaded parts is a mistake of the configuration
 
     @property
     def names(self) -> list[str]:
@@ -128,9 +126,7 @@ class ServedModel:
             raise invalid("speculation.method must be the name of a method.", "speculation.method")
         if name not in ("", *self.names) and (not self.entry.open_methods or name not in methods.METHODS):
             expected = ", ".join([*self.names, *self.open_methods])
-            raise invalid(
-                f"There is no method {name[:60]!r} here; expected one of {expected}.", "speculation.method"
-            )
+            raise invalid(f"There is no method {name[:60]!r} here; expected one of {expected}.", "speculation.method")
         for option, value in given.items():
             self._check_option(name, option, value)
         return name, given

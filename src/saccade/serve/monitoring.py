@@ -84,9 +84,7 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Verification passes.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._loosened = self._counter(
-            "spec_decode_num_loosened_tokens", "Of them, against the target's own."
-        )
+        self._loosened = self._counter("spec_decode_num_loosened_tokens", "Of them, against the target's own.")
         self._per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
         )

@@ -75,9 +75,7 @@ def draining() -> Refusal:
 def too_many(what: str, retry_after: int) -> Refusal:
     """A request beyond a client's limit."""
     message = f"This API key or address exceeds {what}; try again in {retry_after} s."
-    return Refusal(
-        429, message, "rate_limit", "rate_limit_error", "rate_limit_exceeded", retry_after=retry_after
-    )
+    return Refusal(429, message, "rate_limit", "rate_limit_error", "rate_limit_exceeded", retry_after=retry_after)
 
 
 def broken() -> Refusal:

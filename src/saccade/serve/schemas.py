@@ -211,9 +211,7 @@ def _check_others(kind: type[Decoding], others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name in REFUSED:
             if value not in REFUSED[name]:
-                raise invalid(
-                    f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter"
-                )
+                raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
             continue
         close = get_close_matches(name, kind.model_fields, 1, 0.85) if len(name) < 50 else []
         if close:
@@ -225,14 +223,10 @@ def _check_together(body: Decoding) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream: true; leave it out, or stream.", "stream_options")
     if len(body.stops) > MOST_STOPS or any(not stop or len(stop) > 1000 for stop in body.stops):
-        raise invalid(
-            f"The field stop takes up to {MOST_STOPS} strings of 1 to 1000 characters; shorten it.", "stop"
-        )
+        raise invalid(f"The field stop takes up to {MOST_STOPS} strings of 1 to 1000 characters; shorten it.", "stop")
     form = body.response_format
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-        raise invalid(
-            "response_format needs json_schema exactly when its type is json_schema.", "response_format"
-        )
+        raise invalid("response_format needs json_schema exactly when its type is json_schema.", "response_format")
     if isinstance(body, ChatRequest):
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true; give both or none.", "top_logprobs")

@@ -185,9 +185,7 @@ class Target:
         return torch.cat(states)
 
     @torch.inference_mode()
-    def forward_prompt(
-        self, cache: RowCache, row: int, prompt: Prompt, requirements: Requirements
-    ) -> ForwardOutput:
+    def forward_prompt(self, cache: RowCache, row: int, prompt: Prompt, requirements: Requirements) -> ForwardOutput:
         """Run a whole prompt with its raw media through the stock model into an empty row; its entries are pending.
 
         For families whose placeholders are unknown; `InputError` and `ModelError` as the model raises them.
@@ -198,9 +196,7 @@ class Target:
             name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
             for name, value in join(self.config, prompt.media).items()
         }
-        inputs.update(
-            attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
         positions, _ = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions
@@ -230,11 +226,7 @@ class Target:
             return [self._run_row_by_row(cache, block, requirements) for block in blocks]
         layout, positions, logit_indices = self._plan(cache, blocks)
         embeddings = [b.embeddings if b.embeddings is not None else self.embed(b.tokens) for b in blocks]
-        x = (
-            embeddings[0].flatten(0, 1)
-            if len(embeddings) == 1
-            else torch.cat([e.flatten(0, 1) for e in embeddings])
-        )
+        x = embeddings[0].flatten(0, 1) if len(embeddings) == 1 else torch.cat([e.flatten(0, 1) for e in embeddings])
         if self.is_lean:
             assert self._lean is not None
             deepstack = pack_deepstack(blocks)
@@ -316,9 +308,7 @@ class Target:
 
     # -- the stock modules, a row at a time ----------------------------------------------------------------
 
-    def _run_row_by_row(
-        self, cache: RowCache, block: TokenBlock, requirements: Requirements
-    ) -> ForwardOutput:
+    def _run_row_by_row(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
         outputs = []
         for single in block.split_rows():
             with self._captured(requirements) as hidden:
@@ -330,9 +320,7 @@ class Target:
         """Logits ``[1, n - logits_from, V]`` of a block of one row."""
         layout, positions, _ = self._plan(cache, [block])
         (span,) = layout.spans
-        masks = {
-            kind: m if (m := span.mask(kind)) is not None else self._unmasked(span) for kind in span.masks
-        }
+        masks = {kind: m if (m := span.mask(kind)) is not None else self._unmasked(span) for kind in span.masks}
         mask = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
         if block.logits_from:

@@ -163,8 +163,7 @@ class RowCache(Cache):
     def ends(self, rows: Sequence[int], new: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the first slot behind each row's committed entries, or behind ``new`` more of each."""
         return tuple(
-            self.start(row) + self.lengths[row] + more
-            for row, more in zip(rows, new or [0] * len(rows), strict=True)
+            self.start(row) + self.lengths[row] + more for row, more in zip(rows, new or [0] * len(rows), strict=True)
         )
 
     def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
@@ -196,10 +195,7 @@ class RowCache(Cache):
                         f"Row {row} of the KV cache has {self.capacity(row)} slots but {occupied + count} are needed; "
                         "the request was sized too small, which is a bug worth reporting."
                     )
-                own = {
-                    k: None if m is None else m[place if m.shape[0] > 1 else 0][None]
-                    for k, m in masks.items()
-                }
+                own = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
                 spans.append(Span(row, at, count, start, occupied + count, own))
                 self.pending[row] += count
                 at += count

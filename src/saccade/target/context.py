@@ -57,10 +57,7 @@ class Context:
         """Number of leading ids of a prompt that each of some rows holds."""
         spans = self._media_spans(prompt)
         contents = {row: self._contents[row] for row in rows}
-        return {
-            row: _shared_prefix(content.ids, content.media, prompt.ids, spans)
-            for row, content in contents.items()
-        }
+        return {row: _shared_prefix(content.ids, content.media, prompt.ids, spans) for row, content in contents.items()}
 
     def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
         """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content.
@@ -163,9 +160,7 @@ class Context:
         deltas = [self._contents[row].rope_delta for row in rows]
         return TokenBlock(rows, tokens, attention_mask, depth, deltas, self._slot_shifts(rows))
 
-    def commit(
-        self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]
-    ) -> None:
+    def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, whose token ids are ``ids``; drop their others."""
         self.cache.commit(rows, chosen)
         for row, new in zip(rows, ids, strict=True):

@@ -150,9 +150,7 @@ def concat_outputs(outputs: Sequence[ForwardOutput], starts: Sequence[int] = ())
     return ForwardOutput(torch.cat([o.logits for o in outputs]), hidden)
 
 
-def split_outputs(
-    blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[int, Tensor]
-) -> list[ForwardOutput]:
+def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[int, Tensor]) -> list[ForwardOutput]:
     """Split a packed forward's outputs by block.
 
     Args:

@@ -48,9 +48,7 @@ class FeatureTap:
         ModelError: a layer does not exist, or the decoder's final norm has no known name.
     """
 
-    def __init__(
-        self, target: StockModel, layers: Sequence[int], final: Literal["post", "pre"] = "post"
-    ) -> None:
+    def __init__(self, target: StockModel, layers: Sequence[int], final: Literal["post", "pre"] = "post") -> None:
         count = len(target.layers)
         for index in layers:
             if not -count - 1 <= index <= count:

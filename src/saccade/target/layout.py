@@ -125,9 +125,7 @@ class Layout:
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool) -> Tensor:
     """Compute attention ``[A, H, n, D_v]`` of queries ``[A, H, n, D]``; ``grouped`` where keys have fewer heads.
 
     On a CPU, low-precision inputs run in float32 for a single query, for which torch's kernel takes 2 to 9 times as

@@ -74,9 +74,7 @@ class DecoderOutput:
 class LeanDecoder:
     """Forwards of a model on fused weights, without its Python modules."""
 
-    def __init__(
-        self, model: Any, decoder: Any, layers: list[_LayerWeights], kv_heads: int, eps: float
-    ) -> None:
+    def __init__(self, model: Any, decoder: Any, layers: list[_LayerWeights], kv_heads: int, eps: float) -> None:
         attention = decoder.layers[0].self_attn
         self._layers = layers
         self._rotary = decoder.rotary_emb
@@ -132,9 +130,7 @@ class LeanDecoder:
         count, width = x.shape
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
-        for index, (weights, layer) in enumerate(
-            zip(self._layers[:until], cache.layers[:until], strict=True)
-        ):
+        for index, (weights, layer) in enumerate(zip(self._layers[:until], cache.layers[:until], strict=True)):
             if index in wanted:
                 states[index] = x
             h = F.rms_norm(x, (width,), weights.norm_in, self._eps)
@@ -205,9 +201,7 @@ def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
     Other differences (scalings, activations) are found by the comparison with the stock logits.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or not all(
-        hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")
-    ):
+    if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
         return False
     if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:
         return False
@@ -308,6 +302,4 @@ def _fuse_parameters(parameters: list[Any]) -> Tensor:
 def _already_fuse_parameters(weights: list[Tensor]) -> bool:
     ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
     storage = {w.untyped_storage().data_ptr() for w in weights}
-    return len(storage) == 1 and all(
-        w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True)
-    )
+    return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))

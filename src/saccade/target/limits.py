@@ -144,9 +144,7 @@ class Limits:
         """Whether a sequence uses a longrope embedding's long factors."""
         return self.longrope_threshold is not None and length > self.longrope_threshold
 
-    def clamp_positions(
-        self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None
-    ) -> Tensor:
+    def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
         """Clamp positions ``[B, Q]`` of new tokens to the last valid one of these rows.
 
         Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change

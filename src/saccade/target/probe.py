@@ -191,9 +191,7 @@ def _fused(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
 
         def rows(part: Tensor) -> Tensor:
-            return attention_rows(
-                query, key, attention_mask, part, scale=scale, causal=causal and query.shape[2] > 1
-            )
+            return attention_rows(query, key, attention_mask, part, scale=scale, causal=causal and query.shape[2] > 1)
 
         probe._observe(layer, query.shape[2], rows, query.device)
     out: tuple[Tensor, None] = sdpa_attention_forward(

@@ -98,9 +98,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def _on_a_tree(
-    target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0
-) -> Tensor:
+def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
     """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `ACCEPTED`.
 
     Args:
@@ -119,9 +117,7 @@ def _on_a_tree(
     return torch.cat([first[None], tree.logits[0], last.logits[0]])
 
 
-def _path_by_path(
-    target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0
-) -> Tensor:
+def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
     """Return the same logits from one forward over whole sequences, one per leaf, without a cache."""
     parents = SHAPE.parents
     rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
@@ -140,9 +136,7 @@ def _path_by_path(
 @contextmanager
 def _undisturbed(target: Target) -> Iterator[None]:
     """Restore the rope deltas that a plain forward leaves on M-RoPE models."""
-    before: list[tuple[Any, Any]] = [
-        (m, m.rope_deltas) for m in target.model.modules() if hasattr(m, "rope_deltas")
-    ]
+    before: list[tuple[Any, Any]] = [(m, m.rope_deltas) for m in target.model.modules() if hasattr(m, "rope_deltas")]
     for module, _ in before:
         module.rope_deltas = None
     try:

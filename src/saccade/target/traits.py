@@ -11,9 +11,7 @@ from saccade.inputs.families import FAMILIES, family_of
 from saccade.target.limits import Limits
 from saccade.target.masks import MaskPlan
 
-TESTED = {
-    name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()
-}
+TESTED = {name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()}
 """``model_type`` -> name, for every family in the conformance suite; others are checked at load."""
 
 DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for decoder in family.decoders}

@@ -88,9 +88,7 @@ def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequ
         reached = 1.0
         for depth, rank in enumerate(node):
             if depth >= len(rows) or not 0 <= rank < len(rows[depth]):
-                raise ValueError(
-                    f"The table of acceptances has no entry for rank {rank} at depth {depth + 1}."
-                )
+                raise ValueError(f"The table of acceptances has no entry for rank {rank} at depth {depth + 1}.")
             reached *= rows[depth][rank]
         total += reached
     return total

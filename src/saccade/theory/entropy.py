@@ -34,9 +34,7 @@ def confidence(probabilities: ArrayLike, k: int = 10) -> float:
     p = np.asarray(probabilities, dtype=np.float64)
     numerics.count("k", k, 2)
     if p.ndim != 1 or p.size < k:
-        raise ValueError(
-            f"The confidence needs a vector of at least k = {k} probabilities, not shape {p.shape}."
-        )
+        raise ValueError(f"The confidence needs a vector of at least k = {k} probabilities, not shape {p.shape}.")
     if not np.isfinite(p).all() or p.min() < 0 or p.max() == 0:
         raise ValueError("The probabilities must be finite, not negative, and not all 0.")
     top = np.partition(p, -k)[-k:]

@@ -75,9 +75,7 @@ def loose_gain(acceptance: float, density: float, gamma: int | None = None) -> f
     """
     loose = loose_acceptance(acceptance, density)
     if acceptance == 0:
-        raise ValueError(
-            "The acceptance must be above 0: strict verification accepts nothing to compare with."
-        )
+        raise ValueError("The acceptance must be above 0: strict verification accepts nothing to compare with.")
     if gamma is not None:
         return accepted_length(loose, numerics.count("draft length gamma", gamma, 1)) / accepted_length(
             acceptance, gamma

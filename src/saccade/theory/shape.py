@@ -114,9 +114,7 @@ def best_tree(
     return best
 
 
-def best_width(
-    by_rank: Sequence[float], draft_cost: float, *, verify_cost: VerifyCost = free_verification
-) -> int:
+def best_width(by_rank: Sequence[float], draft_cost: float, *, verify_cost: VerifyCost = free_verification) -> int:
     """Number of candidates for one next token that pays, all taken from one drafter step.
 
     SAGE's Theorem 4.8 charges a drafter step per candidate; that is ``draft_cost=0`` with

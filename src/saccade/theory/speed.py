@@ -59,9 +59,7 @@ def cost_curve(points: Mapping[int, float]) -> VerifyCost:
     return cost_of
 
 
-def speedup(
-    block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0
-) -> float:
+def speedup(block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0) -> float:
     """Expected speed-up: tokens per pass over the cost of the pass and its draft.
 
     Source: TABED, Section 3, Eq. 1, which has 1 for the last term; ``2.29 / (5 * 0.063 + 1) = 1.74`` is its
@@ -131,9 +129,7 @@ def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> fl
 
 
 def _pass_cost(draft_passes: int, draft_cost: float, verify_cost: float) -> float:
-    drafting = numerics.count("number of draft passes", draft_passes) * numerics.ratio(
-        "draft cost", draft_cost
-    )
+    drafting = numerics.count("number of draft passes", draft_passes) * numerics.ratio("draft cost", draft_cost)
     return drafting + numerics.positive("verification cost", verify_cost)
 
 
@@ -152,12 +148,8 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, *, value_bytes
     Raises:
         ValueError: a count is below 1, or the size is not positive.
     """
-    numbers = (
-        2 * numerics.count("number of layers", layers, 1) * numerics.count("number of KV heads", kv_heads, 1)
-    )
-    return (
-        numbers * numerics.count("head dimension", head_dim, 1) * numerics.positive("value size", value_bytes)
-    )
+    numbers = 2 * numerics.count("number of layers", layers, 1) * numerics.count("number of KV heads", kv_heads, 1)
+    return numbers * numerics.count("head dimension", head_dim, 1) * numerics.positive("value size", value_bytes)
 
 
 def verified_per_token(nodes: int, accepted_length: float) -> float:

@@ -33,9 +33,7 @@ def end_token(processor: InputProcessor) -> int | None:
         question: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
         answered = [*question, {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}]
         try:
-            before, whole = (
-                processor.prompt(m, add_generation_prompt=False).ids for m in (question, answered)
-            )
+            before, whole = (processor.prompt(m, add_generation_prompt=False).ids for m in (question, answered))
         except SaccadeError:
             return known[0]
         for token in whole[len(before) :]:
@@ -92,9 +90,7 @@ class Answers:
         self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
         content, self._seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
         self._mark = lru_cache(maxsize=4096)(_mark)  # questions about one picture are close together
-        self._each_line(
-            lambda number, offset, line: self._index(number, offset, line, min_words), content.update
-        )
+        self._each_line(lambda number, offset, line: self._index(number, offset, line, min_words), content.update)
         self.lengths: Sequence[int] = self._lengths
         self.fingerprint = content.hexdigest()
         self.inputs: Mapping[str, str] = {"media": self._seen.hexdigest()[:16], "processor": processor.digest}
@@ -230,9 +226,7 @@ def _length(messages: Sequence[Mapping[str, Any]]) -> int:
     text = sum(
         len(part.get("text", ""))
         for m in messages
-        for part in (
-            m["content"] if isinstance(m.get("content"), list) else [{"text": m.get("content") or ""}]
-        )
+        for part in (m["content"] if isinstance(m.get("content"), list) else [{"text": m.get("content") or ""}])
     )
     return text // 4
 

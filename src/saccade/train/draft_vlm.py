@@ -106,9 +106,7 @@ class DraftVlmLearner:
     def loss(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
         tallies = [self._loss(part) for part in batch]
         terms = {name: torch.stack([t.terms[name] for t in tallies]).sum() for name in self.terms}
-        counts = [
-            torch.stack([getattr(t, name) for t in tallies]).sum(0) for name in ("kept", "tried", "right")
-        ]
+        counts = [torch.stack([getattr(t, name) for t in tallies]).sum(0) for name in ("kept", "tried", "right")]
         return Tally(torch.stack([t.loss for t in tallies]).sum(), terms, *counts)
 
     def tensors(self, batch: Sequence[DraftBatch]) -> dict[str, Tensor]:

@@ -137,9 +137,7 @@ def _loaded(target: Target, processor: InputProcessor, lm: str) -> Any:
     path = path_of(lm)
     config = check_checkpoint(path)
     if config.model_type != config.get_text_config(decoder=True).model_type:
-        raise ModelError(
-            f"{path} is a {config.model_type} model with its own vision tower; give a language model."
-        )
+        raise ModelError(f"{path} is a {config.model_type} model with its own vision tower; give a language model.")
     shared_vocabulary(processor.tokenizer, InputProcessor.load(path).tokenizer, (name_of(target.model), path))
     small = load_model(path, dtype="float32")
     if small.base_model is small:

@@ -172,9 +172,7 @@ class FeatureCache:
             text = held["ids"].masked_fill(visual, 0)  # placeholders may lie outside the embedding table
             embeddings = self._target.model.get_input_embeddings()(text)
             embeddings[visual] = 0
-            found = Features(
-                held["ids"], visual, held["answer"], given, embeddings, held.get("dropped"), stops
-            )
+            found = Features(held["ids"], visual, held["answer"], given, embeddings, held.get("dropped"), stops)
             needed = self._needed(found)
             embeddings[needed.visual] = held["visual"]
         states = {i: _spread(t, needed.states[i]) for i, t in given.items()}

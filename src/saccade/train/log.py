@@ -55,9 +55,7 @@ class Log:
                 numbers = value if isinstance(value, list) else [value]
                 for place, number in enumerate(numbers):
                     if isinstance(number, (int, float)):
-                        self._board.add_scalar(
-                            name + (f"/{place}" if isinstance(value, list) else ""), number, step
-                        )
+                        self._board.add_scalar(name + (f"/{place}" if isinstance(value, list) else ""), number, step)
 
     def progress(self, step: int, words: str) -> None:
         """One line with the time left."""

@@ -39,9 +39,7 @@ class WideMuon(torch.optim.Muon):
             raise ValueError("This optimiser takes no closure; compute the gradients before the step.")
         for group in self.param_groups:
             if group["adjust_lr_fn"] != "match_rms_adamw":
-                raise ValueError(
-                    f"The learning rate is matched to AdamW's here, not {group['adjust_lr_fn']!r}."
-                )
+                raise ValueError(f"The learning rate is matched to AdamW's here, not {group['adjust_lr_fn']!r}.")
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._update(weight, weight.grad, group)
@@ -98,9 +96,7 @@ class Optimisers:
         weights: trained parameters, over which the norm is taken.
     """
 
-    def __init__(
-        self, parts: Sequence[torch.optim.Optimizer], weights: Sequence[nn.Parameter], clip: float
-    ) -> None:
+    def __init__(self, parts: Sequence[torch.optim.Optimizer], weights: Sequence[nn.Parameter], clip: float) -> None:
         self._parts, self.weights, self._clip = parts, list(weights), clip
 
     def step(self, rate: float) -> float:

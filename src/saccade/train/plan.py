@@ -58,9 +58,7 @@ class Plan:
         ]
         if self.cache:
             lines.append(f"features   {self._features()}")
-        for number, (stage, seconds, does) in enumerate(
-            zip(self.stages, self.seconds, self.does, strict=True), 1
-        ):
+        for number, (stage, seconds, does) in enumerate(zip(self.stages, self.seconds, self.does, strict=True), 1):
             lines.append(
                 f"stage {number}    {stage.steps} steps, {does}, rate {stage.rate:g}; {seconds:.2f} s a step measured, "
                 f"about {duration(seconds * stage.steps)}"
@@ -76,9 +74,7 @@ class Plan:
             return words + "not cached (feature_cache=none)"
         words += f"cached {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
         share = min(1.0, limit * self.processes / self.cache)
-        return (
-            words if share == 1 else f"{words}, room for {share:.0%} of them; the rest is read in every epoch"
-        )
+        return words if share == 1 else f"{words}, room for {share:.0%} of them; the rest is read in every epoch"
 
 
 def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:

@@ -56,9 +56,7 @@ class Prefetch(Generic[_Batch]):
         self._fill(max(self._ahead, 1))
         planned, prepared = self._waiting.popleft()
         if planned != work:
-            raise RuntimeError(
-                f"Batch {work} was requested, but {planned} comes first; take batches in order."
-            )
+            raise RuntimeError(f"Batch {work} was requested, but {planned} comes first; take batches in order.")
         self._fill(self._ahead)
         return prepared.result()
 

@@ -15,9 +15,7 @@ def sum_tallies(tallies: Sequence[Tally], steps: int, names: Sequence[str], devi
     """Return one vector of loss, terms, and the examples kept, tried and right per draft step."""
     total = torch.zeros(1 + len(names) + 3 * steps, dtype=torch.float64, device=device)
     for t in tallies:
-        total += torch.cat(
-            [torch.stack([t.loss, *(t.terms[n] for n in names)]).double(), t.kept, t.tried, t.right]
-        )
+        total += torch.cat([torch.stack([t.loss, *(t.terms[n] for n in names)]).double(), t.kept, t.tried, t.right])
     return total
 
 

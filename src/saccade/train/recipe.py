@@ -99,9 +99,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.kind not in trained_kinds():
-            raise TrainingError(
-                f"Nothing of kind {self.kind!r} can be trained; choose {' or '.join(trained_kinds())}."
-            )
+            raise TrainingError(f"Nothing of kind {self.kind!r} can be trained; choose {' or '.join(trained_kinds())}.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise TrainingError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")

@@ -122,9 +122,7 @@ class Trainer:
         if self._measure is None and self.recipe.validation_samples and not self.apart:
             self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
         again = "block_efficiency" if self._unmeasured else None
-        log = (
-            Log(self._out, self._step, self.recipe.steps, self._say, again) if self.processes.leads else None
-        )
+        log = Log(self._out, self._step, self.recipe.steps, self._say, again) if self.processes.leads else None
         if self._unmeasured:
             self._validate(log)
         self._batches.begin(self._work())

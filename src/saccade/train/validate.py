@@ -55,9 +55,7 @@ class EngineMeasure:
         return block_efficiency(engine, self.prompts, self._length, self._rows)
 
 
-def fitting(
-    prompts: Sequence[Prompt], room: int, models: Sequence[Target], say: Callable[[str], None]
-) -> list[Prompt]:
+def fitting(prompts: Sequence[Prompt], room: int, models: Sequence[Target], say: Callable[[str], None]) -> list[Prompt]:
     """Return prompts that leave ``room`` tokens in the contexts of all models, and report the others."""
     contexts = [m.traits.context for m in models if m.traits.context is not None]
     if not contexts:
@@ -66,8 +64,7 @@ def fitting(
     if left := len(prompts) - len(fit):
         say(
             f"{left} of {len(prompts)} held-out prompts are not measured: they leave no {room} tokens for an "
-            f"answer in a context of {min(contexts)}"
-            + ("." if fit else ", so no drafter is found to be the best.")
+            f"answer in a context of {min(contexts)}" + ("." if fit else ", so no drafter is found to be the best.")
         )
     return fit
 

@@ -131,8 +131,6 @@ def _window_complete(tree: DraftTree, match: Tensor, loose: Tensor, deferred: in
     missing = torch.zeros_like(parents)  # matches that a window still lacks
     for _ in range(tree.max_depth):
         above = missing.gather(1, parents)
-        after = torch.where(
-            match, (above - 1).clamp(min=0), torch.where(loose & (above == 0), deferred, never)
-        )
+        after = torch.where(match, (above - 1).clamp(min=0), torch.where(loose & (above == 0), deferred, never))
         missing = torch.where(tree.depth > 0, after.clamp(max=never), 0)
     return missing == 0

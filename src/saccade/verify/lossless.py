@@ -106,9 +106,7 @@ class _Siblings:
         return accepted & ~(self.earlier & accepted[:, None]).any(-1)
 
 
-def _choose_point_masses(
-    tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Tensor
-) -> tuple[Tensor, Tensor]:
+def _choose_point_masses(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Choose a child of every node, for children that are point masses.
 
     Where all earlier siblings are rejected, p is what they leave of it, so a child is accepted with its own share of

@@ -79,9 +79,7 @@ class Processing:
         ends: for rows given as processors the ids that end each; none when empty.
     """
 
-    def __init__(
-        self, rows: Sequence[RowProcessing | Sequence[Any]], ends: Sequence[Container[int]] = ()
-    ) -> None:
+    def __init__(self, rows: Sequence[RowProcessing | Sequence[Any]], ends: Sequence[Container[int]] = ()) -> None:
         ends = ends or [()] * len(rows)
         self._rows = [
             row if isinstance(row, RowProcessing) else RowProcessing(row, end)
@@ -138,9 +136,7 @@ class Processing:
                 limit = tree.max_depth + 1 if room is None else room[index]
                 if limit:
                     prefix = prefixes[index]
-                    _process_row(
-                        row, prefix, scores[index], below[index], tokens[index], children[index], limit
-                    )
+                    _process_row(row, prefix, scores[index], below[index], tokens[index], children[index], limit)
             else:
                 scores[index] = row.warp(scores[index])
         return scores

@@ -34,9 +34,7 @@ class Uniforms:
     ) -> None:
         levels, width = judging
         own = levels * width
-        drawn = torch.stack(
-            [torch.rand(own + drafting, generator=g, dtype=torch.float64) for g in generators]
-        )
+        drawn = torch.stack([torch.rand(own + drafting, generator=g, dtype=torch.float64) for g in generators])
         values = to_device(drawn.to(torch.float32).clamp_(max=1 - 2**-24), device)
         self.judging = values[:, :own].view(-1, levels, width)
         self._drafting = values[:, own:]

@@ -139,8 +139,7 @@ class Text:
 
         handles = [decoder.register_forward_pre_hook(keep, with_kwargs=True)]
         handles += [
-            layer.register_forward_pre_hook(enter(i), with_kwargs=True)
-            for i, layer in enumerate(decoder.layers)
+            layer.register_forward_pre_hook(enter(i), with_kwargs=True) for i, layer in enumerate(decoder.layers)
         ]
         reset_rope_deltas(model)
         states = model(**inputs, output_hidden_states=True).hidden_states[-1]
@@ -196,9 +195,7 @@ def told(head: Head, text: Text, token: int, word: Tensor) -> Tensor:
     """With ViSpec, a word and beside it the second vector of the last image that has ended before this token."""
     if head.kind != "vispec":
         return word
-    ended = [
-        t for t in range(token) if text.visual[t] and (t + 1 == len(text.visual) or not text.visual[t + 1])
-    ]
+    ended = [t for t in range(token) if text.visual[t] and (t + 1 == len(text.visual) or not text.visual[t + 1])]
     return torch.cat([word, _image_at(head, text, ended[-1])[1] if ended else torch.zeros_like(word)])
 
 
@@ -317,9 +314,7 @@ class _RecordingGrowth:
         if frontier is not None:
             attention_mask, width = frontier.attention_mask, frontier.tokens.shape[1]
             if attention_mask is None:
-                attention_mask = torch.ones(1, width, self._before + width, dtype=torch.bool).tril(
-                    self._before
-                )
+                attention_mask = torch.ones(1, width, self._before + width, dtype=torch.bool).tril(self._before)
             self._before += width
             self._ran = frontier.tokens, attention_mask
         return frontier

@@ -37,9 +37,7 @@ def original(case: str) -> Eagle2:
     return randomised(head)
 
 
-def released(
-    head: Eagle2, folder: Path, to: Target, prefix: str = "", binary: bool = False, **more: Any
-) -> Path:
+def released(head: Eagle2, folder: Path, to: Target, prefix: str = "", binary: bool = False, **more: Any) -> Path:
     """Write a head as it would have been released, for a target of the same shape.
 
     Args:

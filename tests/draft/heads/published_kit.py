@@ -68,9 +68,7 @@ def released(head: Eagle3, folder: Path, to: Target, block: str = "midlayer.", b
     return write(folder, config, theirs, binary, **own)
 
 
-def write(
-    folder: Path, config: HeadConfig, weights: dict[str, Tensor], binary: bool = False, **more: Any
-) -> Path:
+def write(folder: Path, config: HeadConfig, weights: dict[str, Tensor], binary: bool = False, **more: Any) -> Path:
     """Weights in one of the two formats, and a Llama's config.json, in which some settings are others."""
     theirs = {name: weight.detach().clone() for name, weight in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)

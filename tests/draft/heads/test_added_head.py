@@ -64,9 +64,7 @@ class MixedObjective:
 
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = HeadKind(
-        f"{__name__}:Mixed", f"{__name__}:MixedObjective", f"{__name__}:MixedSession", recipe="eagle2"
-    )
+    parts = HeadKind(f"{__name__}:Mixed", f"{__name__}:MixedObjective", f"{__name__}:MixedSession", recipe="eagle2")
     monkeypatch.setitem(HEAD_KINDS, "mixed", parts)
 
 

@@ -50,9 +50,7 @@ def slow(head: Head, text: Text, name: str, length: int, path: tuple[int, ...]) 
     state = text.states[length - 2]
     depth = len(path)
     if head.kind == "medusa":
-        inner = F.linear(
-            state, weights[f"stacks.{depth}.0.linear.weight"], weights[f"stacks.{depth}.0.linear.bias"]
-        )
+        inner = F.linear(state, weights[f"stacks.{depth}.0.linear.weight"], weights[f"stacks.{depth}.0.linear.bias"])
         guess = state + inner * inner.sigmoid()
     else:
 
@@ -128,9 +126,7 @@ def test_answers_are_the_target_s(name: str, kind: str, rows: int) -> None:
     asked = [Request(p) for p in prompts(case, case.inputs(prompt_kind, rows=rows))]
     expected = case.reference(prompt_kind, rows=rows, n=LENGTH + 4)
     for policy in TREES:
-        outputs = engine(name, trained_head(name, kind), POLICIES[policy]).generate(
-            asked, max_new_tokens=LENGTH + 4
-        )
+        outputs = engine(name, trained_head(name, kind), POLICIES[policy]).generate(asked, max_new_tokens=LENGTH + 4)
         assert [o.tokens for o in outputs] == expected
         assert all(0 < o.stats.accepted_tokens < o.stats.drafted_tokens for o in outputs)
 

@@ -49,9 +49,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def difference(
-    name: str, head: Dream, policy: str = "dynamic", rows: int = 3, kind: str = "", n: int = 9
-) -> float:
+def difference(name: str, head: Dream, policy: str = "dynamic", rows: int = 3, kind: str = "", n: int = 9) -> float:
     case, kind = FAMILIES[name], kind or kind_of_prompt(name)
     inputs = [case.row_inputs(kind, row) for row in range(rows)]
     asked = [prompts(case, one)[0] for one in inputs]
@@ -66,9 +64,7 @@ def difference(
 def test_a_taught_head_is_partly_right_and_never_changes_the_answer(name: str, rows: int) -> None:
     case, kind = FAMILIES[name], kind_of_prompt(name)
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows=rows))]
-    outputs = engine(name, trained_head(name), POLICIES["dynamic"]).generate(
-        requests, max_new_tokens=LENGTH + 6
-    )
+    outputs = engine(name, trained_head(name), POLICIES["dynamic"]).generate(requests, max_new_tokens=LENGTH + 6)
     assert [o.tokens for o in outputs] == case.reference(kind, rows=rows, n=LENGTH + 6)
     for output in outputs:
         assert LENGTH // 3 < output.stats.accepted_tokens < output.stats.drafted_tokens
@@ -113,9 +109,7 @@ def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keep", [1.0, 0.75, 0.5, 0.25])
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "smolvlm"])
-def test_visual_tokens_without_entries_are_not_run(
-    name: str, keep: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visual_tokens_without_entries_are_not_run(name: str, keep: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token has no entry, and the first answer token gets its own in the first step."""
     monkeypatch.setattr("saccade.target.cache.QUANTUM", 1)
     case, head, ran = FAMILIES[name], dream(name, keep=keep), []
@@ -190,9 +184,7 @@ def test_other_prompts_in_the_same_session() -> None:
         outputs, steps = recorded(name, head, recording, [prompts(case, inputs)[0]], 6, session)
         assert outputs[0].tokens == reference_greedy(pristine(name), inputs, 6)[0]
         dropped = dropped_of(name, inputs, head)
-        if (
-            outputs[0].stats.reused_tokens > inputs["input_ids"].shape[1] // 2
-        ):  # the image, too, stays as it was read
+        if outputs[0].stats.reused_tokens > inputs["input_ids"].shape[1] // 2:  # the image, too, stays as it was read
             dropped = dropped_of(name, image, head)
         assert worst_difference(name, head, [inputs], [dropped], outputs, steps) < CLOSE
 

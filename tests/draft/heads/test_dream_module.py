@@ -131,9 +131,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         fresh(**options)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"gate": "replace", "cross": 2, "final": False, "keep": 0.25}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"gate": "replace", "cross": 2, "final": False, "keep": 0.25}], ids=str)
 def test_a_head_comes_back_as_it_was(options: dict[str, Any], tmp_path: Path) -> None:
     head = dream("llava", **options)
     save_head(head, tmp_path)

@@ -42,9 +42,7 @@ FAR = 0.05
 NAMES = ("llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 
 
-def difference(
-    name: str, head: Head, policy: str = "dynamic", rows: int = 3, kind: str = "", n: int = 10
-) -> float:
+def difference(name: str, head: Head, policy: str = "dynamic", rows: int = 3, kind: str = "", n: int = 10) -> float:
     case, kind = FAMILIES[name], kind or kind_of_prompt(name)
     inputs = [case.row_inputs(kind, row) for row in range(rows)]
     asked = [prompts(case, one)[0] for one in inputs]
@@ -123,9 +121,7 @@ def _positions_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(
         self: Any, rows: Any, features: Tensor, tokens: Tensor, attention_mask: Any, offset: Any, step: int
     ) -> Tensor:
-        return right(
-            self, rows, features, tokens, attention_mask, torch.arange(tokens.shape[1]) + offset, step
-        )
+        return right(self, rows, features, tokens, attention_mask, torch.arange(tokens.shape[1]) + offset, step)
 
     monkeypatch.setattr(under_test.HeadDraftSession, "_forward", counted)
 

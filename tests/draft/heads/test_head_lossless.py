@@ -31,9 +31,7 @@ def test_a_taught_head_is_partly_right_and_never_changes_the_answer(
 @pytest.mark.parametrize("options", [{"text_only": True}, {"text_only": True, "after_image": "visual"}])
 @pytest.mark.parametrize("prompt_kind", ["images2", "video", "text"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
-def test_an_untaught_head_never_changes_the_answer(
-    name: str, prompt_kind: str, options: dict[str, object]
-) -> None:
+def test_an_untaught_head_never_changes_the_answer(name: str, prompt_kind: str, options: dict[str, object]) -> None:
     case = FAMILIES[name]
     if prompt_kind not in case.kinds:
         pytest.skip("the family has no such media")

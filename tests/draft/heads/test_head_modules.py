@@ -209,9 +209,7 @@ def test_the_target_is_no_part_of_the_head() -> None:
 
 
 def test_a_narrower_mlp_makes_a_lighter_head() -> None:
-    light, usual = (
-        build_head(HeadConfig.from_target(target("llava"), "eagle2", mlp=width)) for width in (8, None)
-    )
+    light, usual = (build_head(HeadConfig.from_target(target("llava"), "eagle2", mlp=width)) for width in (8, None))
     shapes = [head.state_dict()["stack.0.mlp.up_proj.weight"].shape[0] for head in (light, usual)]
     assert shapes == [8, target("llava").text_config.intermediate_size]
 
@@ -271,9 +269,7 @@ def test_msd_is_not_fed_the_state_before_a_visual_token(name: str) -> None:
 
     visual = torch.tensor([0, 1, 1, 0, 0], dtype=torch.bool)
     states = torch.randn(5, 64)
-    sample = Features(
-        torch.arange(5), visual, torch.zeros(5, dtype=torch.bool), {2: states}, torch.randn(5, 64)
-    )
+    sample = Features(torch.arange(5), visual, torch.zeros(5, dtype=torch.bool), {2: states}, torch.randn(5, 64))
     fed = entries_of(random_head(name, "msd"), [sample]).features[0]
     torch.testing.assert_close(fed, torch.stack([0 * states[0], 0 * states[0], states[2], states[3]]))
 

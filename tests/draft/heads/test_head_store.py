@@ -72,9 +72,7 @@ def test_only_a_head_s_folder_is_one(tmp_path: Path) -> None:
 
 def test_a_head_that_is_neither_here_nor_on_the_hub_is_refused() -> None:
     for read in (kind_in, kind_at, read_config):
-        with pytest.raises(
-            ModelError, match="no folder someone/some-head here, and the hub could not give it"
-        ):
+        with pytest.raises(ModelError, match="no folder someone/some-head here, and the hub could not give it"):
             read("someone/some-head")
 
 
@@ -87,9 +85,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (repository / "snapshots" / "0123").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0123")
-    save_head(
-        random_head("llava", "hivis"), tmp_path / "hub" / "models--someone--a-head" / "snapshots" / "0123"
-    )
+    save_head(random_head("llava", "hivis"), tmp_path / "hub" / "models--someone--a-head" / "snapshots" / "0123")
     (repository / "snapshots" / "0123" / "config.json").write_text('{"model_type": "llava"}')
     return tmp_path / "hub"
 
@@ -180,9 +176,7 @@ def test_options_that_a_kind_had_not_yet_take_their_defaults(kind: str, tmp_path
 
 
 def test_a_head_of_another_family_is_refused(folder: Path) -> None:
-    message = (
-        "model class is LlavaForConditionalGeneration but this target's is Qwen3VLForConditionalGeneration"
-    )
+    message = "model class is LlavaForConditionalGeneration but this target's is Qwen3VLForConditionalGeneration"
     with pytest.raises(ModelError, match=message):
         load_head(folder, target("qwen3_vl"))
     with pytest.raises(ModelError, match=message):

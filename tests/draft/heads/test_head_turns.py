@@ -37,9 +37,7 @@ def difference_in_second_turn(name: str, head: Head, kind: str, follow_up: str, 
     session = under.open(rows)
     asked = [prompts(case, one)[0] for one in first]
     answers, _ = recorded(name, head, recording, asked, FIRST, session)
-    second = [
-        case.continued(kind, row, answer.tokens, follow_up=follow_up) for row, answer in enumerate(answers)
-    ]
+    second = [case.continued(kind, row, answer.tokens, follow_up=follow_up) for row, answer in enumerate(answers)]
     asked = [prompts(case, one)[0] for one in second]
     outputs, steps = recorded(name, head, recording, asked, SECOND, session)
     for output, one, before in zip(outputs, second, first, strict=True):

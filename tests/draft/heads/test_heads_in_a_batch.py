@@ -73,8 +73,7 @@ def test_rows_have_the_tokens_that_they_have_alone(kind: str, drawn: bool) -> No
 def differs(under: Any) -> bool:
     rows = together(under, random.Random(1), True)
     return any(
-        row.output != alone(under, number, sampled)[: len(row.output)]
-        for number, (row, sampled) in rows.items()
+        row.output != alone(under, number, sampled)[: len(row.output)] for number, (row, sampled) in rows.items()
     )
 
 

@@ -140,9 +140,7 @@ def test_an_untaught_head_never_changes_the_answer(name: str, kind: str) -> None
     if kind not in case.kinds:
         pytest.skip("the family has no such media")
     asked = [Request(p) for p in prompts(case, case.inputs(kind, rows=3))]
-    outputs = engine(name, random_head(name, "kangaroo"), CHAINS["confident"]).generate(
-        asked, max_new_tokens=8
-    )
+    outputs = engine(name, random_head(name, "kangaroo"), CHAINS["confident"]).generate(asked, max_new_tokens=8)
     assert [o.tokens for o in outputs] == case.reference(kind, rows=3, n=8)
 
 
@@ -268,7 +266,5 @@ def test_the_method_by_name() -> None:
         assert output.tokens == expected.tokens
         drafted[threshold] = output.stats.drafted_tokens / output.stats.target_passes
     assert drafted[0.0] > 2 > drafted[1.0] > 0
-    with pytest.raises(
-        MethodError, match="confidence of method kangaroo must be in the range 0 to 1, not 60"
-    ):
+    with pytest.raises(MethodError, match="confidence of method kangaroo must be in the range 0 to 1, not 60"):
         build("kangaroo", parts, confidence=60.0)

@@ -50,9 +50,9 @@ def by_hand(folder: Path, states: Tensor, embeddings: Tensor) -> tuple[Tensor, T
         return x @ weights[f"{name}.weight"].T
 
     def turned(x: Tensor) -> Tensor:
-        angles = torch.outer(
-            torch.arange(len(x)), values["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
-        ).repeat(1, 2)[:, None]
+        angles = torch.outer(torch.arange(len(x)), values["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)).repeat(
+            1, 2
+        )[:, None]
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
@@ -141,9 +141,7 @@ def test_what_config_json_may_say_otherwise(folder: Path) -> None:
     assert load_head(folder, target("llava")).config.rope == stretched
     edit(folder, rope_scaling=None, rope_parameters={"rope_type": "default", "rope_theta": 2e4})
     assert load_head(folder, target("llava")).config.rope == {"rope_type": "default", "rope_theta": 2e4}
-    edit(
-        folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 0, -1]}
-    )  # by the layers that they leave
+    edit(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 0, -1]})  # by the layers that they leave
     assert load_head(folder, target("llava")).layers == (2, 1, 0)
     edit(folder, eagle_aux_hidden_state_layer_ids=[1, 2, 0])  # by the layers that they enter
     assert load_head(folder, target("llava")).layers == (1, 2, 0)

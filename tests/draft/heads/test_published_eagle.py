@@ -187,9 +187,7 @@ def test_such_heads_are_not_trained(kind: str, option: dict[str, Any]) -> None:
     from saccade.train.warm_start import new_head
 
     (name,) = option
-    with pytest.raises(
-        TrainingError, match=rf"Heads with {name} .* not trained here; leave out head\.{name}\."
-    ):
+    with pytest.raises(TrainingError, match=rf"Heads with {name} .* not trained here; leave out head\.{name}\."):
         new_head(target("llava"), replace(read_recipe(kind), head=option))
 
 

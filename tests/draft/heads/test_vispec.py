@@ -36,9 +36,7 @@ def vispec(queries: int = 2) -> ViSpec:
         (9, [1, 2, 3, 4, 5, 6, 7], [-1, -1, -1, 3, 4, -1, 6]),
     ],
 )
-def test_an_image_has_as_many_entries_as_vectors_but_one(
-    queries: int, tokens: list[int], sources: list[int]
-) -> None:
+def test_an_image_has_as_many_entries_as_vectors_but_one(queries: int, tokens: list[int], sources: list[int]) -> None:
     assert [part.tolist() for part in vispec(queries).entries(VISUAL)] == [tokens, sources]
 
 
@@ -67,9 +65,7 @@ def test_words_are_told_of_the_last_image_before_them() -> None:
         (two[0], one[2]),
         (embeddings[7], two[2]),
     ]
-    torch.testing.assert_close(
-        head.embed(embeddings, VISUAL), torch.stack([torch.cat(pair) for pair in expected])
-    )
+    torch.testing.assert_close(head.embed(embeddings, VISUAL), torch.stack([torch.cat(pair) for pair in expected]))
 
 
 def test_fewer_than_two_queries_are_refused() -> None:

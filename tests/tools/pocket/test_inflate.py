@@ -27,14 +27,10 @@ from tools.pocket.recipe import LanguageShape, TowerShape
 def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     """A random model whose logits are as spread as a trained one's."""
     torch.manual_seed(3)
-    model = build(
-        LanguageShape(3, width=64, mlp=96), TowerShape(layers=1, width=32, mlp=48, heads=2), 448
-    ).eval()
+    model = build(LanguageShape(3, width=64, mlp=96), TowerShape(layers=1, width=32, mlp=48, heads=2), 448).eval()
     for parameter in model.model.language_model.parameters():
         parameter.data = (
-            torch.randn_like(parameter) * 0.12
-            if parameter.dim() > 1
-            else 1 + 0.3 * torch.randn_like(parameter)
+            torch.randn_like(parameter) * 0.12 if parameter.dim() > 1 else 1 + 0.3 * torch.randn_like(parameter)
         )
     model.lm_head.weight.data = torch.randn_like(model.lm_head.weight) * 0.4
     folder = tmp_path_factory.mktemp("small") / "model"
@@ -55,9 +51,7 @@ def inputs(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _logits(
-    folder: Path, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def _logits(folder: Path, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
     given = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
     logits: torch.Tensor = model(**given).logits.float()
@@ -111,9 +105,9 @@ def test_the_folder_is_whole_and_comes_in_shards(small: Path, tmp_path: Path) ->
     assert len(files) > 1
     assert set(index["weight_map"].values()) == set(files)
     assert sum((out / name).stat().st_size for name in files) >= index["metadata"]["total_size"]
-    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(
-        "<image>"
-    ) == AutoTokenizer.from_pretrained(small).convert_tokens_to_ids("<image>")
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<image>") == AutoTokenizer.from_pretrained(
+        small
+    ).convert_tokens_to_ids("<image>")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (small / name).read_bytes()
 

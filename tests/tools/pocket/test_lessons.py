@@ -75,9 +75,7 @@ def test_other_questions_seek_nothing_and_show_nothing_happening(tokenizer: Toke
 
 
 @pytest.mark.parametrize("task", ["video", "choice"])
-def test_what_happens_is_told_in_order_at_the_end_of_frames_that_show_it(
-    tokenizer: Tokenizer, task: str
-) -> None:
+def test_what_happens_is_told_in_order_at_the_end_of_frames_that_show_it(tokenizer: Tokenizer, task: str) -> None:
     whats: Counter[str] = Counter()
     still, frames = 0, 0
     for seed in range(30):
@@ -132,9 +130,7 @@ def test_lessons_are_learnt_from_states_that_tell_and_not_from_others() -> None:
     for partly in ((placed, dull), (dull, summed)):  # places and totals are read from states of their own
         assert 0.05 * nothing < _learnt(searching, (*partly, asked)) < 0.95 * nothing
 
-    seen = torch.cat(
-        [rows, *(torch.randint(high, (64, 1)) for high in (len(WHATS), len(COLOURS), len(SHAPES)))], 1
-    )
+    seen = torch.cat([rows, *(torch.randint(high, (64, 1)) for high in (len(WHATS), len(COLOURS), len(SHAPES)))], 1)
     told = dull.clone()
     for number, classes in enumerate(seen[:, 2:].T):
         told[torch.arange(64), 0, classes + 20 * number] = 1

@@ -69,9 +69,7 @@ def test_an_aligned_projector_speaks_at_the_volume_of_words(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("longest", [8, 450])
-def test_chosen_attention_gives_the_same_loss_and_gradients(
-    longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_attention_gives_the_same_loss_and_gradients(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_LONG", longest)  # both forms
     torch.manual_seed(0)
     model = build(LanguageShape(2, 64, 96), TowerShape(1, 32, 64, 2), 256)

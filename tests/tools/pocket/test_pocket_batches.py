@@ -57,9 +57,7 @@ def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> 
         {"role": "user", "content": "And the sum?"},
     ]
     text = wrap(tokenizer, 2048).apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<s><user><image>Read the receipt.<assistant>Tea costs two.</s><user>And the sum?<assistant>"
-    )
+    assert text == ("<s><user><image>Read the receipt.<assistant>Tea costs two.</s><user>And the sum?<assistant>")
 
 
 def test_the_draft_sees_two_batches_in_three_and_none_of_several_pictures() -> None:

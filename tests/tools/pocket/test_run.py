@@ -90,8 +90,7 @@ def test_a_twice_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: P
     assert "[tower] step" not in printed
     for name in ("target", "draft"):
         one, other = (
-            AutoModelForImageTextToText.from_pretrained(folder / name).state_dict()
-            for folder in (broken, whole)
+            AutoModelForImageTextToText.from_pretrained(folder / name).state_dict() for folder in (broken, whole)
         )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
@@ -135,9 +134,7 @@ def test_a_pair_is_trained_further_from_its_own_weights(tmp_path: Path, whole: P
     moved = {key for key in first if not torch.equal(first[key], on[key])}
     assert {key.split(".")[1] for key in moved} >= {"language_model", "multi_modal_projector"}
     assert not any("vision_tower" in key for key in moved)
-    cards = [
-        (tmp_path / where / "README.md").read_text() for where in ("first/draft", "on/draft", "on/target")
-    ]
+    cards = [(tmp_path / where / "README.md").read_text() for where in ("first/draft", "on/draft", "on/target")]
     assert "- Training: on the target's tower" in cards[0]
     assert cards[1].count("answers of the target (half greedy") == 2
     assert "from those bfloat16 weights 0 min with larger shares" in cards[2]
@@ -148,13 +145,9 @@ def test_a_pair_is_trained_further_from_its_own_weights(tmp_path: Path, whole: P
     other.write_bytes(other.read_bytes() + b" ")
     with pytest.raises(TrainingError, match="of another recipe: its from is"):
         run(quick, tmp_path / "on", pair=tmp_path / "first")
-    with pytest.raises(
-        TrainingError, match=r"holds no pair to train on: there is no target/model\.safetensors"
-    ):
+    with pytest.raises(TrainingError, match=r"holds no pair to train on: there is no target/model\.safetensors"):
         run(quick, tmp_path / "on", pair=tmp_path)
-    with pytest.raises(
-        TrainingError, match="from a pair has no stage 'tower'; choose from tokenizer, refine"
-    ):
+    with pytest.raises(TrainingError, match="from a pair has no stage 'tower'; choose from tokenizer, refine"):
         run(quick, tmp_path / "never", until="tower", pair=tmp_path / "first")
     assert not (tmp_path / "never").exists()
 

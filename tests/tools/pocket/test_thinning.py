@@ -89,9 +89,7 @@ def test_skipped_positions_do_not_cut_a_row_in_two(tokenizer: Tokenizer, drawn: 
     assert batch.frames is not None
     frames = batch.frames.clone()
     frames[0] *= -1
-    assert not torch.equal(loss, loss_of(model, replace(batch, frames=frames))), (
-        "the first frame is out of sight"
-    )
+    assert not torch.equal(loss, loss_of(model, replace(batch, frames=frames))), "the first frame is out of sight"
 
 
 def test_batches_of_long_videos_cost_no_more_than_a_few_pictures(tokenizer: Tokenizer) -> None:

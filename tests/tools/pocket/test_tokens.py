@@ -21,17 +21,13 @@ DECISIVE = {
 
 
 @pytest.mark.parametrize("task", DECISIVE)
-def test_the_words_that_decide_an_answer_weigh_more_and_most_words_do_not(
-    tokenizer: Tokenizer, task: str
-) -> None:
+def test_the_words_that_decide_an_answer_weigh_more_and_most_words_do_not(tokenizer: Tokenizer, task: str) -> None:
     for seed in range(20):
         sample = draw(seed, task)
         weights = decisive_weights(tokenizer, sample, 5.0)
         ids = tokenizer.encode(sample.answer).ids
         heavy = tokenizer.decode([i for i, w in zip(ids, weights, strict=True) if w == 5]).lower()
-        assert DECISIVE[task] & set(heavy.replace(":", " ").replace(",", " ").replace(".", " ").split()), (
-            heavy
-        )
+        assert DECISIVE[task] & set(heavy.replace(":", " ").replace(",", " ").replace(".", " ").split()), heavy
         assert set(weights) == {1.0, 5.0}, (sample.answer, heavy)
 
 

@@ -32,13 +32,8 @@ def contents(runs: Sequence[Run]) -> list[Content]:
     for run in checked:
         if not run.records:
             why = f" The first problem: {run.problems[0]}" if run.problems else ""
-            raise SaccadeError(
-                f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}"
-            )
-    return [
-        Content(name, run, groups(run), run.problems)
-        for name, run in zip(names(checked), checked, strict=True)
-    ]
+            raise SaccadeError(f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}")
+    return [Content(name, run, groups(run), run.problems) for name, run in zip(names(checked), checked, strict=True)]
 
 
 def html(content: Sequence[Content], prompts: int = 4) -> str:

@@ -59,9 +59,7 @@ def fault_of(record: Record) -> str | None:
         return "tokens, marks and pieces differ in length"
     if not record.tokens:
         return "the answer has no tokens"
-    if not all(
-        isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media, *record.warnings]
-    ):
+    if not all(isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media, *record.warnings]):
         return "marks, pieces, media or warnings are not all text"
     if not all(_is_number(value) for value in record.scores.values()):
         return "a score is no number"
@@ -200,9 +198,7 @@ def groups(run: Run) -> list[Group]:
     """All tasks together, then every task if there are several; methods in the order of the configuration."""
     order = _order(run)
     records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
-    tasks = {
-        task: [r for r in records if r.task == task] for task in dict.fromkeys(r.task for r in run.records)
-    }
+    tasks = {task: [r for r in records if r.task == task] for task in dict.fromkeys(r.task for r in run.records)}
     if len(tasks) < 2:
         return [group(name, task) for name, task in tasks.items()]
     return [group("all tasks", records), *(group(name, task) for name, task in tasks.items())]
@@ -223,8 +219,7 @@ def names(runs: Sequence[Run]) -> list[str]:
     """Name every run by suite and models, and by its folder where these are equal."""
     short = [f"{run.header.suite}, {models(run)}" for run in runs]
     full = [
-        f"{name} ({run.folder.name})" if short.count(name) > 1 else name
-        for name, run in zip(short, runs, strict=True)
+        f"{name} ({run.folder.name})" if short.count(name) > 1 else name for name, run in zip(short, runs, strict=True)
     ]
     return [f"{name}, {number}" if full.count(name) > 1 else name for number, name in enumerate(full, 1)]
 
@@ -233,8 +228,7 @@ def models(run: Run) -> str:
     """Return the names of target, drafter and heads."""
     named = run.header.models
     target, drafter = (
-        model.get("name") if isinstance(model, dict) else model
-        for model in map(named.get, ("target", "drafter"))
+        model.get("name") if isinstance(model, dict) else model for model in map(named.get, ("target", "drafter"))
     )
     drafts = ", ".join(map(str, filter(None, [drafter, *named.get("heads", {})])))
     return " with ".join(map(str, filter(None, [target, drafts]))) or "unnamed models"

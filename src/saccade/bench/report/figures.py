@@ -84,9 +84,7 @@ Point = tuple[_Look, Estimate, Estimate]
 
 
 def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
-    points = [
-        (looks[m], r.speedup, r.retention) for m, r in group.results.items() if r.speedup and r.retention
-    ]
+    points = [(looks[m], r.speedup, r.retention) for m, r in group.results.items() if r.speedup and r.retention]
     if not points:
         return None
     with svg.figure(WIDTH, HEIGHT) as drawing:
@@ -132,9 +130,7 @@ def _against_tau(group: Group, looks: dict[str, _Look], name: str) -> Plot | Non
         axes.plot([1, top], [1, top], color=svg.INK, lw=1, ls=":", zorder=1)
         axes.set(xlabel="block efficiency (tokens per target pass)", ylabel="speed-up, decoding only")
         _scatter(axes, points)
-        said = "; ".join(
-            f"{look.name}: {x.value:.2f} tokens per pass, {y.value:.2f} times" for look, x, y in points
-        )
+        said = "; ".join(f"{look.name}: {x.value:.2f} tokens per pass, {y.value:.2f} times" for look, x, y in points)
         return Plot(
             "Tau against speed",
             svg.inline(drawing, name, f"Block efficiency and decoding speed-up by method. {said}."),
@@ -237,8 +233,7 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
         axes.set(xlabel="milliseconds per answer")
         _legend(drawing, [stage_name(stage) for stage in spent])
         said = "; ".join(
-            f"{looks[m].name}: " + ", ".join(f"{stage_name(s)} {by[m]:.0f}" for s, by in spent.items())
-            for m in methods
+            f"{looks[m].name}: " + ", ".join(f"{stage_name(s)} {by[m]:.0f}" for s, by in spent.items()) for m in methods
         )
         return Plot(
             "Where the time goes",

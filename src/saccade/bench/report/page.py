@@ -32,9 +32,7 @@ def render(contents: Sequence[Content], prompts: int) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as problem:
-        raise SaccadeError(
-            "Reports need Jinja, which is not installed: pip install 'saccade[report]'."
-        ) from problem
+        raise SaccadeError("Reports need Jinja, which is not installed: pip install 'saccade[report]'.") from problem
     assets = files("saccade.bench.report") / "assets"
     # The policy allows exactly these hashed scripts to run.
     scripts = {name: Markup((assets / f"{name}.js").read_text("utf-8")) for name in ("watch", "view")}
@@ -132,9 +130,7 @@ def commands(content: Content) -> str:
             command += [f"--{option.replace('_', '-')}", str(config[option])]
     if "threads" in header.environment:
         command += ["--threads", str(header.environment["threads"])]
-    models = [
-        m.get("name") if isinstance(m, dict) else None for m in map(header.models.get, ("target", "drafter"))
-    ]
+    models = [m.get("name") if isinstance(m, dict) else None for m in map(header.models.get, ("target", "drafter"))]
     if models[0]:
         command += ["--target", str(models[0])]
     if models[1] and models[1] != models[0]:

@@ -87,9 +87,7 @@ def inline(drawing: Figure, name: str, description: str) -> Markup:
     text = re.sub(r"\bfont: ([\d.]+px) [^;\"]+", r"font: \1 var(--sans)", text)
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     text = re.sub(r"#0101[0-9a-f]{2}\b", lambda found: _VARIABLES.get(found[0], found[0]), text)
-    text = re.sub(
-        r' (?:d|x|y|transform)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text
-    )
+    text = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
     view = re.search(r'viewBox="([^"]+)"', text)
     assert view is not None
     opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{view[1]}" role="img"'

@@ -280,9 +280,7 @@ def document(contents: Sequence[Content]) -> str:
     for content in contents:
         header = content.run.header
         parts.append(f"## {_escape(content.name)}")
-        facts = ", ".join(
-            f"{k} {v}" for k, v in header.environment.items() if isinstance(v, str | int | float)
-        )
+        facts = ", ".join(f"{k} {v}" for k, v in header.environment.items() if isinstance(v, str | int | float))
         parts.append(_escape(f"Started {header.started}. {facts}."))
         parts += [table(comparison(group)) for group in content.groups]
         by_fact = scores(content.groups[0])

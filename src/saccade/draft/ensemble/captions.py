@@ -71,9 +71,7 @@ class Caption(PlainView):
 
     name = "C"
 
-    def __init__(
-        self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._captioner = captioner
@@ -255,9 +253,7 @@ class CheckpointCaptions:
         for name, value in inputs.items():
             dtype = self._model.dtype if value.is_floating_point() else None
             inputs[name] = value.to(device=self._model.device, dtype=dtype)
-        ids = self._model.generate(
-            **inputs, max_new_tokens=self._max_new_tokens, do_sample=False, num_beams=1
-        )
+        ids = self._model.generate(**inputs, max_new_tokens=self._max_new_tokens, do_sample=False, num_beams=1)
         return str(self._processor.batch_decode(ids, skip_special_tokens=True)[0])
 
 

@@ -94,9 +94,7 @@ class EnsembleSession:
         self._length = [0] * rows  # tokens, the prompt's included
         self._room = [0] * rows  # tokens that could still be emitted when the row drafted last
         self._has_one_view = [False] * rows  # rows whose views have equal prompts
-        self._roots: dict[
-            int, Tensor
-        ] = {}  # the views' distributions at the roots, by the first row of a proposal
+        self._roots: dict[int, Tensor] = {}  # the views' distributions at the roots, by the first row of a proposal
         self.captioning_seconds = 0.0
 
     @property
@@ -161,9 +159,7 @@ class EnsembleSession:
         return [(v, place) for v in views for place, row in enumerate(rows) if v in self._views_of(row)]
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         pairs = self._pairs(rows)
         slots = [self._slot(view, rows[place]) for view, place in pairs]
         emitted = [new[place] for _, place in pairs]

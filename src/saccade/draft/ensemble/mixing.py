@@ -70,9 +70,7 @@ class MixedGrowth:
         self._growth = growth
         self._mixing = mixing
         self._active = list(slots)
-        self._pairs = [
-            (slot // count, places[slot % count]) for slot in slots
-        ]  # (view, place) of active views
+        self._pairs = [(slot // count, places[slot % count]) for slot in slots]  # (view, place) of active views
         self._shares = mixing.weights.t()[:, :, None, None]  # [m, A, 1, 1]
         self._index, self._places = self._indexed(), self._placed()
         self._first = True
@@ -127,9 +125,7 @@ class MixedGrowth:
         views, rows = self._shares.shape[:2]
         found = {pair: i for i, pair in enumerate(self._pairs)}
         substitute = {place: i for i, (_, place) in reversed(list(enumerate(self._pairs)))}
-        index = [
-            found.get((view, place), substitute[place]) for view in range(views) for place in range(rows)
-        ]
+        index = [found.get((view, place), substitute[place]) for view in range(views) for place in range(rows)]
         if index == list(range(len(self._pairs))):
             return None
         return on_device(index, self._shares.device)

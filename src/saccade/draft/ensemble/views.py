@@ -49,9 +49,7 @@ def make_views(
         "R": lambda: Pruned(pruning),
     }
     if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
-        raise MethodError(
-            f"The views {names!r} must be one or more letters of {''.join(makers)}, each at most once."
-        )
+        raise MethodError(f"The views {names!r} must be one or more letters of {''.join(makers)}, each at most once.")
     return [makers[name]() for name in names]
 
 

@@ -77,9 +77,7 @@ class Grid:
     def __post_init__(self) -> None:
         _check(window=self.window, steps=self.steps)
         if self.distance not in get_args(Distance):
-            raise ValueError(
-                f"distance must be one of {', '.join(get_args(Distance))}, not {self.distance!r}."
-            )
+            raise ValueError(f"distance must be one of {', '.join(get_args(Distance))}, not {self.distance!r}.")
 
     def open(self, batch: int, views: int, device: torch.device) -> Weights:
         grid = simplex(views, self.steps).to(device)  # [G, m]
@@ -256,9 +254,7 @@ def _column(counts: Sequence[int], device: torch.device) -> Tensor:
 
 def _check(*, window: int | None, steps: int = 1) -> None:
     if steps < 1 or (window is not None and window < 1):
-        raise ValueError(
-            f"steps and window must be at least 1 (window None for all), not {steps} and {window}."
-        )
+        raise ValueError(f"steps and window must be at least 1 (window None for all), not {steps} and {window}.")
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,7 @@ def cached_attention(
         k, v = cache.layers[place].update(k, v)
     if q.shape[1] != k.shape[1]:  # fused kernels on a GPU take no mask together with grouped heads
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, None if attention_mask is None else attention_mask[:, None]
-    )
+    return F.scaled_dot_product_attention(q, k, v, None if attention_mask is None else attention_mask[:, None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,7 @@ class Dream(Head):
         width, direct = config.hidden_size, given["direct"] and given["cross"]
         self.direct_norm = RMSNorm(width, config.norm_eps) if direct else None
         self.direct = nn.Linear(width, width, bias=False) if direct else None
-        self.cross = nn.ModuleList(
-            CrossBlock(config, given["gate"], i, given["rotary"]) for i in range(given["cross"])
-        )
+        self.cross = nn.ModuleList(CrossBlock(config, given["gate"], i, given["rotary"]) for i in range(given["cross"]))
         self.last = Block(config, int(given["initial"])) if given["final"] else None
 
     @property
@@ -192,9 +190,7 @@ class DreamDraftSession(HeadDraftSession):
         super().load(row, prompt, prefill)
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         tree = super().propose(rows, new, proposer, limit)
         self.memory.drop(rows)
         return tree

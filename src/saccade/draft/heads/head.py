@@ -46,9 +46,7 @@ def _factor(raw: Tensor, logits: Tensor) -> float:
     if torch.equal(raw, logits) or not raw.any():
         return 1.0
     scale = float((raw @ logits) / (raw @ raw))
-    fits = torch.allclose(
-        logits, scale * raw, rtol=rounding, atol=0.01 * rounding * float(logits.abs().max())
-    )
+    fits = torch.allclose(logits, scale * raw, rtol=rounding, atol=0.01 * rounding * float(logits.abs().max()))
     # Soft caps bend logits; where these are small they look like factors just below 1.
     return scale if fits and scale > 0 and abs(math.log(scale)) > 0.1 else 1.0
 

@@ -125,14 +125,10 @@ class KangarooDraftSession(HeadDraftSession):
 
     def reserve(self, row: int, capacity: int) -> None:
         super().reserve(row, capacity)
-        self._context.cache.reserve(
-            row, capacity + self._slack
-        )  # a policy may run more nodes than it has verified
+        self._context.cache.reserve(row, capacity + self._slack)  # a policy may run more nodes than it has verified
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._depths = []
         tree = super().propose(rows, new, proposer, limit)
         self._context.cache.drop(rows)
@@ -146,21 +142,15 @@ class KangarooDraftSession(HeadDraftSession):
         return super()._catch_up(rows, new, width)
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
-        attention_mask = (
-            None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
-        )
+        attention_mask = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
         states = self._early(rows, frontier.tokens, attention_mask, frontier.depth)
         return self._forward(rows, states, frontier.tokens, frontier.attention_mask, frontier.depth - 1, 0)
 
-    def _early(
-        self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None, depth: int
-    ) -> Tensor:
+    def _early(self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None, depth: int) -> Tensor:
         """``[A, W, d]`` states of pending tokens, ``attention_mask`` ``[A or 1, W, T]`` as in `Context.forward`."""
         self._depths += [depth] * tokens.shape[1]
         depths = self._numbers.get(self._depths)[None]
-        return self._context.early_exit(rows, tokens, attention_mask, depths, self._layer).to(
-            self._features[0]
-        )
+        return self._context.early_exit(rows, tokens, attention_mask, depths, self._layer).to(self._features[0])
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._features[0].new_empty(*tokens.shape, 0)

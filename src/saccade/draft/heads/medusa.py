@@ -116,9 +116,7 @@ class Hydra(StackedHead):
         self.inner = nn.ModuleList(nn.Linear((i + 2) * width, width) for i in range(config.steps))
         self.outer = nn.ModuleList(nn.Linear(width, width) for _ in range(config.steps))
 
-    def forward(
-        self, features: Tensor, embeddings: Tensor, at: Placement | None = None, step: Step = 0
-    ) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement | None = None, step: Step = 0) -> Tensor:
         """Predict the states ``step`` tokens after the entries' own.
 
         Args:
@@ -171,9 +169,7 @@ class AheadDraftSession:
         self._prompts[row] = len(prompt)
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         roots = tuple(tokens[-1] for tokens in new)
         self._numbers.send([roots, tuple(rows), *self._context.numbers_of(rows)])
         self._going = self._state[self._numbers.get(rows)]

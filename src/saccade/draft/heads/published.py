@@ -77,9 +77,7 @@ def rename_weights(
     """
     odd = [key for key in weights if key not in names and key not in not_needed]
     if odd:
-        raise ModelError(
-            f"{name} has the weight {odd[0]}, which is not known; it is not of the released form."
-        )
+        raise ModelError(f"{name} has the weight {odd[0]}, which is not known; it is not of the released form.")
     missing = [key for key in needed if key not in weights]
     if missing:
         raise ModelError(f"{name} lacks the weight {missing[0]}; copy the whole folder again.")
@@ -238,9 +236,7 @@ def _rename_eagle3(
     name: str, values: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], int]:
     """The weights under our names, ``d2t`` as token_ids, and how many tokens an LM head of its own knows."""
-    theirs = {
-        re.sub(r"^(model\.)?(layers\.0\.)?", _unprefixed, key): weight for key, weight in weights.items()
-    }
+    theirs = {re.sub(r"^(model\.)?(layers\.0\.)?", _unprefixed, key): weight for key, weight in weights.items()}
     names = {**_NAMES, **_BIASES, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
     known = values.get("draft_vocab_size")
     # Heads without both use the target's LM head.
@@ -274,9 +270,7 @@ def _token_ids(name: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
     """``[N]`` the target's id of every draft token."""
     count: int = config.options["own_vocabulary"]
     if shifts is None and count != config.vocab_size:
-        raise ModelError(
-            f"{name} lacks the weight d2t, which maps its {count} tokens; copy the whole folder again."
-        )
+        raise ModelError(f"{name} lacks the weight d2t, which maps its {count} tokens; copy the whole folder again.")
     if shifts is None:
         return torch.arange(count)
     fits = shifts.shape == (count,) and not shifts.is_floating_point()

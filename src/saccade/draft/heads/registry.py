@@ -123,9 +123,7 @@ def head_kind(kind: str) -> HeadKind:
         ModelError: the kind is not registered.
     """
     if kind not in HEAD_KINDS:
-        raise ModelError(
-            f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}."
-        )
+        raise ModelError(f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}.")
     return HEAD_KINDS[kind]
 
 

@@ -150,9 +150,7 @@ class HeadDraftSession:
         self._features[row][len(prompt) - 1] = self._features[row][source]
 
     @torch.inference_mode()
-    def propose(
-        self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree:
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         counts = [len(tokens) for tokens in new]
         self._send_numbers(rows, new, counts)
         hidden = self._catch_up(rows, new, max(counts))
@@ -293,9 +291,7 @@ class HeadDraftSession:
             return embedded
         new = (tokens >= prefill.start).to(self._device)
         given = self._given(prefill)
-        embedded[0, new] = given[tokens[tokens >= prefill.start].to(given.device) - prefill.start].to(
-            embedded
-        )
+        embedded[0, new] = given[tokens[tokens >= prefill.start].to(given.device) - prefill.start].to(embedded)
         return embedded
 
     def _given(self, prefill: PrefillResult) -> Tensor:

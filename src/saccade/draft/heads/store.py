@@ -88,9 +88,7 @@ def read_config(folder: str | Path) -> HeadConfig:
     """
     file = file_of(folder, "config.json")
     if file is None:
-        raise ModelError(
-            f"The folder {folder} has no config.json, so it holds no drafter head; give one that has."
-        )
+        raise ModelError(f"The folder {folder} has no config.json, so it holds no drafter head; give one that has.")
     return HeadConfig.from_json(file.read_text(encoding="utf-8"))
 
 
@@ -163,9 +161,7 @@ def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.T
                 return load_file(file)
             weights = torch.load(file, map_location="cpu", weights_only=True)
         except _DAMAGE as problem:
-            raise ModelError(
-                f"The weight file of the head {folder} is damaged ({problem}); copy it again."
-            ) from None
+            raise ModelError(f"The weight file of the head {folder} is damaged ({problem}); copy it again.") from None
         if isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values()):
             return weights
         raise ModelError(f"The weight file {file} holds more than weights; save the state_dict alone.")

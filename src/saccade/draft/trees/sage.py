@@ -298,8 +298,7 @@ class SageSession:
         depths = [policy.depth_at(row.confidence, row.deepest) for row in rows]
         widths = [policy.width_at(row.confidence) for row in rows]
         count = max(
-            policy.start.max_depth if row.starting else rounded(depth)
-            for row, depth in zip(rows, depths, strict=True)
+            policy.start.max_depth if row.starting else rounded(depth) for row, depth in zip(rows, depths, strict=True)
         )
         levels = range(1, count + 1)
         limits = [

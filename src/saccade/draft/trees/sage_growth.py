@@ -35,9 +35,7 @@ class LevelBounds:
     run: int
 
     def or_larger(self, other: LevelBounds) -> LevelBounds:
-        return LevelBounds(
-            max(self.children, other.children), max(self.nodes, other.nodes), max(self.run, other.run)
-        )
+        return LevelBounds(max(self.children, other.children), max(self.nodes, other.nodes), max(self.run, other.run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +286,7 @@ class SageGrowth:
         if self._constants.by_path:  # no child's path is likelier than its parent's
             return max(sum(score > limit for score in row) for row, limit in zip(rows, limits, strict=True))
         return max(
-            sum(score >= 0 for score in row) * (limit < UNREACHABLE)
-            for row, limit in zip(rows, limits, strict=True)
+            sum(score >= 0 for score in row) * (limit < UNREACHABLE) for row, limit in zip(rows, limits, strict=True)
         )
 
     def _expandable(self, shape: StepShape, scores: Tensor, start: Tensor) -> Tensor:

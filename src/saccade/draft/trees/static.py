@@ -278,7 +278,5 @@ class ConfidentGrowth:
         return Frontier(self._tokens[-1], None, depth)
 
     def tree(self) -> DraftTree:
-        q = (
-            torch.cat([*self._q, torch.zeros_like(self._q[0])], 1) if self._q else None
-        )  # a last node has no children
+        q = torch.cat([*self._q, torch.zeros_like(self._q[0])], 1) if self._q else None  # a last node has no children
         return DraftTree.chains(torch.cat(self._tokens, 1), torch.cat(self._valid, 1), q)

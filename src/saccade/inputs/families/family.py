@@ -225,9 +225,7 @@ class Family(ABC):
         """Forward arguments of a video, or of each of its frames (``frames_as_images``)."""
         raise NotImplementedError  # only families with video_defaults are called, and define it
 
-    def expand_video(
-        self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
-    ) -> str:
+    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         """The text of one video, given the result of `video_tensors`."""
         return (words.video or "") * self.count("video", tensors[0])
 
@@ -349,9 +347,7 @@ class Family(ABC):
         Raises:
             InputError: the family's pictures are all of one size (not `is_resizable`).
         """
-        raise InputError(
-            f"Images for {self.name} have a fixed size; only those of Qwen-VL and Pixtral can be halved."
-        )
+        raise InputError(f"Images for {self.name} have a fixed size; only those of Qwen-VL and Pixtral can be halved.")
 
 
 def token_string(tokenizer: Any, token: int) -> str:
@@ -389,9 +385,7 @@ def need(tensors: Tensors, name: str, beside: str) -> Tensor:
         InputError: it is missing.
     """
     if name not in tensors:
-        raise InputError(
-            f"The batch has {beside} but no {name}; pass all that the model's processor returns."
-        )
+        raise InputError(f"The batch has {beside} but no {name}; pass all that the model's processor returns.")
     return tensors[name]
 
 

@@ -62,8 +62,7 @@ class Idefics3(Family):
         if not rows and not columns:
             return whole
         lines = (
-            "".join(f"{words.opener}<row_{r}_col_{c}>{tile}" for c in range(1, columns + 1))
-            for r in range(1, rows + 1)
+            "".join(f"{words.opener}<row_{r}_col_{c}>{tile}" for c in range(1, columns + 1)) for r in range(1, rows + 1)
         )
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
@@ -165,9 +164,7 @@ class SmolVLM(Idefics3):
         mask = torch.ones(1, 1, *pixels.shape[-2:], dtype=torch.long)
         return [{"pixel_values": frame[None, None], "pixel_attention_mask": mask} for frame in pixels]
 
-    def expand_video(
-        self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
-    ) -> str:
+    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         frame = self.expand_image(words, {**tensors[0], "rows": [[0]], "cols": [[0]]})
         stamps = ((int(t // 60), int(t % 60)) for t in video.timestamps)
         return (

@@ -58,9 +58,7 @@ class InternVL(Family):
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         return [{"pixel_values": frame[None]} for frame in square_frames(video.frames, settings)]
 
-    def expand_video(
-        self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
-    ) -> str:
+    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         frame = self.expand_image(words, tensors[0])
         return "\n".join(f"Frame{i}: {frame}" for i in range(1, len(tensors) + 1))
 

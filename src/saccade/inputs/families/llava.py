@@ -51,15 +51,11 @@ class Gemma3(Llava):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         patches = side_of(self.config.vision_config)
         window = patches // int(self.config.mm_tokens_per_image**0.5)
-        return (
-            tensors["pixel_values"].shape[0] * (patches // window) ** 2
-        )  # a square, unlike the configured number
+        return tensors["pixel_values"].shape[0] * (patches // window) ** 2  # a square, unlike the configured number
 
     def words(self, tokenizer: Any) -> Words:
         config = self.config
-        opener, closer = (
-            token_string(tokenizer, i) for i in (config.boi_token_index, config.eoi_token_index)
-        )
+        opener, closer = (token_string(tokenizer, i) for i in (config.boi_token_index, config.eoi_token_index))
         return Words(token_string(tokenizer, config.image_token_id), None, opener, opener, closer)
 
     def expand_image(self, words: Words, features: Features) -> str:

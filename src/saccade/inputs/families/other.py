@@ -105,9 +105,7 @@ class Unknown(Family):
 
     def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
         if len(rows) > 1:
-            raise InputError(
-                f"Batches are not understood for the family {self.name}; pass its rows one by one."
-            )
+            raise InputError(f"Batches are not understood for the family {self.name}; pass its rows one by one.")
         return super().collate(rows)
 
 

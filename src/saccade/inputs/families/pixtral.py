@@ -47,9 +47,7 @@ class Pixtral(Family):
             )
         for pixels, size in zip(tensors["pixel_values"], sizes, strict=True):
             height, width = size.tolist()
-            yield Piece(
-                "image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]}
-            )
+            yield Piece("image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]})
 
     def settings(self) -> dict[str, Any]:
         return {"patch_size": self._step}

@@ -196,9 +196,7 @@ class Qwen3VL(Qwen2VL):
             height, width = int(height * scale), int(width * scale)
         return _fitted(shape, height, width, factor, (count, round(count / step) * step), (least, most))
 
-    def expand_video(
-        self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]
-    ) -> str:
+    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         times = _patch_times(video, int(settings["temporal_patch_size"]))
         run = (words.video or "") * (self.count("video", tensors[0]) // len(times))
         return "".join(f"<{t:.1f} seconds>{words.opener}{run}{words.closer}" for t in times)
@@ -274,9 +272,7 @@ def _bounds(settings: Mapping[str, Any]) -> tuple[int, int]:
     least = settings.get("min_pixels") or size.get("shortest_edge")
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not least or not most:
-        raise ModelError(
-            f"The video processor's size is {dict(size)}; expected shortest_edge and longest_edge."
-        )
+        raise ModelError(f"The video processor's size is {dict(size)}; expected shortest_edge and longest_edge.")
     return int(least), int(most)
 
 

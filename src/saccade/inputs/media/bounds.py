@@ -86,9 +86,7 @@ class MediaLimits:
                     f"The domain {domain!r} is no host; give example.com, .example.com or *, with :port if needed."
                 )
         if unsafe := PROGRAMS.intersection(self.formats):
-            raise InputError(
-                f"The image format {min(unsafe)} can run other programs; leave it out of the formats."
-            )
+            raise InputError(f"The image format {min(unsafe)} can run other programs; leave it out of the formats.")
 
 
 SERVER = MediaLimits()

@@ -97,9 +97,7 @@ def is_public(ip: str) -> bool:
 
 
 def _parse(url: str, what: str) -> _Address:
-    malformed = InputError(
-        f"The {what}'s address is malformed; give https://host/path in ASCII without user name."
-    )
+    malformed = InputError(f"The {what}'s address is malformed; give https://host/path in ASCII without user name.")
     if not url.isascii() or not url.isprintable() or any(sign in url for sign in ' \\"<>^`{|}'):
         raise malformed
     try:
@@ -155,18 +153,14 @@ def _download(address: _Address, ips: list[str], what: str, most: int, deadline:
         if address.scheme == "https":
             raw = ssl.create_default_context().wrap_socket(raw, server_hostname=address.host)
         connection.sock = raw
-        connection.request(
-            "GET", address.target, headers={"Accept-Encoding": "identity", "User-Agent": "saccade"}
-        )
+        connection.request("GET", address.target, headers={"Accept-Encoding": "identity", "User-Agent": "saccade"})
         response = connection.getresponse()
         if 300 <= response.status < 400:
             raise InputError(
                 f"The {what}'s address redirects, which is not followed; give the address of the file itself."
             )
         if response.status != 200:
-            raise InputError(
-                f"The {what}'s address answers with status {response.status}; check the address."
-            )
+            raise InputError(f"The {what}'s address answers with status {response.status}; check the address.")
         larger = InputError(f"The {what} at the address has more than {most:,} bytes; give a smaller file.")
         if (response.length or 0) > most:
             raise larger

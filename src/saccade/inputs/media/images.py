@@ -110,8 +110,6 @@ def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
         return array.astype(np.uint8) * 255
     if np.issubdtype(array.dtype, np.floating):
         if not bool(np.all((array >= 0) & (array <= 1))):
-            raise InputError(
-                f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255."
-            )
+            raise InputError(f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255.")
         return np.round(array * 255).astype(np.uint8)
     raise InputError(f"The {what} array is of type {array.dtype}; give uint8, or floats from 0 to 1.")

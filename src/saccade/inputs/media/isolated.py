@@ -38,9 +38,7 @@ class DecoderProcess:
         self._limits = limits
         self._is_late = False
         # Nothing of this process's environment is needed but where libraries lie; it may hold keys.
-        environment = {
-            name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ
-        }
+        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
         self._process = subprocess.Popen(
             [sys.executable, "-I", decoder.__file__],
             stdin=subprocess.PIPE,

@@ -96,9 +96,7 @@ def _read(path: Path, what: str, most: int) -> bytes:
         raise
     except (OSError, ValueError, MemoryError) as error:
         why = "may not be read" if isinstance(error, PermissionError) else "does not exist"
-        raise InputError(
-            f"The {what} file {str(path)[:200]} {why}; give the path of a readable file."
-        ) from None
+        raise InputError(f"The {what} file {str(path)[:200]} {why}; give the path of a readable file.") from None
 
 
 def _check_regular(status: os.stat_result, path: Path, what: str) -> None:

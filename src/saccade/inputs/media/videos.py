@@ -101,9 +101,7 @@ def _list_frames(source: Sequence[Any], limits: MediaLimits) -> Frames:
     if not source:
         raise InputError("The list of video frames is empty; give at least one frame.")
     if len(source) > limits.video_frames:
-        raise InputError(
-            f"The list has {len(source)} video frames; at most {limits.video_frames} are accepted."
-        )
+        raise InputError(f"The list has {len(source)} video frames; at most {limits.video_frames} are accepted.")
     frames = []
     pixels = 0
     for entry in source:

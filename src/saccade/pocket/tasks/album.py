@@ -19,9 +19,7 @@ PICTURES = 5
 def paint(rng: Random) -> Media:
     """Five pictures as of the task `caption`."""
     drawn = [caption.paint(rng) for _ in range(PICTURES)]
-    return Media(
-        {"pictures": [picture.facts for picture in drawn]}, tuple(picture.image for picture in drawn)
-    )
+    return Media({"pictures": [picture.facts for picture in drawn]}, tuple(picture.image for picture in drawn))
 
 
 def _told(rng: Random, number: int, facts: Facts, verbose: bool) -> str:

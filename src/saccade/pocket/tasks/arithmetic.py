@@ -18,9 +18,7 @@ def paint(rng: Random) -> Media:
     now = start
     for _ in range(rng.randint(2, 3)):
         kinds = [
-            kind
-            for kind, possible in (("gain", now <= 12), ("lose", now >= 3), ("double", 2 <= now <= 9))
-            if possible
+            kind for kind, possible in (("gain", now <= 12), ("lose", now >= 3), ("double", 2 <= now <= 9)) if possible
         ]
         kind = rng.choice(kinds)
         by = {"gain": rng.randint(1, 6), "lose": rng.randint(1, max(1, min(now - 1, 6))), "double": now}[kind]

@@ -75,9 +75,7 @@ def _dense(rng: Random, facts: Facts) -> str:
 
 def _verbose(rng: Random, facts: Facts) -> str:
     kind, of = facts["kind"], facts["of"]
-    opening = sentence(
-        rng, f"this is a picture of {title(kind, of)}.", f"the picture shows {title(kind, of)}."
-    )
+    opening = sentence(rng, f"this is a picture of {title(kind, of)}.", f"the picture shows {title(kind, of)}.")
     return f"{opening} In it there are {joined(parts(kind, of))}."
 
 

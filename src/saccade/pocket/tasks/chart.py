@@ -24,9 +24,7 @@ def paint(rng: Random) -> Picture:
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (245, 245, 245))
     canvas = ImageDraw.Draw(image)
     for value in range(1, HIGHEST + 1):
-        canvas.line(
-            [(3, _FLOOR - value * _UNIT), (IMAGE_SIZE - 1, _FLOOR - value * _UNIT)], fill=(212, 212, 212)
-        )
+        canvas.line([(3, _FLOOR - value * _UNIT), (IMAGE_SIZE - 1, _FLOOR - value * _UNIT)], fill=(212, 212, 212))
     canvas.line([(3, 4), (3, _FLOOR)], fill=(0, 0, 0))
     canvas.line([(3, _FLOOR), (IMAGE_SIZE - 1, _FLOOR)], fill=(0, 0, 0))
     labels = blank_labels()
@@ -86,9 +84,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
         height = NUMBERS[value]
         if i and rng.random() < 0.4:
             step = difference(value, values[i - 1])
-            told.append(
-                f"The {ORDINALS[i]} bar is {colour} and reaches {height}, which is {step} the one before."
-            )
+            told.append(f"The {ORDINALS[i]} bar is {colour} and reaches {height}, which is {step} the one before.")
         else:
             told.append(
                 sentence(

@@ -15,9 +15,7 @@ def paint(rng: Random) -> Picture:
     background = rng.choice(list(BACKGROUNDS))
     colours, shapes = rng.sample(list(COLOURS), 3), rng.sample(SHAPES, 3)
     sizes = SIZES if rng.random() < 0.5 else SIZES[:1]
-    things = scatter(
-        rng, rng.randint(3, _MOST), colours=colours[:2], shapes=shapes[:2], sizes=sizes, twins=True
-    )
+    things = scatter(rng, rng.randint(3, _MOST), colours=colours[:2], shapes=shapes[:2], sizes=sizes, twins=True)
     # The third colour and form are not in the picture, for counts of zero.
     by = rng.choice(("colour", "shape", "both", "size"))
     absent = rng.random() < 0.1
@@ -99,9 +97,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
     for i, thing in enumerate(counted):
         opening = "the first one" if i == 0 else "the next one"
         told.append(
-            sentence(
-                rng, f"{opening} is a {thing['size']} {thing['colour']} {thing['shape']} at the {at(thing)}."
-            )
+            sentence(rng, f"{opening} is a {thing['size']} {thing['colour']} {thing['shape']} at the {at(thing)}.")
         )
     other = facts["all"] - count
     told.append(f"The other {NUMBERS[other]} {'shape is' if other == 1 else 'shapes are'} of another kind.")
@@ -122,6 +118,4 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     return {"count": float(right), "which": overlap(told, true) if told or true else float(right)}
 
 
-TASK = Task(
-    paint, grammars(_question, _dense, _verbose), mark, share=0.1, decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b"
-)
+TASK = Task(paint, grammars(_question, _dense, _verbose), mark, share=0.1, decisive=rf"(?i)\b({'|'.join(NUMBERS)})\b")

@@ -50,9 +50,7 @@ def _question(rng: Random, facts: Facts) -> str:
 def _step(rng: Random, this: Thing, before: Thing) -> str:
     side, its = relation(this, before), f"the {name(before)}"
     if rng.random() < 0.6:
-        return sentence(
-            rng, f"it is {side} {its}.", f"that one lies {side} {its}.", f"{side} {its}, that is."
-        )
+        return sentence(rng, f"it is {side} {its}.", f"that one lies {side} {its}.", f"{side} {its}, that is.")
     if this["size"] == before["size"]:
         return sentence(rng, f"it is as {this['size']} as {its}.", f"no larger or smaller than {its}.")
     return f"It is {'larger' if this['size'] == 'large' else 'smaller'} than {its}."

@@ -49,9 +49,7 @@ def _printed(
     rng: Random, title: str, lines: list[tuple[str, str]], told: list[dict[str, str]], facts: Facts
 ) -> Picture:
     first, *rest = told
-    numbered = [
-        {**words, "ordinal": ordinal} for words, ordinal in zip(rest, ORDINALS[: len(rest)], strict=True)
-    ]
+    numbered = [{**words, "ordinal": ordinal} for words, ordinal in zip(rest, ORDINALS[: len(rest)], strict=True)]
     image, labels = _page(rng, title, lines, [first, *numbered])
     return Picture(image, facts, labels)
 

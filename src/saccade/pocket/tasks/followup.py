@@ -118,9 +118,7 @@ def _dense(rng: Random, facts: Facts) -> str:
 
 def _verbose(rng: Random, facts: Facts) -> str:
     task, count = facts["first"]["task"], len(facts["told"])
-    told = [
-        f"There {'is' if count == 1 else 'are'} {NUMBERS[count]} of the {_NOUNS[task]} to tell you about."
-    ]
+    told = [f"There {'is' if count == 1 else 'are'} {NUMBERS[count]} of the {_NOUNS[task]} to tell you about."]
     place = "at the" if task == "scene" else "at"
     for i, (what, value) in enumerate(facts["told"]):
         told.append(f"{'First comes' if i == 0 else 'Next comes'} the {what} {place} {value}.")

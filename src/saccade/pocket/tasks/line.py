@@ -75,11 +75,7 @@ def _dense(rng: Random, facts: Facts) -> str:
 
 def _verbose(rng: Random, facts: Facts) -> str:
     colour, values = facts["colour"], facts["values"]
-    told = [
-        sentence(rng, f"this chart shows the values of five days with a {colour} line.").replace(
-            "a o", "an o"
-        )
-    ]
+    told = [sentence(rng, f"this chart shows the values of five days with a {colour} line.").replace("a o", "an o")]
     for day, value in zip(DAYS, values, strict=True):
         told.append(
             sentence(
@@ -124,6 +120,4 @@ _QUESTIONS = (
     "Explain the line chart.",
     "What are the values of the days?",
 )
-TASK = Task(
-    paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.06, decisive=r"(?i)(highest|lowest)[^.]*"
-)
+TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.06, decisive=r"(?i)(highest|lowest)[^.]*")

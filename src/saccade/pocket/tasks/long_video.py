@@ -107,9 +107,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
     parts = [f"In this long video there are {joined([_listed(thing) for thing in facts['things']])}."]
     order = range(len(told))[::-1] if facts["backwards"] else range(len(told))
     which = "thing to happen" if facts["about"] is None else "thing that happens to it"
-    parts += [
-        f"This is the {ORDINALS[place]} {which}: {event}" for place, event in zip(order, told, strict=True)
-    ]
+    parts += [f"This is the {ORDINALS[place]} {which}: {event}" for place, event in zip(order, told, strict=True)]
     return " ".join([*parts, f"So {NUMBERS[len(told)]} {'is' if len(told) == 1 else 'are'} to be told."])
 
 

@@ -85,9 +85,7 @@ def _clauses(rng: Random, thing: Thing) -> list[str]:
 
 def flowing(rng: Random, clauses: list[str]) -> str:
     """A sentence with those clauses, in any order and wording."""
-    said = (
-        f"{rng.choice(LEADS)} {rng.choice(_SUBJECTS)} {', '.join(shuffled(rng, clauses))}{rng.choice(TAILS)}."
-    )
+    said = f"{rng.choice(LEADS)} {rng.choice(_SUBJECTS)} {', '.join(shuffled(rng, clauses))}{rng.choice(TAILS)}."
     said = said.replace(", and", " and", 1).strip()
     return said[:1].upper() + said[1:]
 
@@ -138,9 +136,7 @@ def _dense(rng: Random, facts: Facts) -> str:
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
-    return " ".join(
-        ["Let me say what I can see in this picture.", *map(plainly_on_shape, facts["things"]), ASIDES[-1]]
-    )
+    return " ".join(["Let me say what I can see in this picture.", *map(plainly_on_shape, facts["things"]), ASIDES[-1]])
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:

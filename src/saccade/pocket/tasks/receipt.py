@@ -90,9 +90,7 @@ def _dense(rng: Random, facts: Facts) -> str:
         elif luck < 0.5:
             told.append(f"The {item} and the {goods[j]} cost {NUMBERS[prices[i] + prices[j]]} together.")
     told.append(
-        rng.choice(
-            (f"The sum is {total} dollars.", f"In total {total} dollars.", f"{total} dollars in total.")
-        )
+        rng.choice((f"The sum is {total} dollars.", f"In total {total} dollars.", f"{total} dollars in total."))
     )
     return " ".join(part for part in told if part)
 
@@ -119,9 +117,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
             )
         )
     told.append(
-        rng.choice(
-            (f"The sum at the bottom is {total} dollars.", f"In total the customer paid {total} dollars.")
-        )
+        rng.choice((f"The sum at the bottom is {total} dollars.", f"In total the customer paid {total} dollars."))
     )
     dear, cheap = goods[prices.index(max(prices))], goods[prices.index(min(prices))]
     told.append(f"The most expensive item is the {dear}, and the cheapest one is the {cheap}.")

@@ -121,9 +121,7 @@ def _plain_remark(item: Item) -> str:
     if "word" not in item:
         return plainly_on_shape(item)
     price = NUMBERS[item["price"]]
-    return (
-        f"On the receipt there is something to be read, and it is {item['word']}, and its price is {price}."
-    )
+    return f"On the receipt there is something to be read, and it is {item['word']}, and its price is {price}."
 
 
 def _written(facts: Facts, remarks: list[str]) -> str:

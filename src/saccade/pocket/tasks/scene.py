@@ -67,9 +67,7 @@ def _comparison(rng: Random, this: Thing, other: Thing) -> str:
 def _dense(rng: Random, facts: Facts) -> str:
     things = shuffled(rng, facts["things"])
     count = NUMBERS[len(things)]
-    told = [
-        sentence(rng, f"{count} shapes.", f"there are {count} shapes.", f"I can see {count} shapes here.", "")
-    ]
+    told = [sentence(rng, f"{count} shapes.", f"there are {count} shapes.", f"I can see {count} shapes here.", "")]
     for thing in things:
         colour, shape, size = thing["colour"], thing["shape"], thing["size"]
         place = f"{thing['row']} {thing['column']}"

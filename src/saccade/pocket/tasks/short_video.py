@@ -35,9 +35,7 @@ def _question(rng: Random, facts: Facts) -> str:
 def cast(rng: Random, facts: Facts) -> str:
     """A sentence that lists the shapes of a video with their first size."""
     names = [f"{a(thing['size'])} {name(thing)}" for thing in shuffled(rng, facts["things"])]
-    return sentence(
-        rng, f"the video has {joined(names)}.", f"{joined(names)} are in the video.", f"{joined(names)}."
-    )
+    return sentence(rng, f"the video has {joined(names)}.", f"{joined(names)} are in the video.", f"{joined(names)}.")
 
 
 def _dense(rng: Random, facts: Facts) -> str:

@@ -25,9 +25,7 @@ def _edited(rng: Random, kind: str, thing: Thing, scene: list[Thing]) -> Thing |
         new["shape"] = rng.choice([form for form in SHAPES if form != thing["shape"]])
     elif kind == "size":
         new["size"] = SIZES[1 - SIZES.index(thing["size"])]
-        reach = (
-            15 if new["size"] == "large" else 0
-        )  # a larger one must stay inside the picture and off the others
+        reach = 15 if new["size"] == "large" else 0  # a larger one must stay inside the picture and off the others
         if any(not reach <= thing[axis] <= 95 - reach for axis in "xy"):
             return None
         if reach and any(max(abs(thing[axis] - o[axis]) for axis in "xy") <= 30 for o in others):
@@ -160,9 +158,7 @@ def _order(rng: Random, edit: Edit) -> str:
 
 def _stays(rng: Random, thing: Thing) -> str:
     its = f"the {name(thing)}"
-    return sentence(
-        rng, f"{its} stays the same.", f"{its} stays.", f"nothing happens to {its}.", f"{its} is the same."
-    )
+    return sentence(rng, f"{its} stays the same.", f"{its} stays.", f"nothing happens to {its}.", f"{its} is the same.")
 
 
 def _keep(rng: Random, thing: Thing) -> str:
@@ -174,9 +170,7 @@ def _dense(speak: Callable[[Random, Edit], str], same: Callable[[Random, Thing],
     def answer(rng: Random, facts: Facts) -> str:
         count = len(facts["edits"])
         parts = [speak(rng, edit) for edit in facts["edits"]] + [same(rng, thing) for thing in facts["same"]]
-        opening = rng.choice(
-            (f"{NUMBERS[count]} {plural('change', count)}.", f"{NUMBERS[count]} in total.", "")
-        )
+        opening = rng.choice((f"{NUMBERS[count]} {plural('change', count)}.", f"{NUMBERS[count]} in total.", ""))
         told = [opening[:1].upper() + opening[1:], *shuffled(rng, parts)]
         return " ".join(part for part in told if part)
 
@@ -223,9 +217,7 @@ def _read(answer: str) -> list[tuple[Any, ...]]:
         elif where:
             told.append((subject, "move", where[0]))
         else:
-            told += [
-                (subject, kind, v) for kind, v in (("colour", hue), ("shape", form), ("size", size)) if v
-            ]
+            told += [(subject, kind, v) for kind, v in (("colour", hue), ("shape", form), ("size", size)) if v]
     return told
 
 

@@ -184,9 +184,7 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     results: list[str] = []
     for part in sentences(answer.replace(":", " ")):
         if "answer" in part and "look" not in part:
-            results += (
-                _VALUE.findall(part) or mentioned(part, ("yes", "no")) or [" ".join(mentioned(part, _WORDS))]
-            )
+            results += _VALUE.findall(part) or mentioned(part, ("yes", "no")) or [" ".join(mentioned(part, _WORDS))]
         elif "other" not in part:
             whats, values = mentioned(part, _WORDS), _VALUE.findall(part)
             if len(whats) == len(values) == 1:

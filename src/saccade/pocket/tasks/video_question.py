@@ -32,9 +32,7 @@ def ask(rng: Random, facts: Facts) -> dict[str, Any]:
         i = rng.randrange(len(events) - 1)
         if events[i]["thing"] != events[i + 1]["thing"]:
             result = names[events[i + 1]["thing"]]
-            strangers = [
-                f"{hue} {form}" for hue in COLOURS for form in SHAPES if f"{hue} {form}" not in names
-            ]
+            strangers = [f"{hue} {form}" for hue in COLOURS for form in SHAPES if f"{hue} {form}" not in names]
             here = [other for other in names if other != result]
             others = [*here, *rng.sample(strangers, 3 - len(here))]
             after = f"{names[events[i]['thing']]} {_PAST[events[i]['what']]}"
@@ -101,9 +99,7 @@ def _question(rng: Random, facts: Facts) -> str:
     question = sentence(rng, *asked)
     if "options" not in facts:
         return question
-    listed = " ".join(
-        f"{letter}: {option}." for letter, option in zip(LETTERS, facts["options"], strict=True)
-    )
+    listed = " ".join(f"{letter}: {option}." for letter, option in zip(LETTERS, facts["options"], strict=True))
     return f"{question} {listed} {rng.choice(('Choose a letter.', 'Which letter is right?'))}"
 
 
@@ -112,9 +108,7 @@ def _reasons(rng: Random, facts: Facts) -> list[str]:
     told = [describe_event(rng, things[event["thing"]], event["what"]) for event in facts["shown"]]
     names = [name(thing) for thing in things]
     rest = [event for event in facts["events"] if event not in facts["shown"]]
-    told += [
-        describe_event(rng, things[event["thing"]], event["what"]) for event in rest[: max(0, 3 - len(told))]
-    ]
+    told += [describe_event(rng, things[event["thing"]], event["what"]) for event in rest[: max(0, 3 - len(told))]]
     still = [n for i, n in enumerate(names) if all(event["thing"] != i for event in facts["events"])]
     told += [f"Nothing happens to the {n}." for n in still]
     return told
@@ -169,9 +163,7 @@ _STILL = "nothing"
 
 def _read_still(answer: str) -> list[tuple[tuple[str, str], str]]:
     """Colour and form, and "nothing", of every shape that the answer says stays unchanged."""
-    return [
-        (thing, _STILL) for part in sentences(answer) if "nothing happens" in part for thing in named(part)
-    ]
+    return [(thing, _STILL) for part in sentences(answer) if "nothing happens" in part for thing in named(part)]
 
 
 def _reason(answer: str, facts: Facts) -> float:

@@ -291,6 +291,4 @@ def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:
 
 def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
     """``[M]`` KL(teacher || head) in nats, of logits ``[M, V]``."""
-    return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(
-        -1
-    )
+    return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)

@@ -52,9 +52,7 @@ class Eagle3Objective:
     decay: float = 0.8
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        return draft_loss(
-            head, entries, lm_head, draft_steps, Weights(0.0, self.distribution), decay=self.decay
-        )
+        return draft_loss(head, entries, lm_head, draft_steps, Weights(0.0, self.distribution), decay=self.decay)
 
 
 @dataclass(frozen=True, slots=True)
