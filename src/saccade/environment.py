@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ _SAMPLED_WEIGHTS = 32
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, platform, git revision, threads and the name of the target's device."""
+    """Versions, platform, git revision, threads, and the names of the target's device and of the processor."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         **{name: metadata.version(name) for name in PACKAGES},
         "revision": revision(),
         "device": device_name(device),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
     }
 
@@ -34,6 +36,14 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu ({torch.backends.cpu.get_cpu_capability()})"
     return device.type
+
+
+def processor_name() -> str:
+    """Name of the processor such as ``AMD EPYC``; its architecture where the system does not name it."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def revision() -> str | None:

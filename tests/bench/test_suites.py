@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_kit import suite
@@ -10,7 +12,7 @@ from bench_kit import suite
 import saccade
 from saccade.bench import library
 from saccade.bench.preparing import prepare
-from saccade.bench.suite import BASELINE, parse
+from saccade.bench.suite import BASELINE, MethodEntry, parse
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
@@ -36,8 +38,11 @@ MIRRORED = [
     "hivis-figure-7",
     *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "figure-7", "figure-9", "figure-10")),
     *(f"sage-{n}" for n in (1, 3, 4, 5, 6, "figure-2", "figure-3")),
+    "small-trees",
     *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
 ]
+"""Suites that docs/results has pages of."""
+OF_NO_PAPER = ("quick", "small-trees")
 
 
 def test_every_paper_has_its_suites_in_reading_order() -> None:
@@ -50,7 +55,7 @@ def test_a_built_in_suite_is_read_and_says_what_it_mirrors(name: str) -> None:
     assert found.methods[0].name == BASELINE
     assert len(found.methods) > 1
     assert found.title
-    assert (name == "quick") == (not found.mirrors)
+    assert (name in OF_NO_PAPER) == (not found.mirrors)
     assert all(m.optional or m.name in saccade.methods.METHODS for m in found.methods)
 
 
@@ -72,7 +77,7 @@ def test_an_unknown_suite_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": 3}, "unknown key 'prompts'; expected one of max_new_tokens"),
+        ({"prompts": 3}, "unknown key 'prompts'; expected one of claims, max_new_tokens"),
         ({"tasks": []}, "tasks is missing or empty"),
         ({"methods": "chain"}, "methods is missing or empty"),
         ({"tasks": [{"name": "mine"}]}, "needs exactly one of task"),
@@ -187,6 +192,66 @@ def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) ->
 
 def test_parse_needs_no_title() -> None:
     assert parse({"tasks": ["scene"], "methods": ["chain"]}, "mine", "mine.toml").title == "mine"
+
+
+def tree_of(method: MethodEntry) -> dict[str, Any]:
+    """Resolved options of a row."""
+    return saccade.methods.options(method.name, method.options)
+
+
+def depth_and_nodes(options: dict[str, Any]) -> tuple[int, int] | None:
+    """Levels and nodes of a tree; None for chains and methods without a drafter's tree."""
+    if options.get("tree") == "static":
+        return 5, 25
+    if options.get("tree") in ("dynamic", "sage"):
+        return options.get("max_depth", options.get("ceiling")), options["total"]
+    if options.get("tree") == "width":
+        return options["max_depth"], options["width"] * options["max_depth"]
+    if options.get("tree") == "branches":
+        return options["gamma"], options["branches"] * options["gamma"]
+    return None
+
+
+def drafter_of(method: MethodEntry, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What guesses: a head by name, or the draft model with its views."""
+    if options["draft_with"] == "model":
+        return "model", options["views"].replace("M", "") if options["views"] == "M" else options["views"]
+    return options["draft_with"], method.head
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_beside_every_tree_is_a_chain_as_deep_by_the_same_drafter(name: str) -> None:
+    rows = [(m, tree_of(m)) for m in library.load(name).methods if m.name != BASELINE]
+    chains = {
+        (drafter_of(m, o), o["gamma"]) for m, o in rows if o.get("tree") in ("chain", "confident") and "gamma" in o
+    }
+    for method, options in rows:
+        shape = depth_and_nodes(options)
+        assert shape is None or (drafter_of(method, options), shape[0]) in chains, method.label
+
+
+UNEQUAL = {
+    ("sage-1", "SAGE"): "64 nodes in the paper, whose other trees have 25; SAGE-25 stands beside it",
+    ("sage-3", "SAGE"): "likewise",
+    ("sage-6", "SAGE"): "likewise",
+    ("sage-figure-3", "SAGE"): "likewise",
+}
+"""Suite and label of trees that are compared with smaller ones, with the reason."""
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_trees_that_are_compared_have_equally_many_nodes(name: str) -> None:
+    found = library.load(name)
+    nodes = {m.label: shape[1] for m in found.methods if (shape := depth_and_nodes(tree_of(m)))}
+    for claim in found.claims:
+        for above, below in pairwise(claim.order):
+            sizes = {nodes[label] for label in (*above, *below) if label in nodes and (name, label) not in UNEQUAL}
+            assert len(sizes) <= 1, (name, above, below)
+
+
+@pytest.mark.parametrize("name", [n for n in MIRRORED if n not in OF_NO_PAPER])
+def test_every_suite_of_a_paper_says_what_the_paper_found(name: str) -> None:
+    assert library.load(name).claims
 
 
 def test_figure_6_has_a_chain_as_deep_as_every_tree_and_equal_nodes() -> None:

@@ -232,12 +232,13 @@ def _scores(records: Sequence[Record]) -> dict[str, float]:
 
 def _retention(records: Sequence[Record], baseline: Sequence[Record]) -> Estimate | None:
     """Score over plain decoding's, both averaged over the same prompts, each prompt over its repeats."""
-    ours, theirs = _score_by_prompt(records), _score_by_prompt(baseline)
+    ours, theirs = score_by_prompt(records), score_by_prompt(baseline)
     both = [prompt for prompt in ours if prompt in theirs]
     return ratio_of_sums([ours[prompt] for prompt in both], [theirs[prompt] for prompt in both])
 
 
-def _score_by_prompt(records: Sequence[Record]) -> dict[str, float]:
+def score_by_prompt(records: Sequence[Record]) -> dict[str, float]:
+    """Mean score of every prompt with ground truth, over its facts and repeats."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
         if (score := mean_score(record)) is not None:

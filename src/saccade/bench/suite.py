@@ -65,6 +65,21 @@ class MethodEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """Order of methods in the paper's table or figure, for `saccade.bench.claims` to judge.
+
+    Attributes:
+        order: levels of labels, the best one first; each method of a level is above each of the next.
+        by: name of the compared quantity.
+        least: ratio that every comparison must exceed.
+    """
+
+    order: tuple[tuple[str, ...], ...]
+    by: str = "block efficiency"
+    least: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Suite:
     """Benchmark suite.
 
@@ -73,6 +88,7 @@ class Suite:
         title: one line.
         mirrors: the paper's table that this suite repeats; empty for others.
         note: differences from the paper, or advice for reading the result.
+        claims: what the paper reports about the order of these methods.
         tasks: groups of prompts.
         methods: the baseline first.
         per_task: prompts per task.
@@ -91,6 +107,7 @@ class Suite:
     methods: tuple[MethodEntry, ...]
     mirrors: str = ""
     note: str = ""
+    claims: tuple[Claim, ...] = ()
     per_task: int = 8
     seed: int = 0
     repeats: int = 1
@@ -131,11 +148,12 @@ def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:
         SaccadeError: an unknown key, a missing one, or a value of the wrong type.
     """
     check_keys(content, {f.name for f in fields(Suite)} - {"name"}, where)
-    parts = {
+    parts: dict[str, Any] = {
         "name": name,
         "tasks": tuple(_task(item, where) for item in _list(content, "tasks", where)),
         "methods": with_baseline(_method(item, where) for item in _list(content, "methods", where)),
     }
+    parts["claims"] = tuple(_claim(item, parts["methods"], where) for item in _claims(content, where))
     check_keys(_sampling(content, where), SAMPLING, f"{where}, sampling")
     suite = make(Suite, {"title": name, **content, **parts}, where)
     _check_sizes(suite, where)
@@ -180,6 +198,29 @@ def _method(item: Any, where: str) -> MethodEntry:
         label = "-".join(map(str, (item["name"], *head, *options.values())))
     values = {**own, "label": str(label), "options": options}
     return make(MethodEntry, values, f"{where}, method {item['name']!r}")
+
+
+QUANTITIES = ("block efficiency", "decoding speed", "speed", "score")
+"""Quantities by which a claim may order methods."""
+
+
+def _claims(content: Mapping[str, Any], where: str) -> list[Any]:
+    return _list(content, "claims", where) if "claims" in content else []
+
+
+def _claim(item: Any, methods: tuple[MethodEntry, ...], where: str) -> Claim:
+    if not isinstance(item, Mapping) or not isinstance(item.get("order"), list) or len(item["order"]) < 2:
+        raise SaccadeError(f'{where}: a claim needs an order of at least two methods, such as {{order = ["A", "B"]}}.')
+    check_keys(item, (f.name for f in fields(Claim)), f"{where}, claims")
+    order = tuple(tuple(level) if isinstance(level, list) else (level,) for level in item["order"])
+    known = [m.label for m in methods]
+    odd = next((label for level in order for label in level if label not in known), None)
+    if odd is not None:
+        raise SaccadeError(f"{where}: a claim names {odd!r}; expected labels of the suite: {', '.join(known)}.")
+    claim = make(Claim, {**item, "order": order}, f"{where}, claims")
+    if claim.by not in QUANTITIES:
+        raise SaccadeError(f"{where}: a claim orders by {claim.by!r}; expected one of {', '.join(QUANTITIES)}.")
+    return claim
 
 
 def _sampling(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from saccade.bench.claims import sentences
 from saccade.bench.records import warned
 from saccade.bench.report import figures, tables, traces
 from saccade.bench.report.content import Content
@@ -93,7 +94,7 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
 
 def _notes(content: Content) -> list[str]:
     config = content.run.header.config
-    texts = [config.get("title"), config.get("note")]
+    texts = [config.get("title"), *sentences(content.run), config.get("note")]
     if config.get("mirrors"):
         texts.append(f"Mirrors {config['mirrors']}.")
     missing = config.get("missing")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from saccade.bench.claims import sentences
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import predictions
@@ -279,34 +280,40 @@ def document(contents: Sequence[Content]) -> str:
         parts.append(table(overview(contents)))
     for content in contents:
         header = content.run.header
-        parts.append(f"## {_escape(content.name)}")
+        parts.append(f"## {escape(content.name)}")
         facts = ", ".join(f"{k} {v}" for k, v in header.environment.items() if isinstance(v, str | int | float))
-        parts.append(_escape(f"Started {header.started}. {facts}."))
+        parts += map(escape, sentences(content.run))
+        parts.append(escape(f"Started {header.started}. {facts}."))
         parts += [table(comparison(group)) for group in content.groups]
         by_fact = scores(content.groups[0])
         if by_fact is not None:
             parts.append(table(by_fact))
-        parts += map(_escape, warned(content.run.records))
+        parts += map(escape, warned(content.run.records))
         if content.problems:
             parts.append(f"{len(content.problems)} lines of the run could not be read and are left out.")
-    meanings = {c.name: c.meaning for content in contents for c in comparison(content.groups[0]).columns}
-    parts.append("\n".join(f"- {name}: {meaning}." for name, meaning in meanings.items()))
+    parts.append(meanings(*contents))
     return "\n\n".join(parts) + "\n"
+
+
+def meanings(*contents: Content) -> str:
+    """Markdown list of what the columns of the comparisons mean."""
+    found = {c.name: c.meaning for content in contents for c in comparison(content.groups[0]).columns}
+    return "\n".join(f"- {name}: {meaning}." for name, meaning in found.items())
 
 
 def table(content: Table) -> str:
     """Markdown of one table under its caption."""
-    heads = [_escape(column.name) for column in content.columns]
+    heads = [escape(column.name) for column in content.columns]
     lines = [heads, *([_cell_text(cell) for cell in row.cells] for row in content.rows)]
     rows = ["| " + " | ".join(line) + " |" for line in lines]
     rows.insert(1, "|---" + "|--:" * (len(heads) - 1) + "|")
-    return f"**{_escape(content.caption)}**\n\n" + "\n".join(rows)
+    return f"**{escape(content.caption)}**\n\n" + "\n".join(rows)
 
 
 def _cell_text(cell: Cell) -> str:
-    return f"{_escape(cell.text)} {cell.detail}".strip()  # details contain no special characters
+    return f"{escape(cell.text)} {cell.detail}".strip()  # details contain no special characters
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Escape text for Markdown, on one line."""
     return re.sub(r"([\\`*_|<>#&\[\]])", r"\\\1", " ".join(text.split()))

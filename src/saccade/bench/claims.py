@@ -1,0 +1,194 @@
+"""Orders of methods that papers report, judged on a run by paired intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, Literal
+
+import numpy as np
+
+from saccade.bench import metrics
+from saccade.bench.records import Record, Run
+from saccade.bench.statistics import Array, Estimate, bootstrap, median, ratio_of_sums
+from saccade.bench.suite import BASELINE
+
+Judgement = Literal["holds", "reversed", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two methods on the same prompts.
+
+    Attributes:
+        above, below: labels; the paper ranks the first one higher.
+        by: a name of `MEASURES`.
+        ratio: of ``above`` over ``below`` with its paired 95 % interval.
+        least: value that the ratio must exceed.
+        tasks: number of tasks on which the ratio exceeds it, and of all tasks.
+        judgement: ``holds`` when the whole interval exceeds ``least``, ``reversed`` when it lies below.
+    """
+
+    above: str
+    below: str
+    by: str
+    ratio: Estimate
+    least: float
+    tasks: tuple[int, int]
+    judgement: Judgement
+
+    def __str__(self) -> str:
+        if self.least == 1 and self.below != BASELINE:
+            size = f"{self.above} over {self.below} {_percent(self.ratio.value)}"
+            interval = _interval(self.ratio, _percent)
+        else:
+            size = f"{self.above} over {self.below} {self.ratio.value:.3f}"
+            interval = _interval(self.ratio, "{:.3f}".format)
+        above, count = self.tasks
+        remark = "" if self.judgement == "holds" else f" ({self.judgement})"
+        return f"{size}{interval}, {above} of {count} tasks{remark}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A paper's order, compared pair by pair.
+
+    Attributes:
+        claim: as in the run's configuration (`saccade.bench.suite.Claim`).
+        comparisons: of neighbouring levels.
+        absent: labels of the claim that the run lacks.
+    """
+
+    claim: Mapping[str, Any]
+    comparisons: tuple[Comparison, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def outcome(self) -> str:
+        """One word or two: ``holds``, ``is reversed``, ``is undecided``, ``holds in 2 of 3 comparisons``."""
+        found = [c.judgement for c in self.comparisons]
+        if not found:
+            return "was not measured"
+        if len(set(found)) == 1:
+            return found[0] if found[0] == "holds" else f"is {found[0]}"
+        if "holds" in found:
+            return f"holds in {found.count('holds')} of {len(found)} comparisons"
+        return "does not hold"
+
+    def sentence(self, paper: str) -> str:
+        """State whether the order holds, by how much, and on how many tasks.
+
+        Args:
+            paper: the table or figure that the order is taken from.
+        """
+        order = " > ".join(", ".join(level) for level in self.claim["order"])
+        least = "" if self.claim["least"] == 1 else f" by a factor of at least {self.claim['least']:g}"
+        lacks = f"; without {', '.join(self.absent)}" if self.absent else ""
+        listed = "; ".join(map(str, self.comparisons))
+        shown, by = f": {listed}" if listed else "", self.claim["by"]
+        return f"The order of {paper}, in {by}{least}, {order}, {self.outcome} on this pair{shown}{lacks}."
+
+
+def verdicts(run: Run) -> list[Verdict]:
+    """Judge every claim of the run's suite; none for runs of suites without claims."""
+    by_label: dict[str, list[Record]] = {}
+    for record in run.records:
+        by_label.setdefault(record.method, []).append(record)
+    return [_verdict(claim, by_label) for claim in run.header.config.get("claims", ())]
+
+
+def sentences(run: Run) -> Iterator[str]:
+    """Yield one sentence per claim."""
+    paper = run.header.config.get("mirrors") or "the suite"
+    return (verdict.sentence(paper) for verdict in verdicts(run))
+
+
+def _verdict(claim: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) -> Verdict:
+    labels = [label for level in claim["order"] for label in level]
+    present = [[label for label in level if label in records] for level in claim["order"]]
+    found = []
+    for above, below in pairwise(level for level in present if level):
+        for better, other in product(above, below):
+            compared = compare(records[better], records[other], better, other, claim["by"], claim["least"])
+            found += [] if compared is None else [compared]
+    return Verdict(claim, tuple(found), tuple(label for label in labels if label not in records))
+
+
+def compare(
+    ours: Sequence[Record], theirs: Sequence[Record], above: str, below: str, by: str, least: float = 1.0
+) -> Comparison | None:
+    """Compare two methods on the prompts that both answered; None when a measure is defined on none of them."""
+    ratio = MEASURES[by](ours, theirs)
+    if ratio is None:
+        return None
+    tasks = [
+        value
+        for task in dict.fromkeys(r.task for r in ours)
+        if (value := MEASURES[by]([r for r in ours if r.task == task], [r for r in theirs if r.task == task]))
+    ]
+    judgement: Judgement = "undecided"
+    if ratio.low is not None and ratio.high is not None:
+        judgement = "holds" if ratio.low > least else "reversed" if ratio.high < least else "undecided"
+    exceeding = sum(value.value > least for value in tasks)
+    return Comparison(above, below, by, ratio, least, (exceeding, len(tasks)), judgement)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _interval(ratio: Estimate, form: Callable[[float], str]) -> str:
+    if ratio.low is None or ratio.high is None:
+        return " (one prompt)"
+    return f" [{form(ratio.low)}, {form(ratio.high)}]"
+
+
+Measure = Callable[[Sequence[Record], Sequence[Record]], Estimate | None]
+
+
+def _block_efficiency(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
+    """Ratio of tokens per pass, each summed over all blocks, prompts resampled for both at once."""
+    mine, other = _sums(ours), _sums(theirs)
+    both = [prompt for prompt in mine if prompt in other]
+    if not both:
+        return None
+    counts = np.array([[*mine[prompt], *other[prompt]] for prompt in both], np.float64)  # [P, 4]
+
+    def statistic(taken: Array) -> Array:
+        emitted, passes, others, their_passes = counts[taken].sum(1).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio: Array = (emitted / passes) / (others / their_passes)
+        return ratio
+
+    found = bootstrap(statistic, len(both))
+    return found if np.isfinite(found.value) else None
+
+
+def _sums(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
+    """By prompt, tokens emitted by passes and passes, over all repeats."""
+    found: dict[str, tuple[int, int]] = {}
+    for record in records:
+        emitted, passes = found.get(record.prompt_id, (0, 0))
+        found[record.prompt_id] = emitted + metrics.emitted(record), passes + metrics.passes(record)
+    return {prompt: sums for prompt, sums in found.items() if sums[1]}
+
+
+def _of_rates(rate: Callable[[Record], float | None]) -> Measure:
+    return lambda ours, theirs: median(metrics.paired_ratios(ours, theirs, rate))
+
+
+def _score(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
+    mine, other = metrics.score_by_prompt(ours), metrics.score_by_prompt(theirs)
+    both = [prompt for prompt in mine if prompt in other]
+    return ratio_of_sums([mine[p] for p in both], [other[p] for p in both])
+
+
+MEASURES: dict[str, Measure] = {
+    "block efficiency": _block_efficiency,
+    "decoding speed": _of_rates(metrics.decode_rate),
+    "speed": _of_rates(metrics.rate),
+    "score": _score,
+}
+"""Ratio of a quantity of one method over another's on the same prompts: tokens per pass; median throughput after
+prefill; median throughput end to end; mean score against ground truth."""

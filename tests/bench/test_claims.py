@@ -1,0 +1,136 @@
+"""Papers' orders of methods are judged by paired intervals, and a planted order is told from a planted reversal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bench_kit import suite
+from fake_runs import make_run
+
+from saccade.bench import claims, report
+from saccade.bench.claims import MEASURES, compare
+from saccade.bench.records import Record, Run
+from saccade.bench.suite import QUANTITIES
+from saccade.errors import SaccadeError
+
+
+def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0, **settings: Any) -> Run:
+    """A made-up run whose suite has these claims; dynamic-tree accepts more than chain, chain more than lookup."""
+    made = make_run(prompts=24, **settings)
+    levels = [[level if isinstance(level, list) else [level] for level in order] for order in orders]
+    found = [{"order": order, "by": by, "least": least} for order in levels]
+    return replace(made, header=replace(made.header, config={**made.header.config, "claims": found, "mirrors": "X, T"}))
+
+
+def records(run: Run, method: str) -> list[Record]:
+    return [r for r in run.records if r.method == method]
+
+
+def test_an_order_that_holds_says_by_how_much() -> None:
+    (verdict,) = claims.verdicts(claimed(["dynamic-tree", "chain", "prompt-lookup"]))
+    assert verdict.outcome == "holds"
+    assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "chain"), ("chain", "prompt-lookup")]
+    first = verdict.comparisons[0].ratio
+    assert first.low is not None
+    assert 1 < first.low < first.value
+    assert verdict.sentence("X, T").startswith(
+        "The order of X, T, in block efficiency, dynamic-tree > chain > prompt-lookup, holds on this pair: "
+        f"dynamic-tree over chain {100 * (first.value - 1):+.1f} % ["
+    )
+
+
+def test_a_reversed_order_is_called_reversed() -> None:
+    (verdict,) = claims.verdicts(claimed(["prompt-lookup", "chain"]))
+    assert verdict.outcome == "is reversed"
+    assert "(reversed)" in verdict.sentence("X, T")
+
+
+def test_a_partly_right_order_is_counted() -> None:
+    (verdict,) = claims.verdicts(claimed(["dynamic-tree", ["chain", "prompt-lookup"], "lvspec"]))
+    assert verdict.outcome == "holds in 2 of 4 comparisons"
+
+
+def test_a_method_against_itself_is_undecided() -> None:
+    run = claimed(["chain", "other"])
+    twin = [replace(r, method="other") for r in records(run, "chain")]
+    (verdict,) = claims.verdicts(replace(run, records=[*run.records, *twin]))
+    assert verdict.outcome == "is undecided"
+    assert verdict.comparisons[0].ratio.value == 1
+
+
+def test_one_prompt_decides_nothing() -> None:
+    run = make_run(prompts=1, repeats=1)
+    found = compare(records(run, "dynamic-tree"), records(run, "prompt-lookup"), "a", "b", "block efficiency")
+    assert found is not None
+    assert found.judgement == "undecided"
+    assert "one prompt" in str(found)
+
+
+def test_a_bound_moves_the_boundary() -> None:
+    """LVSpec's made-up answers keep less than all of the score, and more than half of it."""
+    (strict,) = claims.verdicts(claimed(["lvspec", "plain"], by="score"))
+    (loose,) = claims.verdicts(claimed(["lvspec", "plain"], by="score", least=0.5))
+    assert strict.outcome == "is reversed"
+    assert loose.outcome == "holds"
+    assert "by a factor of at least 0.5" in loose.sentence("X, T")
+
+
+def test_speed_and_efficiency_are_different_quantities() -> None:
+    run = claimed(["chain", "dynamic-tree"], slower={"dynamic-tree": 3.0})
+    by_tau = compare(records(run, "chain"), records(run, "dynamic-tree"), "a", "b", "block efficiency")
+    by_speed = compare(records(run, "chain"), records(run, "dynamic-tree"), "a", "b", "decoding speed")
+    assert by_tau is not None
+    assert by_speed is not None
+    assert (by_tau.judgement, by_speed.judgement) == ("reversed", "holds")
+
+
+def test_the_interval_is_paired() -> None:
+    """Prompts of very different difficulty: each ratio is exactly 1.1, so a paired interval has no width."""
+    run = make_run(prompts=12, repeats=1, methods=("plain", "chain"))
+    easy = records(run, "chain")
+    for record in easy:
+        record.stats["new_tokens"] = 1 + 22 * len(record.stats["accepted_histogram"])
+        record.stats["accepted_histogram"] = [20]
+    harder = []
+    for number, record in enumerate(easy):
+        stats = {**record.stats, "accepted_histogram": [22]}
+        harder.append(replace(record, method="harder", stats=stats))
+        record.stats["new_tokens"] = stats["new_tokens"] = 23 + 40 * number
+    found = compare(easy, harder, "chain", "harder", "block efficiency")
+    assert found is not None
+    assert found.ratio.low == pytest.approx(1.1)
+    assert found.ratio.high == pytest.approx(1.1)
+
+
+def test_absent_rows_are_named_and_bridged() -> None:
+    (verdict,) = claims.verdicts(claimed(["dynamic-tree", "gone", "prompt-lookup"]))
+    assert verdict.absent == ("gone",)
+    assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "prompt-lookup")]
+    assert verdict.sentence("X, T").endswith("; without gone.")
+
+
+def test_report_and_page_open_with_the_verdict() -> None:
+    contents = report.contents([claimed(["dynamic-tree", "chain"])])
+    document = report.markdown_tables(contents)
+    assert document.index("holds on this pair") < document.index("Started") < document.index("| method |")
+    assert "holds on this pair" in report.html(contents)
+
+
+def test_every_quantity_of_a_suite_has_a_measure() -> None:
+    assert tuple(MEASURES) == QUANTITIES
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ({"order": ["chain"]}, "needs an order of at least two methods"),
+        ({"order": ["chain", "warp"]}, "a claim names 'warp'; expected labels of the suite: plain, chain"),
+        ({"order": ["chain", "plain"], "by": "beauty"}, "orders by 'beauty'; expected one of block efficiency"),
+        ({"order": ["chain", "plain"], "at": 1}, "unknown key 'at'"),
+    ],
+)
+def test_a_wrong_claim_is_one_sentence(claim: dict[str, Any], message: str) -> None:
+    with pytest.raises(SaccadeError, match=message):
+        suite(claims=[claim])
