@@ -1,0 +1,112 @@
+"""`python -m tools.heads`: recipes of all heads, their plan, and runs that are resumed."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import saccade
+from saccade.cli import arguments
+from saccade.draft.heads.store import kind_at
+from saccade.errors import InputError, SaccadeError
+from saccade.train.recipe import read_recipe
+from saccade.train.trainer import Trainer
+from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan, read
+from tools.heads.plan import Forecast
+from tools.heads.run import Workshop
+from tools.heads.state import answers_folder, head_folder, usable_head
+
+SMALL = {"stage1.steps": 4, "stage1.warmup": 0, "batch_size": 2, "checkpoint_every": 1, "feature_cache": "disk"}
+FEW = Catalogue(
+    {"few": AnswerSet("few", "existence,count", count=5, max_new_tokens=16)},
+    {kind: HeadPlan(kind, kind, "few", SMALL) for kind in ("eagle2", "medusa")},
+)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "models"
+
+
+def workshop(vlm: saccade.VLM, out: Path, catalogue: Catalogue = FEW) -> Workshop:
+    return Workshop(vlm, catalogue, out, lambda line: None)
+
+
+@pytest.mark.parametrize("name", read().heads)
+def test_a_recipe_is_valid_and_its_command_says_the_same(name: str) -> None:
+    plan = read().heads[name]
+    words = shlex.split(plan.command("models", "pocket", "float32"))
+    assert words[:3] == ["saccade", "train", plan.kind]
+    given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    assert read_recipe(plan.kind).with_settings(arguments.settings(given)) == plan.recipe
+
+
+def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:
+    recipes = [plan.recipe for plan in read().heads.values()]
+    assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes}) == 1
+
+
+def test_sets_of_answers_have_the_sizes_that_the_papers_compare() -> None:
+    answers = read().answers
+    assert abs(answers["no-text"].prompts - answers["all"].prompts) < len(answers["no-text"].listed)
+    assert answers["mixed"].prompts == answers["pictures"].prompts + answers["text"].prompts
+    assert not {"knowledge", "arithmetic"} & set(answers["no-text"].listed)
+
+
+def test_an_unknown_head_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match="There is no recipe of a head 'hydra2'; expected some of eagle2, hivis"):
+        read().chosen(["hydra2"])
+
+
+def test_the_plan_prints_time_and_disk_space_before_anything_is_written(vlm: saccade.VLM, out: Path) -> None:
+    short, long = (workshop(vlm, out, FEW.scaled(factor)).forecast() for factor in (1, 50))
+    assert [part.name for part in short.parts] == ["few", "eagle2", "medusa"]
+    assert all(part.seconds > 0 and part.kept > 0 for part in short.parts)
+    assert short.most_bytes == sum(p.kept for p in short.parts) + max(p.passing for p in short.parts)
+    assert str(short).splitlines()[-1].startswith("Total: about ")
+    assert " on disk at a time, " in str(short)
+    assert long.seconds > 10 * short.seconds
+    assert long.parts[0].kept > 10 * short.parts[0].kept
+    assert not out.exists()
+
+
+def test_a_stopped_run_goes_on_where_it_was(vlm: saccade.VLM, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop, steps = workshop(vlm, out), []
+    train_step = Trainer.train_step
+
+    def stop(self: Trainer, step: int) -> dict[str, object]:
+        steps.append((self.recipe.kind, step))
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return train_step(self, step)
+
+    monkeypatch.setattr(Trainer, "train_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        shop.run(Forecast((), ()))
+    answers = (answers_folder(out, "few") / "answers.jsonl").stat()
+    shop.run(Forecast((), ()))
+    assert steps == [*(("eagle2", n) for n in (0, 1, 2, 2, 3)), *(("medusa", n) for n in range(4))]
+    assert (answers_folder(out, "few") / "answers.jsonl").stat().st_mtime_ns == answers.st_mtime_ns
+    assert "Nothing is left to do." in str(shop.forecast())
+    target = shop._target
+    for name in FEW.heads:
+        head = usable_head(out, name, target)
+        assert head is not None
+        assert kind_at(head) == name
+        assert not (head_folder(out, name) / "features").exists()
+        assert not (head_folder(out, name) / "checkpoints").exists()
+
+    changed = replace(FEW.heads["medusa"], settings={**SMALL, "stage1.rate": 0.5})
+    with pytest.raises(SaccadeError, match=r"trained otherwise \(stages: "):
+        workshop(vlm, out, replace(FEW, heads={"medusa": changed})).forecast()
+    more = {"few": replace(FEW.answers["few"], count=9)}
+    with pytest.raises(SaccadeError, match=r"answers that were made otherwise \(count: 5 there, 9 now\)"):
+        workshop(vlm, out, replace(FEW, answers=more)).forecast()
+
+
+def test_a_head_in_training_is_not_usable(out: Path) -> None:
+    (head_folder(out, "eagle2") / "best").mkdir(parents=True)
+    assert usable_head(out, "eagle2", "target") is None

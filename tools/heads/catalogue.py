@@ -1,0 +1,150 @@
+"""Answers and heads by name, read from recipes.toml, and their `saccade` commands."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from saccade.distill.pocket_source import PREFIX, tasks_of
+from saccade.errors import InputError
+from saccade.train.recipe import Recipe, read_recipe
+from saccade.typed import check_keys, make
+
+FILE = Path(__file__).with_name("recipes.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSet:
+    """Answers of the target to pocket prompts.
+
+    Attributes:
+        name: of its folder.
+        tasks: comma-separated; ``all`` for those that drafters are trained on.
+        without: tasks left out of them.
+        count: samples of every task.
+        as_many_as: name of another set whose number of prompts it has, in place of ``count``.
+        max_new_tokens: longest answer.
+    """
+
+    name: str
+    tasks: str
+    without: str = ""
+    count: int = 0
+    as_many_as: str = ""
+    max_new_tokens: int = 256
+
+    @property
+    def source(self) -> str:
+        """Prompts as `saccade distill` takes them."""
+        if self.tasks == "all" and not self.without:
+            return f"{PREFIX}all"
+        return PREFIX + ",".join(self.listed)
+
+    @property
+    def listed(self) -> list[str]:
+        """Tasks by name."""
+        left_out = self.without.split(",")
+        return [task for task in tasks_of(PREFIX + self.tasks, "dense") if task not in left_out]
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts; an earlier turn of a conversation is a question of its own."""
+        return self.count * len(self.listed)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """A head to train.
+
+    Attributes:
+        name: of its folder, and in the suites.
+        kind: of the head.
+        data: name of its answers.
+        settings: that differ from the kind's recipe, as of `saccade train --set`.
+    """
+
+    name: str
+    kind: str
+    data: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the kind with these settings."""
+        return read_recipe(self.kind).with_settings(self.settings)
+
+    def command(self, folder: str, target: str, dtype: str) -> str:
+        """`saccade train` command that trains the head alone, in a folder of answers and heads."""
+        settings = [word for key, value in self.settings.items() for word in ("--set", f"{key}={_text(value)}")]
+        where = ["-t", target, "--dtype", dtype, "--data", f"{folder}/answers/{self.data}"]
+        return shlex.join(["saccade", "train", self.kind, *where, "-o", f"{folder}/heads/{self.name}", *settings])
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All answers and heads, by name."""
+
+    answers: Mapping[str, AnswerSet]
+    heads: Mapping[str, HeadPlan]
+
+    def chosen(self, names: Iterable[str]) -> Catalogue:
+        """Return the heads of these names, all without any, and the answers that they learn from.
+
+        Raises:
+            InputError: there is no such head.
+        """
+        wanted = list(dict.fromkeys(names)) or list(self.heads)
+        for name in wanted:
+            if name not in self.heads:
+                raise InputError(f"There is no recipe of a head {name!r}; expected some of {', '.join(self.heads)}.")
+        heads = {name: self.heads[name] for name in wanted}
+        used = {head.data for head in heads.values()}
+        return Catalogue({name: answers for name, answers in self.answers.items() if name in used}, heads)
+
+    def scaled(self, factor: float) -> Catalogue:
+        """Return the catalogue with so many times as many steps and answers, at least one of each."""
+
+        def times(number: int) -> int:
+            return max(round(number * factor), 1) if number else 0
+
+        def steps(settings: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                key: times(value) if key.endswith((".steps", ".warmup")) else value for key, value in settings.items()
+            }
+
+        answers = {name: replace(a, count=times(a.count)) for name, a in self.answers.items()}
+        heads = {name: replace(h, settings=steps(h.settings)) for name, h in self.heads.items()}
+        return Catalogue(answers, heads)
+
+
+def read(path: Path = FILE) -> Catalogue:
+    """Read a catalogue; settings of all heads, of the kind and of the head itself, later ones preferred.
+
+    Raises:
+        SaccadeError: a key is unknown, or a head names answers or a kind that do not exist.
+    """
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    check_keys(content, ("answers", "settings", "kinds", "heads"), path.name)
+    answers = {
+        name: make(AnswerSet, {"name": name, **table}, f"{path.name}, answers {name}")
+        for name, table in content["answers"].items()
+    }
+    for name, one in answers.items():
+        if one.as_many_as:
+            answers[name] = replace(one, count=-(-answers[one.as_many_as].prompts // len(one.listed)))
+    heads = {}
+    for name, table in content["heads"].items():
+        kind, data = table.get("kind", name), table.get("data", "all")
+        if data not in answers:
+            raise InputError(f"{path.name}: head {name} learns from {data!r}; expected one of {', '.join(answers)}.")
+        own = {key: value for key, value in table.items() if key not in ("kind", "data")}
+        heads[name] = HeadPlan(name, kind, data, {**content["settings"], **content["kinds"].get(kind, {}), **own})
+    return Catalogue(answers, heads)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
