@@ -10,7 +10,16 @@ READY := $(VENV)/.ready
 # Neighbouring tests share models, so a process gets a stretch of them; compiled modules serve every process.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
 
-.PHONY: help demo test test-all test-browser test-oldest lint format types clean
+# Of `make heads` and `make results`: a pair (its draft left out: the built-in one), folders, and names of heads or pages.
+TARGET ?= pocket
+DRAFT ?=
+MODELS ?= runs/models
+RESULTS ?= runs/results
+ONLY_HEADS ?=
+ONLY_PAGES ?=
+PAIR = --target $(TARGET) $(if $(DRAFT),--drafter $(DRAFT))
+
+.PHONY: help demo heads results test test-all test-browser test-oldest lint format types clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +32,12 @@ $(READY): pyproject.toml
 
 demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
 	@$(BIN)/saccade demo
+
+heads: $(READY) ## train every head that the suites compare; prints time and disk space first; resumes
+	$(BIN)/python -m tools.heads $(PAIR) --out $(MODELS) $(ONLY_HEADS)
+
+results: $(READY) ## measure every suite on this revision and write docs/results; resumes
+	$(BIN)/python -m tools.results $(PAIR) --models $(MODELS) --out $(RESULTS) $(ONLY_PAGES)
 
 test: $(READY) ## the tests, slow ones left out
 	$(PYTEST) -m 'not slow and not browser'

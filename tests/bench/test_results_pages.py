@@ -1,0 +1,169 @@
+"""`python -m tools.results`: many suites on one revision, resumed after any stop, never mixed, published as a whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_kit import wrong
+
+from saccade.bench import library
+from saccade.bench.records import FILE
+from saccade.bench.runner import Progress, Runner
+from saccade.errors import InputError, SaccadeError
+from tools.heads.catalogue import read as read_recipes
+from tools.heads.state import MARK as HEAD_MARK
+from tools.heads.state import head_folder
+from tools.results import measure
+from tools.results.catalogue import NOT_MEASURED, measurements
+from tools.results.measure import MARK, Report, Session, Setup
+
+NAMES = ("quick", "lvspec-2")
+LINES: list[str] = []
+
+
+@pytest.fixture
+def setup(pair: tuple[str, str], tmp_path: Path) -> Setup:
+    return Setup(*pair, models=tmp_path / "models", out=tmp_path / "out", dtype="float32", short=True)
+
+
+def run(setup: Setup, names: tuple[str, ...] = NAMES) -> tuple[Session, Report]:
+    LINES.clear()
+    session = Session(setup, LINES.append)
+    return session, session.run([m.short() for m in measurements(names)])
+
+
+def published(session: Session, report: Report, docs: Path, names: tuple[str, ...] = NAMES) -> dict[str, str]:
+    session.publish(docs, measurements(names), report.left_out)
+    return {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir()}
+
+
+def test_pages_open_with_the_verdict_and_the_index_lists_them(setup: Setup, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "of-an-earlier-revision.md").write_text("old")
+    session, report = run(setup)
+    assert report.measured == list(NAMES)
+    assert not report.failed
+    pages = published(session, report, docs)
+    assert pages.keys() == {"README.md", "quick.md", "lvspec-2.md"}, "nothing of another revision stays"
+    title, _, verdict, *_ = pages["lvspec-2.md"].splitlines()
+    assert title.startswith("# lvspec-2: ")
+    assert verdict.startswith("The order of LVSpec, Table 2, in block efficiency, LVSpec \\> LVSpec-no-PST, ")
+    revision = json.loads((setup.out / MARK).read_text())["environment"]["revision"]
+    for text in (pages["README.md"], pages["quick.md"]):
+        assert f"revision {revision}" in text
+        assert "bfloat16 instructions, 1 thread;" in text
+    assert "[lvspec-2](lvspec-2.md)" in pages["README.md"]
+    assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
+
+
+def test_a_stopped_run_resumes_without_repeating_an_answer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: Any, progress: Progress) -> None:
+        if progress.done == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure._Clock, "progress", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(setup)
+    first = (setup.out / "quick" / FILE).read_text()
+    assert len(first.splitlines()) == 6
+    _, report = run(setup)
+    assert report.measured == list(NAMES)
+    assert (setup.out / "quick" / FILE).read_text().startswith(first)
+
+
+def test_what_is_measured_is_not_measured_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(setup)
+    monkeypatch.setattr(Runner, "run", lambda self: pytest.fail("measured again"))
+    assert run(setup)[1].measured == list(NAMES)
+    assert "[1/2] quick: measured before" in LINES
+
+
+def test_another_revision_is_refused_in_the_same_folder(setup: Setup) -> None:
+    run(setup, ("quick",))
+    mark = json.loads((setup.out / MARK).read_text())
+    mark["environment"]["revision"] = "0123456789ab"
+    (setup.out / MARK).write_text(json.dumps(mark))
+    with pytest.raises(SaccadeError, match=r"measured otherwise \(environment\.revision: '0123456789ab' there"):
+        run(setup)
+
+
+def test_another_target_is_refused_in_the_same_folder(setup: Setup) -> None:
+    run(setup, ("quick",))
+    assert setup.drafter is not None
+    with pytest.raises(SaccadeError, match=r"measured otherwise \(target:"):
+        run(replace(setup, target=setup.drafter))
+
+
+def test_a_foreign_folder_is_not_written_to(setup: Setup) -> None:
+    setup.out.mkdir()
+    (setup.out / "letter.txt").write_text("dear")
+    with pytest.raises(SaccadeError, match=r"is not empty and holds no results\.json"):
+        run(setup)
+
+
+def test_modified_sources_are_refused_outside_of_trials(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab+")
+    with pytest.raises(SaccadeError, match="changes that are not committed"):
+        Session(replace(setup, short=False))
+    Session(setup)
+
+
+def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Setup, tmp_path: Path) -> None:
+    session, report = run(setup, ("hivis-figure-7", "quick"))
+    assert report.measured == ["quick"]
+    reason = report.left_out["hivis-figure-7"]
+    command = "`python -m tools.heads hivis pictures-alone -t "
+    assert reason.startswith(f"left out, because 2 heads must be trained first: {command}")
+    pages = published(session, report, tmp_path / "docs", ("hivis-figure-7", "quick"))
+    assert "- hivis-figure-7: left out" in pages["README.md"]
+
+
+def test_a_head_in_training_or_of_another_target_is_not_used(setup: Setup) -> None:
+    folder = head_folder(setup.models, "hivis")
+    (folder / "best").mkdir(parents=True)
+    _, report = run(setup, ("hivis-figure-7", "quick"))
+    assert "2 heads" in report.left_out["hivis-figure-7"], "one of them is in training"
+    mark = {"recipe": {}, "target": "another", "best": "best", "block_efficiency": 3.0}
+    (folder / HEAD_MARK).write_text(json.dumps(mark))
+    with pytest.raises(SaccadeError, match="was trained for another target"):
+        run(setup, ("hivis-figure-7",))
+
+
+def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Session.prepared
+
+    def planted(self: Session, measurement: Any) -> Any:
+        found = prepared(self, measurement)
+        if measurement.name != "quick":
+            return found
+        return replace(found, methods={**found.methods, "chain": wrong(found.methods["chain"])})
+
+    monkeypatch.setattr(Session, "prepared", planted)
+    _, report = run(setup)
+    assert report.measured == ["lvspec-2"]
+    assert "chain" in report.failed["quick"]
+    assert not (setup.out / "pages" / "quick.md").exists()
+
+
+def test_the_plan_counts_answers_and_writes_no_record(setup: Setup) -> None:
+    plan = Session(setup).plan([m.short() for m in measurements(("quick", "hivis-2"))])
+    assert plan.startswith("quick: 10 answers\nhivis-2: 26 answers; left out, because 5 heads")
+    assert plan.splitlines()[-1].startswith("10 answers are left; about ")
+    assert not (setup.out / "quick").exists()
+
+
+def test_every_suite_has_a_page_and_every_head_a_recipe() -> None:
+    found = measurements()
+    assert {m.suite.name for m in found} == set(library.names()) - set(NOT_MEASURED)
+    assert {head for m in found for head in m.heads} == set(read_recipes().heads)
+
+
+def test_an_unknown_page_is_refused() -> None:
+    with pytest.raises(InputError, match="There is no measurement 'quack'; expected some of quick, dream-1"):
+        measurements(["quack"])

@@ -1,0 +1,1 @@
+"""Measurement of every suite on one revision, and the pages of docs/results."""

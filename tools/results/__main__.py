@@ -1,0 +1,87 @@
+"""`python -m tools.results`: measure every suite on one revision and write docs/results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.cli import execute, screen
+from saccade.errors import InputError
+
+app = typer.Typer(name="tools.results", add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def results(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[PAGE]...", help="Only these pages of docs/results; all by default.")
+    ] = None,
+    target: Annotated[str, typer.Option("--target", "-t", help="Target: a folder, or `pocket`.")] = "pocket",
+    drafter: Annotated[
+        str | None, typer.Option("--drafter", "-d", help="Its draft VLM; with `pocket` the built-in one by default.")
+    ] = None,
+    models: Annotated[
+        Path, typer.Option("--models", metavar="FOLDER", help="Trained heads, as of `python -m tools.heads --out`.")
+    ] = Path("runs/models"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FOLDER", help="Records and pages, all of one revision.")
+    ] = Path("runs/results"),
+    docs: Annotated[
+        Path | None,
+        typer.Option(
+            "--docs",
+            metavar="FOLDER",
+            help="Where the pages go when every suite is measured; docs/results, of a short run OUT/docs.",
+        ),
+    ] = None,
+    per_task: Annotated[int | None, typer.Option(min=1, help="Prompts per task; the suites' own by default.")] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="A trial: one prompt of two tasks of every suite, in minutes.")
+    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="List pages, answers and missing heads, and stop.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Measure every suite on the checked-out revision, and write one page per suite and their index.
+
+    It takes hours. Stop at any moment, also by force: the same command resumes. A suite whose heads are not trained is
+    left out, with the command that trains them. Pages gather in OUT/pages; when nothing failed and no name was given,
+    they replace docs/results as a whole.
+
+    Example: `python -m tools.results --target my-pair/target --drafter my-pair/draft`
+    """
+    from tools.results.catalogue import measurements
+    from tools.results.measure import Session, Setup
+
+    screen.quiet_libraries()
+    chosen = measurements(names or ())
+    if short and per_task is not None:
+        raise InputError("--short has one prompt per task; leave out --per-task.")
+    if short:
+        chosen = [measurement.short() for measurement in chosen]
+    elif per_task is not None:
+        chosen = [measurement.with_prompts(per_task) for measurement in chosen]
+    session = Session(Setup(target, drafter, models, out, dtype, threads, short), screen.note)
+    if plan:
+        print(session.plan(chosen))
+        return
+    try:
+        report = session.run(chosen)
+    except KeyboardInterrupt:
+        screen.note("Stopped; the same command resumes.")
+        raise
+    print(f"{len(report.measured)} measured, {len(report.left_out)} left out, {len(report.failed)} failed.")
+    if names and docs is None:
+        print(f"The pages are in {out}/pages; docs/results is written when every suite is measured.")
+    elif not report.failed:
+        place = docs or (out / "docs" if short else Path("docs/results"))
+        session.publish(place, chosen, report.left_out)
+        print(f"The pages are in {place}.")
+    if report.failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    execute(app, "python -m tools.results")

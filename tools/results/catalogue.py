@@ -1,0 +1,88 @@
+"""Measurements by name: a suite, the target that it runs on, and the heads that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from saccade.bench import library
+from saccade.bench.suite import Suite
+from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.errors import InputError
+from tools.pocket.inflate import inflate
+
+NOT_MEASURED = ("tune",)
+"""Suites that compare nothing: `saccade tune` chooses from them."""
+SHORT_TASKS = 2
+"""Tasks of every suite in a short run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One page of docs/results.
+
+    Attributes:
+        name: of the page.
+        suite: what is run.
+        variant: key of `VARIANTS`; empty for the target itself.
+    """
+
+    name: str
+    suite: Suite
+    variant: str = ""
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Names of the heads that the suite's rows draft with."""
+        named = (method.head or method.name for method in self.suite.methods if method.name in HEAD_KINDS)
+        return tuple(dict.fromkeys(named))
+
+    @property
+    def answers(self) -> int:
+        """Number of answers of a complete run, second turns and omitted tasks not considered."""
+        prompts = sum(task.count or self.suite.per_task for task in self.suite.tasks)
+        return prompts * len(self.suite.methods) * self.suite.repeats
+
+    def with_prompts(self, per_task: int) -> Measurement:
+        """Return it with another number of prompts per task, of tasks with a number of their own at most so many."""
+        tasks = tuple(
+            replace(task, count=min(task.count, per_task) if task.count else None) for task in self.suite.tasks
+        )
+        return replace(self, suite=self.suite.with_(tasks=tasks, per_task=per_task))
+
+    def short(self) -> Measurement:
+        """Return a trial of it: one prompt of two tasks, short answers."""
+        tasks = tuple(replace(task, count=1) for task in self.suite.tasks[:SHORT_TASKS])
+        return replace(self, suite=self.suite.with_(tasks=tasks, per_task=1, repeats=1, trace=0, max_new_tokens=16))
+
+
+Variant = Callable[[Path, Path], str]
+"""Writes a checkpoint of the function of the target in the first folder to the second one."""
+
+
+def _inflated(source: Path, out: Path) -> str:
+    return inflate(source, out, "1024x24x8")
+
+
+VARIANTS: dict[str, Variant] = {"inflated": _inflated}
+"""Checkpoints derived from the target, whose answers they have, by name."""
+
+_EXTRA = (("quick-1024", "quick", "inflated"),)
+"""Name, suite and variant of measurements besides the suites themselves."""
+
+
+def measurements(names: Iterable[str] = ()) -> list[Measurement]:
+    """Return the measurements of these names, all without any.
+
+    Raises:
+        InputError: there is no measurement of a name.
+    """
+    known = {name: Measurement(name, library.load(name)) for name in library.names() if name not in NOT_MEASURED}
+    for name, suite, variant in _EXTRA:
+        known[name] = Measurement(name, library.load(suite), variant)
+    wanted = list(dict.fromkeys(names)) or list(known)
+    for name in wanted:
+        if name not in known:
+            raise InputError(f"There is no measurement {name!r}; expected some of {', '.join(known)}.")
+    return [known[name] for name in wanted]

@@ -1,0 +1,331 @@
+"""Measuring of many suites into one folder, which holds one revision and can be resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import saccade
+from saccade.bench.check import Mismatch
+from saccade.bench.cost import estimate
+from saccade.bench.preparing import Prepared, prepare
+from saccade.bench.records import Run
+from saccade.bench.runner import Progress, Runner
+from saccade.environment import environment, fingerprint
+from saccade.errors import SaccadeError
+from saccade.files import write_file, write_folder
+from saccade.formats import count, differences, duration, shortened
+from saccade.methods.drafters import is_pocket
+from saccade.pocket import head_paths, target_path
+from tools.heads.state import usable_head
+from tools.results.catalogue import VARIANTS, Measurement, measurements
+from tools.results.pages import INDEX, Entry, Place, facts, index, page, publish, verdict
+
+MARK = "results.json"
+"""Identity of a results folder: revision, machine and models."""
+PAGES = "pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Models and folders of a session.
+
+    Attributes:
+        target, drafter: as given by the user; drafter None for the built-in one or none.
+        models: folder of trained heads, as `python -m tools.heads` makes it, and of derived checkpoints.
+        out: results folder.
+        dtype: of the target.
+        threads: CPU threads.
+        short: whether measurements are trials.
+    """
+
+    target: str
+    drafter: str | None
+    models: Path
+    out: Path
+    dtype: str = "auto"
+    threads: int = 1
+    short: bool = False
+
+    def load(self, target: str | Path, heads: Mapping[str, Path]) -> saccade.VLM:
+        """Load a target, the draft model and these heads alone."""
+        pocket = is_pocket(self.target)
+        drafter = self.drafter or ("pocket" if pocket else None)
+        source = str(target_path()) if is_pocket(target) else str(target)
+        named = {name: str(path) for name, path in heads.items()}
+        return saccade.load(source, drafter, heads=named, dtype=self.dtype, threads=self.threads)
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of the measurements.
+
+    Attributes:
+        measured: names with a page.
+        left_out: name -> reason.
+        failed: name -> error.
+    """
+
+    measured: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Session:
+    """Measurements in one results folder.
+
+    Args:
+        setup: models and folders.
+        say: takes lines of progress.
+
+    Raises:
+        SaccadeError: the folder holds results of another revision, machine, or models; or the sources are modified
+            (trials aside), so that no revision names them.
+    """
+
+    def __init__(self, setup: Setup, say: Callable[[str], None] = print) -> None:
+        self._setup, self._say = setup, say
+        self._pages = setup.out / PAGES
+        vlm = setup.load(setup.target, {})
+        self._target = fingerprint(vlm.target.model)
+        self._environment = environment(vlm.target.device)
+        found = self._environment["revision"]
+        if not setup.short and (found is None or found.endswith("+")):
+            raise SaccadeError(
+                "The sources have changes that are not committed, so that no revision would name what is measured; "
+                "commit them first."
+            )
+        self._claim()
+
+    def _claim(self) -> None:
+        """Make the folder this session's, or check that it is."""
+        mark = {"environment": self._environment, "target": self._target, "short": self._setup.short}
+        path = self._setup.out / MARK
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            for key, old, new in differences(found, json.loads(json.dumps(mark))):
+                raise SaccadeError(
+                    f"{self._setup.out} holds results that were measured otherwise ({key}: {shortened(old)} there, "
+                    f"{shortened(new)} now), and results are never mixed; give another folder with --out, or remove "
+                    "that one."
+                )
+        elif self._setup.out.is_dir() and any(self._setup.out.iterdir()):
+            raise SaccadeError(f"{self._setup.out} is not empty and holds no {MARK}; give another folder with --out.")
+        else:
+            write_file(path, json.dumps(mark, indent=1) + "\n")
+
+    def run(self, chosen: Sequence[Measurement]) -> Report:
+        """Measure what is not measured yet; a suite that fails or lacks heads is reported, and the rest runs."""
+        report = Report()
+        clock = _Clock(self._say, chosen)
+        for measurement in chosen:
+            name = measurement.name
+            lacking = [head for head in measurement.heads if self._head(head) is None]
+            if lacking:
+                report.left_out[name] = self._advice(lacking)
+                clock.skip(measurement, report.left_out[name])
+            elif self.is_measured(measurement):
+                report.measured.append(name)
+                clock.skip(measurement, "measured before")
+            else:
+                clock.begin(measurement)
+                try:
+                    self._measure(measurement, clock)
+                    report.measured.append(name)
+                except (Mismatch, SaccadeError) as problem:
+                    report.failed[name] = str(problem)
+                    self._say(f"    failed: {problem}")
+                clock.end()
+        return report
+
+    def plan(self, chosen: Sequence[Measurement]) -> str:
+        """Pages with their answers, missing heads, and the time at the speed of plain decoding on one task."""
+        lines, total = [], 0
+        for measurement in chosen:
+            lacking = [head for head in measurement.heads if self._head(head) is None]
+            state = self._advice(lacking) if lacking else "measured" if self.is_measured(measurement) else ""
+            total += 0 if state else measurement.answers
+            lines.append(f"{measurement.name}: {measurement.answers} answers{'; ' * bool(state)}{state}")
+        prepared = self.prepared(measurements(["quick"])[0])
+        seconds = estimate(prepared).seconds / prepared.answers
+        return "\n".join([*lines, f"{total:,} answers are left; about {duration(total * seconds)}."])
+
+    def publish(self, docs: Path, known: Sequence[Measurement], left_out: Mapping[str, str]) -> None:
+        """Replace the pages of a folder by those measured, with their index.
+
+        Args:
+            docs: folder.
+            known: measurements in the order of the index.
+            left_out: name -> reason of measurements without a page.
+        """
+        names = [m.name for m in known if (self._pages / f"{m.name}.md").is_file()]
+        pages = {f"{name}.md": (self._pages / f"{name}.md").read_text(encoding="utf-8") for name in names}
+        entries = [Entry(**self._done(name)["entry"]) for name in names]
+        pages[INDEX] = index(entries, facts(self._environment), left_out)
+        publish(pages, docs)
+
+    def is_measured(self, measurement: Measurement) -> bool:
+        """Whether a page was made with the present heads.
+
+        Raises:
+            SaccadeError: a head has been trained anew since.
+        """
+        if not (self._pages / f"{measurement.name}.md").is_file():
+            return False
+        for name, old, new in differences(self._done(measurement.name)["heads"], self._digests(measurement)):
+            raise SaccadeError(
+                f"{self._setup.out} holds {measurement.name} measured with another head {name} ({shortened(old)}, now "
+                f"{shortened(new)}); give another folder with --out, or remove {self._pages / measurement.name}.md and "
+                f"{self._setup.out / measurement.name} to measure it again."
+            )
+        return True
+
+    def _measure(self, measurement: Measurement, clock: _Clock) -> None:
+        prepared = self.prepared(measurement)
+        folder = self._setup.out / measurement.name
+        run = Runner(prepared, folder, clock.progress).run()
+        text = page(measurement, run, Place(self._command(measurement), self._models(measurement, run)))
+        config = run.header.config
+        done = {
+            "heads": self._digests(measurement),
+            "entry": asdict(Entry(measurement.name, config["mirrors"], config["title"], verdict(run))),
+        }
+        write_file(folder / _DONE, json.dumps(done, indent=1) + "\n")
+        write_file(self._pages / f"{measurement.name}.md", text)
+
+    def prepared(self, measurement: Measurement) -> Prepared:
+        """Load the models of a measurement and draw its prompts."""
+        heads = {name: path for name in measurement.heads if (path := self._head(name)) is not None}
+        target = self._variant(measurement.variant)
+        vlm = self._setup.load(target, heads)
+        return prepare(measurement.suite, vlm, (str(target), self._setup.drafter))
+
+    def _variant(self, name: str) -> str | Path:
+        """Return the target, or a checkpoint that is derived from it; made where it is missing."""
+        if not name:
+            return self._setup.target
+        folder = self._setup.models / f"{name}-{self._target}"
+        if not (folder / "config.json").is_file():
+            source = target_path() if is_pocket(self._setup.target) else Path(self._setup.target)
+            self._say(f"    writing {folder}")
+            write_folder(folder, partial(VARIANTS[name], source))
+        return folder
+
+    def _head(self, name: str) -> Path | None:
+        """Folder of a head: of the folder of trained heads, else shipped with the target."""
+        found = usable_head(self._setup.models, name, self._target)
+        return found or (head_paths().get(name) if is_pocket(self._setup.target) else None)
+
+    def _digests(self, measurement: Measurement) -> dict[str, str]:
+        """Digest of the weights of every head."""
+        found = {name: self._head(name) for name in measurement.heads}
+        return {name: _digest(path) for name, path in found.items() if path is not None}
+
+    def _done(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self._setup.out / name / _DONE).read_text(encoding="utf-8"))
+        return found
+
+    def _advice(self, lacking: Sequence[str]) -> str:
+        shown = self._setup
+        models = shlex.join(["-t", shown.target, *(["-d", shown.drafter] if shown.drafter else [])])
+        command = f"python -m tools.heads {' '.join(lacking)} {models} --out {shown.models}"
+        return f"left out, because {count(len(lacking), 'head')} must be trained first: `{command}`"
+
+    def _command(self, measurement: Measurement) -> str:
+        """Command that measures the same again, without folders of this machine."""
+        target = self._setup.target if is_pocket(self._setup.target) else "TARGET"
+        drafter = ["-d", "DRAFT"] if self._setup.drafter else []
+        short = ["--short"] if self._setup.short else []
+        return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *short])
+
+    def _models(self, measurement: Measurement, run: Run) -> str:
+        """Models of a run in words."""
+        models = run.header.models
+        target, drafter = models["target"], models["drafter"]
+        of = f"{target['layers']} x {target['width']}, {target['dtype']}, digest {target['digest']}"
+        words = [f"Target {of}" + (f", {_VARIANT_WORDS[measurement.variant]}" if measurement.variant else "")]
+        if drafter:
+            words.append(
+                f"draft VLM {drafter['layers']} x {drafter['width']}, {drafter['dtype']}, digest {drafter['digest']}"
+            )
+        heads = [f"{name} {facts['digest']}" for name, facts in models["heads"].items()]
+        words += [f"heads {', '.join(heads)}"] if heads else []
+        return "; ".join(words) + "."
+
+
+_VARIANT_WORDS = {"inflated": "inflated from the pair's"}
+_DONE = "done.json"
+"""Beside a run's records: what its page was made of."""
+
+
+def _digest(head: Path) -> str:
+    hasher = hashlib.blake2b(digest_size=8)
+    for file in sorted(head.glob("*.safetensors")):
+        hasher.update(file.read_bytes())
+    return hasher.hexdigest()
+
+
+class _Clock:
+    """Progress over all measurements, in lines; the time left follows from the answers of this session.
+
+    Args:
+        say: takes the lines.
+        measurements: in order.
+    """
+
+    def __init__(self, say: Callable[[str], None], measurements: Sequence[Measurement]) -> None:
+        self._say, self._all = say, measurements
+        self._number = 0
+        self._left = sum(m.answers for m in measurements)
+        self._current = 0
+        self._answers, self._seconds = 0, 0.0
+        self._begun = self._shown = time.monotonic()
+        self._first = 0
+
+    def skip(self, measurement: Measurement, why: str) -> None:
+        """Pass over a measurement."""
+        self._left -= measurement.answers
+        self._line(measurement, why)
+
+    def begin(self, measurement: Measurement) -> None:
+        """Start a measurement."""
+        self._line(measurement, f"{measurement.suite.title}{self._time_left(self._left)}")
+        self._left -= measurement.answers
+        self._begun = self._shown = time.monotonic()
+        self._current, self._first = 0, -1
+
+    def progress(self, progress: Progress) -> None:
+        """Report within a measurement, at most once a minute."""
+        if self._first < 0:
+            self._first = progress.done
+        self._current = progress.done - self._first
+        if time.monotonic() - self._shown >= _EVERY:
+            self._shown = time.monotonic()
+            left = self._time_left(self._left + progress.total - progress.done)
+            self._say(f"    {progress.done} of {count(progress.total, 'answer')}{left}")
+
+    def end(self) -> None:
+        """Close a measurement."""
+        self._answers += self._current
+        self._seconds += time.monotonic() - self._begun
+        self._current = 0
+
+    def _time_left(self, answers: int) -> str:
+        done = self._answers + self._current
+        spent = self._seconds + (time.monotonic() - self._begun if self._current else 0.0)
+        return f"; about {duration(answers * spent / done)} left" if done else ""
+
+    def _line(self, measurement: Measurement, words: str) -> None:
+        self._number += 1
+        self._say(f"[{self._number}/{len(self._all)}] {measurement.name}: {words}")
+
+
+_EVERY = 60.0
+"""Seconds between lines of progress."""

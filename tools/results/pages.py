@@ -1,0 +1,146 @@
+"""Pages of docs/results, each made of one run, and their index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade import cpu
+from saccade.bench import claims
+from saccade.bench.records import Run
+from saccade.bench.report import contents, tables
+from saccade.bench.report.tables import escape
+from saccade.files import write_folder
+from tools.results.catalogue import Measurement
+
+INDEX = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run was measured, as a page states it.
+
+    Attributes:
+        command: that measures it again.
+        models: target and heads in words.
+    """
+
+    command: str
+    models: str
+
+
+def page(measurement: Measurement, run: Run, place: Place) -> str:
+    """Markdown of one run: verdict on the paper's order, facts, tables."""
+    (content,) = contents([run])
+    everything = content.groups[0]
+    config = run.header.config
+    left_out = [escape(f"Left out: {reason}") for reason in config["missing"]]
+    mirrors = [escape(f"Mirrors {config['mirrors']}.")] if config.get("mirrors") else []
+    optional = [tables.scores(everything), tables.depths(everything), tables.predicted(run), tables.step_times(run)]
+    shown = [*map(tables.comparison, content.groups), *filter(None, optional), tables.stages(everything)]
+    parts = [
+        f"# {measurement.name}: {escape(config['title'])}",
+        *(escape(verdict(run, number)) for number in range(max(len(claims.verdicts(run)), 1))),
+        " ".join([*mirrors, escape(config["note"])]).strip(),
+        f"`{place.command}`; {escape(facts(run.header.environment))} {escape(place.models)}",
+        *left_out,
+        *map(tables.table, shown),
+        tables.meanings(content),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def verdict(run: Run, number: int = 0) -> str:
+    """Sentence on one of the suite's claims; without any, on the fastest row."""
+    found = list(claims.sentences(run))
+    if found:
+        return found[number]
+    (content,) = contents([run])
+    speeds = {m: r.speedup for m, r in content.groups[0].results.items() if r.speedup is not None and m != "plain"}
+    if not speeds:
+        return "Only plain decoding was measured."
+    best = max(speeds, key=lambda method: speeds[method].value)
+    return f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."
+
+
+def facts(environment: Mapping[str, Any]) -> str:
+    """Revision, machine and versions in one sentence."""
+    bf16 = "with" if cpu.has_instructions(torch.bfloat16) else "without"
+    threads = environment["threads"]
+    return (
+        f"revision {environment['revision']}; {environment['processor']}, {environment['device']}, {bf16} bfloat16 "
+        f"instructions, {threads} thread{'s' if threads > 1 else ''}; torch {environment['torch']}, transformers "
+        f"{environment['transformers']}."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Line of the index.
+
+    Attributes:
+        name: of the page.
+        mirrors: the paper's table or figure.
+        title: of the suite.
+        sentence: that opens the page.
+    """
+
+    name: str
+    mirrors: str
+    title: str
+    sentence: str
+
+
+_INTRODUCTION = """# Results
+
+One page per suite, written by `make results`, which measures all of them on one revision; none is edited by hand. Each
+opens with a verdict that is computed from its data: does the paper's order of methods hold on this pair, and by how
+much. Intervals are paired bootstrap intervals of 95 % over prompts; a comparison is undecided where its interval
+contains the boundary. Trees that are compared have equally many nodes where the paper's have, and beside every tree is
+a chain as deep.
+
+```
+make heads     # trains every head that the suites name, by tools/heads/recipes.toml; prints time and disk space first
+make results   # measures every suite and writes these pages; stop at any moment, the same command resumes
+```
+"""
+
+
+def index(entries: Sequence[Entry], facts_of_all: str, left_out: Mapping[str, str]) -> str:
+    """Markdown of the index.
+
+    Args:
+        facts_of_all: see `facts`.
+        left_out: name -> reason of every measurement without a page.
+    """
+    lines = [
+        _INTRODUCTION,
+        f"All of {escape(facts_of_all)}",
+        "",
+        "| page | of | compares | verdict |",
+        "|---|---|---|---|",
+    ]
+    for entry in entries:
+        cells = (escape(entry.mirrors or "no paper"), escape(entry.title), escape(entry.sentence))
+        lines.append(f"| [{entry.name}]({entry.name}.md) | {' | '.join(cells)} |")
+    if left_out:
+        lines += ["", "Not measured:", "", *(f"- {name}: {escape(reason)}" for name, reason in left_out.items())]
+    return "\n".join(lines) + "\n"
+
+
+def publish(pages: Mapping[str, str], docs: Path) -> None:
+    """Replace a folder by these pages, by file name, as a whole.
+
+    Raises:
+        SaccadeError: the folder cannot be written; the old one is intact.
+    """
+
+    def write(part: Path) -> None:
+        for name, text in pages.items():
+            (part / name).write_text(text, encoding="utf-8")
+
+    write_folder(docs, write)
