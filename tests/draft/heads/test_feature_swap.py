@@ -50,3 +50,18 @@ def test_dream_as_released_learns_little_of_its_features() -> None:
     released = train(head_for("dream", gate="tanh", rotary=False, direct=False), target, 2 * STEPS)
     chosen = train(head_for("dream"), target, 2 * STEPS)
     assert cost(chosen, target) > 2 * cost(released, target)
+
+
+def test_a_head_of_text_alone_gets_nothing_of_the_picture() -> None:
+    """HiViS's control, Table 1 (a): neither visual tokens nor states of the target, which saw them.
+
+    Hiding the visual tokens alone is not enough: the states still tell what the picture told the target.
+    """
+    target = Recurrent()
+    text_alone = train(head_for("eagle2", text_only=True, features="none"), target)
+    hidden = train(head_for("eagle2", text_only=True), target)
+    assert text_alone.hides_visual
+    assert not text_alone.is_shown_visual
+    assert cost(text_alone, target) == 0
+    assert cost(hidden, target) >= LEAST
+    assert agreement(hidden, target, False) > agreement(text_alone, target, False) + LEAST

@@ -70,8 +70,9 @@ def test_several_images_videos_and_words_alone(after: str, prompt_kind: str) -> 
     name = "qwen2_5_vl"
     hivis, eagle = random_head(name, "hivis", after_image=after), random_head(name, "eagle2")
     blind = random_head(name, "eagle2", text_only=True, after_image=after)
+    words_alone = random_head(name, "eagle2", text_only=True, features="none", after_image=after)
     deep = random_head(name, "eagle2", blocks=3)
-    for head in (hivis, eagle, blind, deep):
+    for head in (hivis, eagle, blind, words_alone, deep):
         assert difference(name, head, rows=2, kind=prompt_kind, n=5) < CLOSE
 
 

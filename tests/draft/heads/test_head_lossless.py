@@ -28,7 +28,9 @@ def test_a_taught_head_is_partly_right_and_never_changes_the_answer(
         assert LENGTH // 3 < output.stats.accepted_tokens < output.stats.drafted_tokens
 
 
-@pytest.mark.parametrize("options", [{"text_only": True}, {"text_only": True, "after_image": "visual"}])
+@pytest.mark.parametrize(
+    "options", [{"text_only": True, "features": "none"}, {"text_only": True, "after_image": "visual"}]
+)
 @pytest.mark.parametrize("prompt_kind", ["images2", "video", "text"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
 def test_an_untaught_head_never_changes_the_answer(name: str, prompt_kind: str, options: dict[str, object]) -> None:

@@ -14,6 +14,7 @@ from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.errors import ModelError
 
 NORMS = ("all", "block", "none")
+FEATURES = ("target", "none")
 
 
 class Eagle2(Head):
@@ -24,7 +25,9 @@ class Eagle2(Head):
     magnitude, and training stalls otherwise. Released heads have no such norms (`saccade.draft.heads.published_eagle`).
 
     Options:
-        text_only: hide the visual tokens (HiViS, Table 1, "text only").
+        text_only: hide the visual tokens.
+        features: the target's states (``target``), or none: entries are embeddings alone. With ``text_only`` the head
+            then sees nothing of the picture (HiViS, Table 1 (a), "text tokens only").
         after_image: as in `Head.entries`; only read when visual tokens are hidden.
         blocks: decoder blocks, 1 in the paper; more are DREAM's ablation (Table 2).
         norms: norms ahead of the attention: ``all``, the block's alone (``block``), or ``none``.
@@ -34,6 +37,7 @@ class Eagle2(Head):
     kind: ClassVar[str] = "eagle2"
     defaults: ClassVar[Mapping[str, Any]] = {
         "text_only": False,
+        "features": "target",
         "after_image": "text",
         "blocks": 1,
         "norms": "all",
@@ -50,8 +54,12 @@ class Eagle2(Head):
         if norms not in NORMS:
             raise ModelError(f"norms must be one of {', '.join(NORMS)}, not {norms!r}.")
         self.embedding_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
-        self.feature_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
-        self.fc = nn.Linear(2 * width, width, bias=bool(config.options["bias"]))
+        given = config.options.get("features", "target")
+        if given not in FEATURES:
+            raise ModelError(f"features must be one of {', '.join(FEATURES)}, not {given!r}.")
+        self._is_blind = given == "none"
+        self.feature_norm = RMSNorm(width, eps) if norms == "all" and not self._is_blind else nn.Identity()
+        self.fc = nn.Linear(width if self._is_blind else 2 * width, width, bias=bool(config.options["bias"]))
         self.stack = nn.ModuleList(Block(config, place, norms != "none") for place in range(count))
 
     @property
@@ -70,7 +78,8 @@ class Eagle2(Head):
 
     def fused(self, features: Tensor, words: Tensor) -> Tensor:
         """``[B, N, d]`` inputs of the block, from features and normalised embeddings."""
-        out: Tensor = self.fc(torch.cat([words, self.feature_norm(features)], -1))
+        inputs = words if self._is_blind else torch.cat([words, self.feature_norm(features)], -1)
+        out: Tensor = self.fc(inputs)
         return out
 
 
