@@ -1,4 +1,4 @@
-"""`python -m tools.pocket`: train the pocket models, and inflate them to the size of big models."""
+"""`python -m tools.pocket`: train the pocket models, inflate them, and make mixtures of experts of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saccade.errors import SaccadeError
 
 app = typer.Typer(
     name="tools.pocket",
-    help="Workshop of the pocket models: train them, and inflate them to the size of big models.",
+    help="Workshop of the pocket models: train them, inflate them, and make mixtures of experts of them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -46,6 +46,32 @@ def inflate_model(
 
     with screen.waiting("Writing"):
         report = inflate(source or target_path(), out, like, dtype=dtype, shard_gb=shard_gb, seed=seed)
+    print(f"{out}: {report}")
+
+
+@app.command("experts")
+def make_experts(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write the checkpoint.")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Model to upcycle; the pocket target by default."),
+    ] = None,
+    experts: Annotated[int, typer.Option(min=1, help="Experts per layer.")] = 8,
+    per_token: Annotated[int, typer.Option("--per-token", min=1, help="Experts that a token is sent to.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the routers.")] = 0,
+) -> None:
+    """Write a mixture of experts that computes exactly a dense model's function: every expert is a copy of its MLP.
+
+    Answers, and so acceptance, are the dense model's, while a pass over several tokens reads more experts than one over
+    a single token, as in trained mixtures.
+
+    Example: `python -m tools.pocket experts --out pocket-experts`, then `saccade chat -t pocket-experts -d pocket`
+    """
+    from saccade.pocket import target_path
+    from tools.pocket.experts import upcycle
+
+    with screen.waiting("Writing"):
+        report = upcycle(source or target_path(), out, experts, per_token, seed=seed)
     print(f"{out}: {report}")
 
 

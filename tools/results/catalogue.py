@@ -10,6 +10,7 @@ from saccade.bench import library
 from saccade.bench.suite import Suite
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import InputError
+from tools.pocket.experts import upcycle
 from tools.pocket.inflate import inflate
 
 NOT_MEASURED = ("tune",)
@@ -65,9 +66,11 @@ def _inflated(source: Path, out: Path) -> str:
     return inflate(source, out, "1024x24x8")
 
 
-VARIANTS: dict[str, Variant] = {"inflated": _inflated}
+VARIANTS: dict[str, Variant] = {"inflated": _inflated, "experts": upcycle}
 """Checkpoints derived from the target, whose answers they have, by name."""
 
+_VARIANT_OF = {"sage-3": "experts"}
+"""Suites that need another form of the target."""
 _EXTRA = (("quick-1024", "quick", "inflated"),)
 """Name, suite and variant of measurements besides the suites themselves."""
 
@@ -78,7 +81,11 @@ def measurements(names: Iterable[str] = ()) -> list[Measurement]:
     Raises:
         InputError: there is no measurement of a name.
     """
-    known = {name: Measurement(name, library.load(name)) for name in library.names() if name not in NOT_MEASURED}
+    known = {
+        name: Measurement(name, library.load(name), _VARIANT_OF.get(name, ""))
+        for name in library.names()
+        if name not in NOT_MEASURED
+    }
     for name, suite, variant in _EXTRA:
         known[name] = Measurement(name, library.load(suite), variant)
     wanted = list(dict.fromkeys(names)) or list(known)

@@ -260,7 +260,10 @@ class Session:
         return "; ".join(words) + "."
 
 
-_VARIANT_WORDS = {"inflated": "inflated from the pair's"}
+_VARIANT_WORDS = {
+    "inflated": "which is the pair's inflated to 1024 x 24",
+    "experts": "which is the pair's as a mixture of 8 experts, 2 per token",
+}
 _DONE = "done.json"
 """Beside a run's records: what its page was made of."""
 
