@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -157,11 +158,13 @@ class TreeTrace:
         tokens: per node.
         parents: per node; the root's is 0.
         path: accepted nodes, the root first.
+        signals: numbers that shaped it, by name: ``weights`` of an ensemble's views, ``confidence`` of SAGE.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     path: tuple[int, ...]
+    signals: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

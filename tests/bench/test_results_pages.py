@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ def test_pages_open_with_the_verdict_and_the_index_lists_them(setup: Setup, tmp_
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
 
 
+def test_a_figure_s_page_has_its_drawings(setup: Setup, tmp_path: Path) -> None:
+    names = ("tabed-figure-3",)
+    session = Session(setup, LINES.append)
+    traced = [replace(m.short(), suite=m.short().suite.with_(trace=1)) for m in measurements(names)]
+    pages = published(session, session.run(traced), tmp_path / "docs", names)
+    shown = re.findall(r"!\[.*\]\((.*)\)", pages["tabed-figure-3.md"])
+    assert len(shown) >= 3
+    assert "![Weights of the views](tabed-figure-3-" in pages["tabed-figure-3.md"]
+    assert all(pages[file].startswith('<svg xmlns="http://www.w3.org/2000/svg" ') for file in shown)
+
+
 def test_a_stopped_run_resumes_without_repeating_an_answer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(self: Any, progress: Progress) -> None:
         if progress.done == 5:
@@ -117,18 +129,18 @@ def test_modified_sources_are_refused_outside_of_trials(setup: Setup, monkeypatc
 def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Setup, tmp_path: Path) -> None:
     session, report = run(setup, ("hivis-figure-7", "quick"))
     assert report.measured == ["quick"]
-    reason = report.left_out["hivis-figure-7"]
-    command = "`python -m tools.heads hivis pictures-alone -t "
-    assert reason.startswith(f"left out, because 2 heads must be trained first: {command}")
-    pages = published(session, report, tmp_path / "docs", ("hivis-figure-7", "quick"))
-    assert "- hivis-figure-7: left out" in pages["README.md"]
+    command = f"`python -m tools.heads hivis pictures-alone -t {setup.target} -d {setup.drafter} --out {setup.models}`"
+    assert f"[1/2] hivis-figure-7: left out, because 2 heads must be trained first: {command}" in LINES
+    text = published(session, report, tmp_path / "docs", ("hivis-figure-7", "quick"))["README.md"]
+    assert "- hivis-figure-7: its heads hivis, pictures-alone are not trained; `make heads` trains them." in text
+    assert str(tmp_path) not in text
 
 
 def test_a_head_in_training_or_of_another_target_is_not_used(setup: Setup) -> None:
     folder = head_folder(setup.models, "hivis")
     (folder / "best").mkdir(parents=True)
     _, report = run(setup, ("hivis-figure-7", "quick"))
-    assert "2 heads" in report.left_out["hivis-figure-7"], "one of them is in training"
+    assert "heads hivis, pictures-alone are" in report.left_out["hivis-figure-7"], "one of them is in training"
     mark = {"recipe": {}, "target": "another", "best": "best", "block_efficiency": 3.0}
     (folder / HEAD_MARK).write_text(json.dumps(mark))
     with pytest.raises(SaccadeError, match="was trained for another target"):

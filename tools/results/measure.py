@@ -17,6 +17,7 @@ from saccade.bench.check import Mismatch
 from saccade.bench.cost import estimate
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import Run
+from saccade.bench.report.svg import standalone
 from saccade.bench.runner import Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
@@ -26,7 +27,7 @@ from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from tools.heads.state import usable_head
 from tools.results.catalogue import VARIANTS, Measurement, measurements
-from tools.results.pages import INDEX, Entry, Place, facts, index, page, publish, verdict
+from tools.results.pages import INDEX, Entry, Place, facts, figures_of, index, outcome, page, publish
 
 MARK = "results.json"
 """Identity of a results folder: revision, machine and models."""
@@ -129,8 +130,8 @@ class Session:
             name = measurement.name
             lacking = [head for head in measurement.heads if self._head(head) is None]
             if lacking:
-                report.left_out[name] = self._advice(lacking)
-                clock.skip(measurement, report.left_out[name])
+                report.left_out[name] = self._reason(lacking)
+                clock.skip(measurement, self._advice(lacking))
             elif self.is_measured(measurement):
                 report.measured.append(name)
                 clock.skip(measurement, "measured before")
@@ -166,7 +167,8 @@ class Session:
             left_out: name -> reason of measurements without a page.
         """
         names = [m.name for m in known if (self._pages / f"{m.name}.md").is_file()]
-        pages = {f"{name}.md": (self._pages / f"{name}.md").read_text(encoding="utf-8") for name in names}
+        files = [file for name in names for file in (f"{name}.md", *self._done(name)["figures"])]
+        pages = {file: (self._pages / file).read_text(encoding="utf-8") for file in files}
         entries = [Entry(**self._done(name)["entry"]) for name in names]
         pages[INDEX] = index(entries, facts(self._environment), left_out)
         publish(pages, docs)
@@ -191,13 +193,17 @@ class Session:
         prepared = self.prepared(measurement)
         folder = self._setup.out / measurement.name
         run = Runner(prepared, folder, clock.progress).run()
-        text = page(measurement, run, Place(self._command(measurement), self._models(measurement, run)))
+        drawings = figures_of(measurement, run)
+        text = page(measurement, run, Place(self._command(measurement), self._models(measurement, run)), drawings)
         config = run.header.config
         done = {
             "heads": self._digests(measurement),
-            "entry": asdict(Entry(measurement.name, config["mirrors"], config["title"], verdict(run))),
+            "figures": list(drawings),
+            "entry": asdict(Entry(measurement.name, config["mirrors"], config["title"], outcome(run))),
         }
         write_file(folder / _DONE, json.dumps(done, indent=1) + "\n")
+        for file, plot in drawings.items():
+            write_file(self._pages / file, standalone(plot.drawing))
         write_file(self._pages / f"{measurement.name}.md", text)
 
     def prepared(self, measurement: Measurement) -> Prepared:
@@ -237,6 +243,10 @@ class Session:
         models = shlex.join(["-t", shown.target, *(["-d", shown.drafter] if shown.drafter else [])])
         command = f"python -m tools.heads {' '.join(lacking)} {models} --out {shown.models}"
         return f"left out, because {count(len(lacking), 'head')} must be trained first: `{command}`"
+
+    def _reason(self, lacking: Sequence[str]) -> str:
+        """The same for the index, without folders of this machine."""
+        return f"its heads {', '.join(lacking)} are not trained; `make heads` trains them."
 
     def _command(self, measurement: Measurement) -> str:
         """Command that measures the same again, without folders of this machine."""

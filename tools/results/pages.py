@@ -13,6 +13,8 @@ from saccade import cpu
 from saccade.bench import claims
 from saccade.bench.records import Run
 from saccade.bench.report import contents, tables
+from saccade.bench.report.figures import Plot, draw
+from saccade.bench.report.signal_figures import drawn_signals
 from saccade.bench.report.tables import escape
 from saccade.files import write_folder
 from tools.results.catalogue import Measurement
@@ -33,14 +35,17 @@ class Place:
     models: str
 
 
-def page(measurement: Measurement, run: Run, place: Place) -> str:
-    """Markdown of one run: verdict on the paper's order, facts, tables."""
+def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str, Plot]) -> str:
+    """Markdown of one run: verdict on the paper's order, facts, tables, figures by file name."""
     (content,) = contents([run])
     everything = content.groups[0]
     config = run.header.config
     left_out = [escape(f"Left out: {reason}") for reason in config["missing"]]
     mirrors = [escape(f"Mirrors {config['mirrors']}.")] if config.get("mirrors") else []
-    optional = [tables.scores(everything), tables.depths(everything), tables.predicted(run), tables.step_times(run)]
+    optional = [
+        *(tables.persistence(run), tables.view_weights(run)),
+        *(tables.scores(everything), tables.depths(everything), tables.predicted(run), tables.step_times(run)),
+    ]
     shown = [*map(tables.comparison, content.groups), *filter(None, optional), tables.stages(everything)]
     parts = [
         f"# {measurement.name}: {escape(config['title'])}",
@@ -48,10 +53,20 @@ def page(measurement: Measurement, run: Run, place: Place) -> str:
         " ".join([*mirrors, escape(config["note"])]).strip(),
         f"`{place.command}`; {escape(facts(run.header.environment))} {escape(place.models)}",
         *left_out,
+        *(f"![{escape(plot.title)}]({file})\n\n{escape(plot.caption)}" for file, plot in drawings.items()),
         *map(tables.table, shown),
         tables.meanings(content),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def figures_of(measurement: Measurement, run: Run) -> dict[str, Plot]:
+    """Figures of a page that mirrors a paper's figure, by file name."""
+    if "figure" not in measurement.name:
+        return {}
+    (content,) = contents([run])
+    plots = [*draw(content.groups[0], measurement.name), *drawn_signals(run, measurement.name)]
+    return {f"{measurement.name}-{number}.svg": plot for number, plot in enumerate(plots, 1)}
 
 
 def verdict(run: Run, number: int = 0) -> str:
@@ -65,6 +80,15 @@ def verdict(run: Run, number: int = 0) -> str:
         return "Only plain decoding was measured."
     best = max(speeds, key=lambda method: speeds[method].value)
     return f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."
+
+
+def outcome(run: Run) -> str:
+    """The outcomes of all claims, for the index; without any, the sentence of the page."""
+    found = [
+        f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}"
+        for v in claims.verdicts(run)
+    ]
+    return "; ".join(found) or verdict(run)
 
 
 def facts(environment: Mapping[str, Any]) -> str:
@@ -86,13 +110,13 @@ class Entry:
         name: of the page.
         mirrors: the paper's table or figure.
         title: of the suite.
-        sentence: that opens the page.
+        outcome: of its claims in a few words.
     """
 
     name: str
     mirrors: str
     title: str
-    sentence: str
+    outcome: str
 
 
 _INTRODUCTION = """# Results
@@ -121,14 +145,14 @@ def index(entries: Sequence[Entry], facts_of_all: str, left_out: Mapping[str, st
         _INTRODUCTION,
         f"All of {escape(facts_of_all)}",
         "",
-        "| page | of | compares | verdict |",
+        "| page | of | compares | the order of |",
         "|---|---|---|---|",
     ]
     for entry in entries:
-        cells = (escape(entry.mirrors or "no paper"), escape(entry.title), escape(entry.sentence))
+        cells = (escape(entry.mirrors or "no paper"), escape(entry.title), escape(entry.outcome))
         lines.append(f"| [{entry.name}]({entry.name}.md) | {' | '.join(cells)} |")
     if left_out:
-        lines += ["", "Not measured:", "", *(f"- {name}: {escape(reason)}" for name, reason in left_out.items())]
+        lines += ["", "Not measured:", "", *(f"- {name}: {reason}" for name, reason in left_out.items())]
     return "\n".join(lines) + "\n"
 
 

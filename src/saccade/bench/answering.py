@@ -191,6 +191,7 @@ def _tree(vlm: VLM, tree: TreeTrace) -> dict[str, Any]:
         "parents": list(tree.parents),
         "path": list(tree.path),
         "pieces": [_piece(vlm.processor.tokenizer, token) for token in tree.tokens],
+        "signals": {name: list(values) for name, values in tree.signals.items()},
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import TreeDrafter
-from saccade.draft.trees.policy import Proposer, TreePolicy
+from saccade.draft.trees.policy import Proposer, Signals, Traced, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
@@ -172,6 +172,10 @@ class ModelDraftSession:
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         self._shaping.observe(rows, verdict)
+
+    def signals(self, rows: Sequence[int]) -> list[Signals]:
+        """Those of the tree policy."""
+        return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
 
     def _embeddable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those without an embedding in the drafter (padding of a larger vocabulary)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -102,19 +102,26 @@ def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
     return [[next(rows)[: part.shape[1]] for _ in range(len(part))] for part in packed]
 
 
-def traces(tree: DraftTree, paths: Sequence[Sequence[int]]) -> list[TreeTrace | None]:
-    """Copy every row's tree to the host without padding nodes, which are last; None for rows without a path."""
+def traces(
+    tree: DraftTree, paths: Sequence[Sequence[int]], signals: Sequence[Mapping[str, tuple[float, ...]]]
+) -> list[TreeTrace | None]:
+    """Copy every row's tree to the host without padding nodes, which are last; None for rows without a path.
+
+    Args:
+        signals: per row, what shaped it.
+    """
     batch = tree.tokens.shape[0]
     rows = zip(
         tree.tokens.tolist(),
         tree.parents.expand(batch, -1).tolist(),
         tree.valid.expand(batch, -1).sum(1).tolist(),
         paths,
+        signals,
         strict=True,
     )
     return [
-        TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path)) if path else None
-        for tokens, parents, count, path in rows
+        TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path), own) if path else None
+        for tokens, parents, count, path, own in rows
     ]
 
 

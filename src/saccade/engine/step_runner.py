@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
+from saccade.draft.trees.policy import DrawProposer, Proposer, Signals, TopProposer, Traced
 from saccade.engine.pacing import SAMPLED_LENGTH
 from saccade.engine.prompts import PromptRunner
 from saccade.engine.row import Row, RowStep
@@ -279,13 +279,21 @@ class StepRunner:
             slots, entries, ids = zip(*commits, strict=True)
             self._context.commit(slots, entries, ids)
         if self._trace and group.drafted:
-            for row, tree in zip(group.rows, traces(group.tree, paths), strict=True):
+            for row, tree in zip(group.rows, traces(group.tree, paths, self._signals(group)), strict=True):
                 row.steps[-1] = replace(row.steps[-1], tree=tree)
         for row in group.rows:
             if row.done and row.slot is not None:
                 if self._state.pacer is not None:
                     self._state.pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
+
+    def _signals(self, group: VerificationGroup) -> list[Signals]:
+        """What shaped the rows' drafts; nothing for drafters that do not say."""
+        drafting: object = self._state.drafting
+        if not isinstance(drafting, Traced):
+            return [{} for _ in group.rows]
+        by_slot = dict(zip(group.slots, drafting.signals(group.slots), strict=True))
+        return [{} if row.slot is None else by_slot[row.slot] for row in group.rows]
 
     def _emit_row(
         self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None, commits: list[Commit]

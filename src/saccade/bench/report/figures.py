@@ -21,8 +21,8 @@ WIDTH, HEIGHT = 4.8, 3.4
 """Size in inches, legible on a phone."""
 ENOUGH = 10
 """Least number of passes for a share to be shown."""
-_MARKERS = "osD^vPX<>hp"
-_LINES = ("-", "--", "-.", ":")
+MARKERS = "osD^vPX<>hp"
+LINES = ("-", "--", "-.", ":")
 _HATCHES = ("|||", "+++", "---", "///", "", "xxx")
 _BARS = "bars are 95 % intervals"
 
@@ -73,8 +73,8 @@ def _looks(group: Group) -> dict[str, _Look]:
         looks[method] = _Look(
             method if result.lossless else f"{method} (lossy)",
             svg.SERIES[i % (len(svg.SERIES) - 1)],
-            _MARKERS[i % len(_MARKERS)],
-            _LINES[i % len(_LINES)],
+            MARKERS[i % len(MARKERS)],
+            LINES[i % len(LINES)],
             result.lossless,
         )
     return looks
@@ -188,7 +188,7 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
             )
         axes.set(xlabel="depth in the draft tree", ylabel="share accepted", ylim=(-0.03, 1.03))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend(drawing, [looks[m].name for m in known], handlelength=3)
+        legend(drawing, [looks[m].name for m in known], handlelength=3)
         said = "; ".join(
             f"{looks[method].name}: " + ", ".join(f"{share:.2f}" for share in shares)
             for method, shares in known.items()
@@ -231,7 +231,7 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set(xlabel="milliseconds per answer")
-        _legend(drawing, [stage_name(stage) for stage in spent])
+        legend(drawing, [stage_name(stage) for stage in spent])
         said = "; ".join(
             f"{looks[m].name}: " + ", ".join(f"{stage_name(s)} {by[m]:.0f}" for s, by in spent.items()) for m in methods
         )
@@ -242,7 +242,7 @@ def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
         )
 
 
-def _legend(drawing: Figure, names: Sequence[str], **options: Any) -> None:
+def legend(drawing: Figure, names: Sequence[str], **options: Any) -> None:
     """Draw a legend below the axes, in as many columns as fit."""
     longest = 0.6 * svg.SIZE * max(map(len, names)) + 5 * svg.SIZE
     columns = max(1, min(3, int(WIDTH * 72 / longest)))

@@ -16,6 +16,7 @@ from saccade.bench.claims import sentences
 from saccade.bench.records import warned
 from saccade.bench.report import figures, tables, traces
 from saccade.bench.report.content import Content
+from saccade.bench.report.signal_figures import drawn_signals
 from saccade.bench.suite import BASELINE
 from saccade.errors import SaccadeError
 
@@ -69,6 +70,8 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
         tables.depths(everything),
         tables.stages(everything),
         tables.predicted(content.run),
+        tables.persistence(content.run),
+        tables.view_weights(content.run),
         tables.step_times(content.run),
     ]
     return {
@@ -80,7 +83,7 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
         "problems": [problem.replace(f"{content.run.folder}/", "") for problem in content.problems],
         "tables": [tables.comparison(group) for group in content.groups],
         "scores": tables.scores(everything),
-        "plots": figures.draw(everything, f"run{index}"),
+        "plots": [*figures.draw(everything, f"run{index}"), *drawn_signals(content.run, f"run{index}")],
         "data": [table for table in data if table is not None],
         "prompts": shown,
         "marks": {mark for prompt in shown for answer in prompt.answers for mark in answer.marks},

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
@@ -93,6 +94,14 @@ def inline(drawing: Figure, name: str, description: str) -> Markup:
     opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{view[1]}" role="img"'
     text = re.sub(r"<svg[^>]*>", lambda _: f'{opening} aria-label="{escape(description)}">', text, count=1)
     return Markup(re.sub(r"\n\s*", "\n", text))
+
+
+def standalone(drawing: Markup) -> str:
+    """Turn a rendered figure into the text of a file, with the page's colours for light and dark screens."""
+    css = (files("saccade.bench.report") / "assets" / "page.css").read_text("utf-8").partition("\n* {")[0]
+    opening = '<svg xmlns="http://www.w3.org/2000/svg" '
+    head, bracket, rest = str(drawing).removeprefix("<svg ").partition(">")
+    return f"{opening}{head}{bracket}\n<style>{css}</style>{rest}\n"
 
 
 Box = tuple[float, float, float, float]

@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from saccade.bench import signals
 from saccade.bench.claims import sentences
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
@@ -271,6 +274,47 @@ def predicted(run: Run) -> Table | None:
         Column("T_q/T_p", "a drafter step over a target step"),
     ]
     return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows, explained=True)
+
+
+def persistence(run: Run) -> Table | None:
+    """How long a drafter's confidence lasts, by lag; None where no trace has one."""
+    found = signals.persistence(run)
+    if not found:
+        return None
+    rows = [Row([Cell(p.method), Cell(str(p.answers)), *(_estimate(lag, "{:.2f}") for lag in p.lags)]) for p in found]
+    columns = [
+        Column("method", "as in the comparison"),
+        Column("answers", "traced ones of enough steps"),
+        *(Column(f"lag {lag}", f"correlation with the confidence {lag} steps later") for lag in signals.LAGS),
+    ]
+    caption = "Autocorrelation of the drafter's confidence alpha from step to step, 95 % intervals"
+    return Table(caption, columns, rows, explained=True)
+
+
+def view_weights(run: Run) -> Table | None:
+    """Weight of the first of several views over an answer, by tenth of the steps; None where no trace has any."""
+    found = signals.weights(run)
+    if not found:
+        return None
+    rows = []
+    for method in dict.fromkeys(one.method for one in found):
+        answers = [np.array(one.first) for one in found if one.method == method]
+        parts = [np.array_split(first, PARTS) for first in answers if len(first) >= PARTS]
+        cells = [Cell(f"{np.mean([part[i].mean() for part in parts]):.2f}" if parts else EMPTY) for i in range(PARTS)]
+        rows.append(Row([Cell(method), Cell(str(len(parts))), *cells]))
+    columns = [
+        Column("method", "as in the comparison"),
+        Column("answers", "traced ones of at least as many steps as parts"),
+        *(
+            Column(f"{part}/{PARTS}", "mean weight of the first view in this part of the steps")
+            for part in range(1, PARTS + 1)
+        ),
+    ]
+    return Table("Weight of the first view while an answer grows", columns, rows, explained=True)
+
+
+PARTS = 5
+"""Parts of an answer's steps in the table of weights."""
 
 
 def document(contents: Sequence[Content]) -> str:

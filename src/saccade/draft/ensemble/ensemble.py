@@ -13,7 +13,7 @@ from saccade.draft.ensemble.mixing import Mixture
 from saccade.draft.ensemble.view import View
 from saccade.draft.ensemble.weights import Weighting, make_weighting
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
-from saccade.draft.trees.policy import Proposer, TreePolicy
+from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
@@ -212,6 +212,11 @@ class EnsembleSession:
         places = [place for place, row in enumerate(rows) if not self._has_one_view[row]]
         if self._pending is not None and places:
             self._pending.add([rows[place] for place in places], places, roots, tree, scores, verdict)
+
+    def signals(self, rows: Sequence[int]) -> list[Signals]:
+        """The weights of the views, in their order; of rows that drafted last together."""
+        weights: list[list[float]] = self.weights.tolist()
+        return [{"weights": tuple(own)} for own in weights] if len(weights) == len(rows) else [{} for _ in rows]
 
     def _observe_last_block(self, row: int) -> None:
         """Add a row's last block of the last turn to the history; the draft model has not run it."""

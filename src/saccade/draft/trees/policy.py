@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,6 +63,19 @@ class PolicySession(Protocol):
 
     def restart(self, row: int) -> None:
         """Discard the row's history: its new prompt does not continue the earlier one."""
+        ...
+
+
+Signals = dict[str, tuple[float, ...]]
+"""Numbers that shaped a row's last draft, by name; for traces."""
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """A session of a policy or a drafter that can say what shaped its drafts."""
+
+    def signals(self, rows: Sequence[int]) -> list[Signals]:
+        """Numbers behind the last drafts of these rows, in their order."""
         ...
 
 

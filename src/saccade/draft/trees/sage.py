@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from saccade.draft.trees.policy import Growth, Proposer, require_positive
+from saccade.draft.trees.policy import Growth, Proposer, Signals, require_positive
 from saccade.draft.trees.sage_growth import UNREACHABLE, GrowthConstants, LevelBounds, SageGrowth, StepShape
 from saccade.draft.trees.static import SPECVLM_TREE
 from saccade.target.cache import on_device
@@ -274,6 +274,15 @@ class SageSession:
         last = verdict.path.gather(1, verdict.count[:, None]).to(sources.device, non_blocking=True)
         entry = sources.gather(1, last)[..., None].expand(-1, -1, tops.shape[2])
         self._measure(rows, _Transfer(tops.gather(1, entry)[:, 0]))
+
+    def signals(self, rows: Sequence[int]) -> list[Signals]:
+        """The confidence measured at each row's last step, alpha (Eq. 9)."""
+        found: list[Signals] = []
+        for row in (self._rows[row] for row in rows):
+            transfer, place = row.top or (None, 0)
+            alpha = row.confidence if transfer is None else self.policy.confidence(transfer.values()[place])
+            found.append({"confidence": (alpha,)})
+        return found
 
     def _record(self, rows: tuple[int, ...], tops: Tensor, sources: Tensor) -> None:
         self._tops[rows] = tops, sources
