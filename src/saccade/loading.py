@@ -252,9 +252,16 @@ def default_device() -> str | None:
     return "cuda" if torch.cuda.is_available() else None
 
 
-def adapt(model: Any) -> Target:
-    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it."""
-    target = Target(model)
+def adapt(model: Any, exact: bool = False) -> Target:
+    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
+
+    Args:
+        exact: whether it runs in exact mode (`saccade.target.exact`).
+
+    Raises:
+        ModelError: the model cannot be verified on trees, or cannot be exact.
+    """
+    target = Target(model, exact=exact)
     if not target.traits.tested:
         from saccade.target.selfcheck import self_check
 

@@ -26,6 +26,7 @@ class Profile:
         head: name of the head that the method drafts with.
         options: of the method.
         measured: what `saccade tune` saw, for readers.
+        exact: whether the target runs in exact mode.
     """
 
     target: str
@@ -35,6 +36,7 @@ class Profile:
     head: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False
 
     def write(self, path: Path) -> None:
         """Write the profile atomically.
@@ -45,6 +47,7 @@ class Profile:
         lines = ["# Written by `saccade tune`; give this file as --target, or to saccade.load."]
         names = ("target", "method", "drafter", "head")
         lines += [f"{name} = {_toml(value)}" for name in names if (value := getattr(self, name)) is not None]
+        lines += ["exact = true"] if self.exact else []
         for name in ("options", "heads", "measured"):
             table: Mapping[str, Any] = getattr(self, name)
             if table:

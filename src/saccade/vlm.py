@@ -60,6 +60,7 @@ def load(
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
     threads: int | None = None,
+    exact: bool = False,
     **options: Any,
 ) -> VLM:
     """Load a target, the drafter that the method needs, and the method that joins them.
@@ -83,16 +84,19 @@ def load(
             ``pocket``. The drafter is placed where the target's embeddings are, loaded models stay where they are.
         threads: CPU threads of this process where the target is on the CPU; None: as `saccade.cpu.use_threads`
             chooses, one for a small model, the idle cores for others.
+        exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
+            16-bit formats (`saccade.target.exact`); costs time.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
             ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 
     Raises:
-        ModelError: a checkpoint is missing, incomplete or unsupported, or the tokenizers differ.
+        ModelError: a checkpoint is missing, incomplete or unsupported, or cannot be exact, or the tokenizers differ.
         MethodError: unknown method or option, or a drafter that does not fit the method.
         InputError: fewer than one thread.
     """
     drafter = drafters.only(drafter, assistant_model)
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
+    placing["exact"] = exact
     return check(target, drafter, method, heads=heads, head=head, **placing, **options)()
 
 
@@ -107,6 +111,7 @@ def check(
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
     threads: int | None = None,
+    exact: bool = False,
     **options: Any,
 ) -> Callable[[], VLM]:
     """Report every mistake that shows without weights, and return the function that loads them.
@@ -116,7 +121,9 @@ def check(
     cpu.check_threads(threads)
     if is_profile(target):
         own: dict[str, Any] = {"drafter": drafter, "method": method, "heads": heads, "head": head}
-        target, drafter, method, heads, head, options = read_profile(target).completed(**own, options=options)
+        profile = read_profile(target)
+        exact = exact or profile.exact
+        target, drafter, method, heads, head, options = profile.completed(**own, options=options)
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
     target, drafter, given = drafters.with_builtin(target, drafter, method, options, drafters.named(drafter, heads))
@@ -144,7 +151,7 @@ def check(
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
         reader: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor}
         trained: dict[str, Any] = {"heads": given, "head": head, "draft_dtype": draft_dtype}
-        return VLM(model, processor, **reader, **trained, method=name, **options)
+        return VLM(model, processor, **reader, **trained, method=name, exact=exact, **options)
 
     return read
 
@@ -160,6 +167,7 @@ class VLM:
         heads, head: as of `load`.
         draft_dtype: of heads that are read from their folders, as of `load`.
         method: a name of `saccade methods`.
+        exact: as of `load`.
         options: override the method's defaults.
 
     Attributes:
@@ -183,10 +191,11 @@ class VLM:
         head: str | None = None,
         draft_dtype: str | torch.dtype | None = None,
         method: str | None = None,
+        exact: bool = False,
         **options: Any,
     ) -> None:
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
-        self.target: Target = adapt(model)
+        self.target: Target = adapt(model, exact)
         self.draft_model: Target | None = None
         self._draft_processor: InputProcessor | None = None
         vocabulary: int | None = None

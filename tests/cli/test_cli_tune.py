@@ -70,6 +70,7 @@ def test_the_fastest_wins_and_plain_decoding_where_none_is_faster(
     prepared: Any = SimpleNamespace(
         config=lambda: {"methods": [{"name": n, "label": label, "head": None} for n, label, _ in entries]},
         suite=SimpleNamespace(methods=[SimpleNamespace(label=label, options=o) for _, label, o in entries]),
+        vlm=SimpleNamespace(target=SimpleNamespace(exact=False)),
     )
     monkeypatch.setattr(metrics, "by_method", lambda records: results(**speedups))
     run: Any = SimpleNamespace(records=[], header=SimpleNamespace(environment={"threads": 1}))
@@ -86,6 +87,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         "a b",
         {"gamma": 7, "carry": True, "mass": 0.5},
         {"speedup": 2.5},
+        exact=True,
     )
     profile.write(tmp_path / "p.toml")
     assert read_profile(tmp_path / "p.toml") == profile

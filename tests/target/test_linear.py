@@ -65,7 +65,7 @@ def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, ev
     vlm = load(ready(family), ready(f"{family}-draft"), dtype="float32")
     lean = vlm.target._lean
     assert lean is not None
-    assert len(lean._packed) == 4 * len(vlm.target.layers) + 1
+    assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
     plain = vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30)
     ours = vlm.generate("What is it? It is what it is.", max_new_tokens=30)
     assert ours.tokens == plain.tokens

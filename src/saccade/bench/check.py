@@ -16,7 +16,7 @@ from saccade.target.context import Context
 
 
 class Mismatch(SaccadeError):
-    """A lossless method differs from plain decoding in float32."""
+    """A lossless method differs from plain decoding in float32 or exact mode."""
 
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
@@ -59,7 +59,8 @@ def require_equal(record: Record) -> None:
         raise Mismatch(
             f"Method {record.method} is lossless but differs from plain decoding on {record.prompt_id} (repeat "
             f"{record.repeat}) at token {found.get('position')}: {found.get('ours')} instead of {found.get('plain')}, "
-            f"logits {found.get('logits')}; in float32 that is a bug in the method or its drafter's cache."
+            f"logits {found.get('logits')}; in float32 and in exact mode that is a bug in the method or its drafter's "
+            "cache."
         )
 
 

@@ -71,7 +71,8 @@ class Prepared:
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and used heads, with digests of their weights."""
         target, drafter = self.names
-        found = {"target": model_facts(self.vlm.target.model, target), "drafter": None}
+        exact = {"exact": True} if self.vlm.target.exact else {}
+        found = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
         if self.vlm.draft_model is not None:
             found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
         found["heads"] = {name: head_facts(head, name) for name, head in self.heads.items()}

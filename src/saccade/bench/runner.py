@@ -120,14 +120,15 @@ class Runner:
         self._folder = folder
         self._progress = progress
         self._done: dict[tuple[str, str, int], Record] = {}
-        self._exact = prepared.compares_tokens and prepared.vlm.target.dtype == torch.float32
+        target = prepared.vlm.target
+        self._exact = prepared.compares_tokens and (target.exact or target.dtype == torch.float32)
         self._traced = {q.id for group in prepared.questions.values() for q in group[: prepared.suite.trace]}
 
     def run(self) -> Run:
         """Answer all questions that have no record yet.
 
         Raises:
-            Mismatch: a lossless method differs from plain decoding in float32; its record is on disk.
+            Mismatch: a lossless method differs from plain decoding in float32 or exact mode; its record is on disk.
             SaccadeError: the folder holds another run, or the disk is full; records so far are intact.
         """
         earlier = earlier_run(self._folder, self._prepared)

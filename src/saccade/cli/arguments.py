@@ -79,6 +79,14 @@ DeviceMap = Annotated[
 Threads = Annotated[
     int | None, _model(help="CPU threads; by default one for a small target, else as many as cores are idle.")
 ]
+Exact = Annotated[
+    bool,
+    _model(
+        "--exact",
+        help="Exact mode: in every number format, greedy answers of all lossless methods are the tokens of plain "
+        "decoding in this mode. Takes longer.",
+    ),
+]
 MaxNewTokens = Annotated[int | None, _decoding("--max-new-tokens", "-n", help="Most tokens of an answer.")]
 Sample = Annotated[bool, _decoding("--sample", help="Sample instead of greedy decoding.")]
 Temperature = Annotated[

@@ -79,6 +79,7 @@ def bench(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as one JSON object instead of tables.")
     ] = False,
@@ -86,7 +87,7 @@ def bench(
     """Compare methods with plain decoding: same models, same prompts, methods in turn, every answer recorded.
 
     Stop at any time: every answer is on disk, and the same command resumes. Lossless methods are checked against
-    plain decoding's tokens as they run; in float32 a difference ends the run with exit code 1.
+    plain decoding's tokens as they run; in float32 and in exact mode a difference ends the run with exit code 1.
 
     Examples:
 
@@ -121,6 +122,7 @@ def bench(
         draft_dtype=draft_dtype,
         device_map=device,
         threads=threads,
+        exact=exact,
     )
     prepared = prepare(chosen, vlm, (name, drafter))
     folder = out or Path("runs") / chosen.name

@@ -38,6 +38,7 @@ def chat(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
     max_new_tokens: args.MaxNewTokens = None,
     sample: args.Sample = False,
     temperature: args.Temperature = None,
@@ -83,6 +84,7 @@ def chat(
             draft_dtype=draft_dtype,
             device_map=device,
             threads=threads,
+            exact=exact,
             **settings,
         )
         talker = _Local(vlm, system, {"text_as_text": text_as_text, **options}, marks)

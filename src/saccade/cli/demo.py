@@ -38,6 +38,7 @@ def demo(
     save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path("saccade-demo.png"),
     repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 3,
     threads: args.Threads = None,
+    exact: args.Exact = False,
 ) -> None:
     """Draw a picture, answer a question about it, and compare time and tokens with plain decoding.
 
@@ -66,7 +67,7 @@ def demo(
     console = screen.out()
     console.print(f"A new {task}: {save} (draw it again with --task {task} --seed {seed})", markup=False)
 
-    ours = screen.load_models("pocket", None, method, threads=threads)
+    ours = screen.load_models("pocket", None, method, threads=threads, exact=exact)
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
         for vlm in (plain, ours):

@@ -76,6 +76,7 @@ def distill(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
     ] = 256,
@@ -154,6 +155,7 @@ def distill(
         draft_dtype=draft_dtype,
         device_map=device,
         threads=threads,
+        exact=exact,
         **settings,
     )
     shared = {"media_root": media_root, "on_bad_line": on_bad_line, "method_options": settings, **chosen}

@@ -31,6 +31,7 @@ def generate(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
     max_new_tokens: args.MaxNewTokens = None,
     sample: args.Sample = False,
     temperature: args.Temperature = None,
@@ -80,6 +81,7 @@ def generate(
         draft_dtype=draft_dtype,
         device_map=device,
         threads=threads,
+        exact=exact,
         **settings,
     )
     stream = vlm.stream(
@@ -118,6 +120,7 @@ def _configuration(vlm: VLM, given: str | None) -> dict[str, Any]:
         "options": vlm.options,
         "dtype": _name(vlm.target.dtype),
         "draft_dtype": draft_dtype,
+        "exact": vlm.target.exact,
     }
 
 

@@ -25,6 +25,7 @@ def serve(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
     name: Annotated[
         str | None,
         typer.Option(help="Name of the model in requests; the target by default.", rich_help_panel="Models"),
@@ -105,6 +106,7 @@ def serve(
         "draft_dtype": draft_dtype,
         "device": device,
         "threads": threads,
+        "exact": exact or None,
     }
     if config is not None and target is not None:
         raise InputError("Both --config and --target name models; give one of them.")

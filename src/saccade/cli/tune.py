@@ -39,6 +39,7 @@ def tune(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
 ) -> None:
     """Measure lossless methods and draft lengths on your machine and prompts, and write the fastest to a profile.
 
@@ -62,6 +63,7 @@ def tune(
     from saccade.bench.preparing import prepare
 
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device, "threads": threads}
+    placing["exact"] = exact
     vlm = screen.load_models(name, drafter, None, heads=head or [], **placing)
     prepared = prepare(suite, vlm, (name, drafter))
     run, spent = bench.run_suite(prepared, out)
@@ -99,7 +101,16 @@ def choose(prepared: Prepared, run: Run, target: str, drafter: str | None, heads
         name, _, folder = text.rpartition("=")
         named[name or Path(folder).name] = folder
     unused = needs(options(entry["name"], given)) == "nothing"
-    return Profile(target, entry["name"], None if unused else drafter, named, entry["head"], dict(given), measured)
+    return Profile(
+        target,
+        entry["name"],
+        None if unused else drafter,
+        named,
+        entry["head"],
+        dict(given),
+        measured,
+        prepared.vlm.target.exact,
+    )
 
 
 def _speed(result: MethodResult) -> float:

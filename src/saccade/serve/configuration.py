@@ -96,7 +96,7 @@ class ModelEntry:
     Attributes:
         target: checkpoint folder, hub id or ``pocket``.
         name: of the model in requests; the target as given when empty.
-        drafter, heads, head, method, options, dtype, draft_dtype, device, threads: as of `saccade.load`.
+        drafter, heads, head, method, options, dtype, draft_dtype, device, threads, exact: as of `saccade.load`.
         profiles: further named settings that a request may choose: name -> ``method`` and its options.
         open_methods: whether requests may choose any method that fits, with options of their own.
     """
@@ -112,6 +112,7 @@ class ModelEntry:
     draft_dtype: str | None = None
     device: str | None = None
     threads: int | None = None
+    exact: bool = False
     profiles: Mapping[str, Any] = field(default_factory=dict)
     open_methods: bool = True
 
@@ -147,6 +148,7 @@ class ModelEntry:
             draft_dtype=self.draft_dtype,
             device_map=self.device,
             threads=self.threads,
+            exact=self.exact,
             **self.options,
         )
 

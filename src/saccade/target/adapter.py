@@ -13,6 +13,7 @@ from saccade.errors import ModelError
 from saccade.inputs.batching import join
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache
+from saccade.target.exact import exact_decoder, is_exact
 from saccade.target.forward import (
     ForwardOutput,
     Requirements,
@@ -38,12 +39,13 @@ class Target:
             ``device_map``. It is put into eval mode and not changed otherwise.
         lean: whether a lean decoder may replace the stock modules once it has returned the same logits (see
             `saccade.target.lean`); architectures outside the conformance suite start without, see `use_lean`.
+        exact: whether a token's results are the same bits whatever runs beside it (see `saccade.target.exact`).
 
     Raises:
-        ModelError: the model has no decoder layers.
+        ModelError: the model has no decoder layers, or cannot be exact.
     """
 
-    def __init__(self, model: Any, lean: bool = True) -> None:
+    def __init__(self, model: Any, lean: bool = True, exact: bool = False) -> None:
         self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
@@ -60,7 +62,10 @@ class Target:
         self._stock_contexts = 0
         self._pinned: bool | None = None
         self._lean: LeanDecoder | None = None
-        if lean and self.traits.tested:
+        self.exact = exact
+        if exact:
+            self._use_exact()
+        elif lean and self.traits.tested:
             self.use_lean()
 
     @property
@@ -111,9 +116,29 @@ class Target:
     @torch.inference_mode()
     def use_lean(self) -> None:
         """Install a lean decoder if the architecture fits and its logits equal the stock model's."""
+        if self.exact:
+            return  # it has one
         self._lean = lean_decoder(self.model, self.decoder)
         if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
+
+    def _use_exact(self) -> None:
+        """Install the decoder of exact mode.
+
+        Raises:
+            ModelError: there is none for the model, or it is not exact on this machine.
+        """
+        self._lean = exact_decoder(self)
+        if not gives_stock_logits(self):
+            raise ModelError(
+                "The decoder of exact mode gives other logits than the model's own modules, so it cannot replace them; "
+                "leave exact out."
+            )
+        if not is_exact(self):
+            raise ModelError(
+                "Exact mode does not hold on this machine: a tree gives other bits than its tokens one by one; leave "
+                "exact out, and please report processor and version of torch."
+            )
 
     def new_cache(self, rows: int) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows."""
@@ -222,6 +247,11 @@ class Target:
     def _run_blocks(
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
     ) -> list[ForwardOutput]:
+        if self.exact and not self.is_lean and not self._stock_contexts:
+            raise ModelError(
+                "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
+                "decoder cannot follow; undo that, or load it anew."
+            )
         if not self.is_lean and (sum(len(b.rows) for b in blocks) == 1 or not self._packs):
             return [self._run_row_by_row(cache, block, requirements) for block in blocks]
         layout, positions, logit_indices = self._plan(cache, blocks)

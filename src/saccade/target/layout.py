@@ -7,7 +7,7 @@ as a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,17 +102,27 @@ class Layout:
         """Tokens of the packed sequence."""
         return sum(span.count for span in self.spans)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, kind: str = ALL) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        kind: str = ALL,
+        kernel: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
         """Compute the packed sequence's attention.
 
         Args:
             query: ``[H, T, D]``.
             keys, values: one layer of the arena, ``[H_kv, N, D]``, with these tokens' entries written.
             kind: kind of the layer, a key of the masks.
+            kernel: attention of a group of rows; None for `attend`.
 
         Returns:
             ``[T, H * D_v]``.
         """
+        kernel = kernel or attend
         if self._groups is None:
             self._groups = _group_spans(self.spans, self._total, query)
         grouped = query.shape[0] != keys.shape[0]
@@ -120,7 +130,7 @@ class Layout:
         for group in self._groups:
             part = query[:, group.first : group.first + group.rows * group.count]
             part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
-            mixed = attend(part, group.of(keys), group.of(values), group.masks[kind], scale, grouped)
+            mixed = kernel(part, group.of(keys), group.of(values), group.masks[kind], scale, grouped)
             out.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
         return out[0] if len(out) == 1 else torch.cat(out)
 

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.target.cache import RowCache
+from saccade.target.exact_attention import ExactAttention, on_grid
 from saccade.target.forward import Requirements, TokenBlock
 from saccade.target.layout import Layout
 from saccade.target.limits import Thresholds
 from saccade.target.linear import Linear, pack_where_faster
 from saccade.target.module_guard import ModuleGuard
+from saccade.target.steady import SteadyLinear, make_steady, pieces
 from saccade.target.traits import ordinary_ids
 from saccade.tree import ancestors_of
 
@@ -72,19 +74,32 @@ class DecoderOutput:
 
 
 class LeanDecoder:
-    """Forwards of a model on fused weights, without its Python modules."""
+    """Forwards of a model on fused weights, without its Python modules.
 
-    def __init__(self, model: Any, decoder: Any, layers: list[_LayerWeights], kv_heads: int, eps: float) -> None:
+    Args:
+        exact: attention of exact mode, whose products are `SteadyLinear`; None otherwise.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        decoder: Any,
+        layers: list[_LayerWeights],
+        kv_heads: int,
+        eps: float,
+        exact: ExactAttention | None = None,
+    ) -> None:
         attention = decoder.layers[0].self_attn
         self._layers = layers
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
         head = model.get_output_embeddings()
-        self._head = Linear(head.weight, head.bias)
+        self._exact = exact
+        self._head = (Linear if exact is None else SteadyLinear)(head.weight, head.bias)
         self._eps = eps
-        self._head_dim: int = attention.head_dim
+        self.head_dim: int = attention.head_dim
         self._kv_heads = kv_heads
-        self._heads = attention.q_proj.out_features // self._head_dim
+        self._heads = attention.q_proj.out_features // self.head_dim
         self._scale: float = attention.scaling
         rope = getattr(decoder.config, "rope_parameters", None) or {}
         self._sections: list[int] = list(rope.get("mrope_section", ()))
@@ -92,15 +107,20 @@ class LeanDecoder:
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
         self._guard = ModuleGuard(model, (decoder, head), joined)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        self._packed = pack_where_faster([*products, self._head])
+        self._sizes: tuple[int, ...] = ()
+        if exact is None:
+            self._copied = pack_where_faster([*products, self._head])
+        else:
+            steady = [p for p in (*products, self._head) if isinstance(p, SteadyLinear)]
+            self._sizes, self._copied = make_steady(steady), list[Linear](steady)
 
     @property
     def is_current(self) -> bool:
         """Whether the model still has the fused modules and weights, without hooks.
 
-        Weights that were changed in place are packed again.
+        Weights that were changed in place are copied again.
         """
-        for product in self._packed:
+        for product in self._copied:
             product.refresh()
         return self._guard.is_current
 
@@ -128,34 +148,39 @@ class LeanDecoder:
         wanted = requirements.layers
         states: dict[int, Tensor] = {}
         count, width = x.shape
+        padding = sum(pieces(count, self._sizes)) - count if self._sizes else 0
+        x, positions = _pad(x, padding), F.pad(positions, (0, padding)) if padding else positions
         cos, sin = self._angles(x, positions)
-        heads, kv, dim, half = self._heads, self._kv_heads, self._head_dim, self._head_dim // 2
+        heads, kv, dim, half = self._heads, self._kv_heads, self.head_dim, self.head_dim // 2
         for index, (weights, layer) in enumerate(zip(self._layers[:until], cache.layers[:until], strict=True)):
             if index in wanted:
-                states[index] = x
+                states[index] = x[:count]
             h = F.rms_norm(x, (width,), weights.norm_in, self._eps)
-            qkv = weights.qkv(h).view(count, heads + 2 * kv, dim)
+            qkv = weights.qkv(h).view(-1, heads + 2 * kv, dim)
             if weights.q_norm is not None and weights.k_norm is not None:
                 q = F.rms_norm(qkv[:, :heads], (dim,), weights.q_norm, self._eps)
                 k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), weights.k_norm, self._eps)
                 turning = torch.cat([q, k], 1)
             else:
                 turning = qkv[:, : heads + kv]
-            turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin).transpose(0, 1)  # [H, T, D]
-            keys, values = layer.write(turned[heads:], qkv[:, heads + kv :].transpose(0, 1))
-            mixed = layout.attend(turned[:heads], keys, values, self._scale)
-            x = x + weights.out(mixed)
+            turned, new = torch.addcmul(turning * cos, turning.roll(half, -1), sin), qkv[:, heads + kv :]
+            if self._exact is not None:
+                turned, new = on_grid(turned[:count]), on_grid(new[:count], values=True)
+            turned = turned.transpose(0, 1)  # [H, T, D]
+            keys, values = layer.write(turned[heads:], new.transpose(0, 1))
+            mixed = layout.attend(turned[:heads], keys, values, self._scale, kernel=self._exact)
+            x = x + weights.out(_pad(mixed, padding))
             h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
             gate, up = weights.gate_up(h).chunk(2, -1)
             x = x + weights.down(F.silu(gate) * up)
             if index < len(deepstack):
-                x = x + deepstack[index]
+                x = x + _pad(deepstack[index], padding)
         if until is not None:
-            return DecoderOutput(x, states)
+            return DecoderOutput(x[:count], states)
         normed = F.rms_norm(x, (width,), self._norm, self._eps)
         if len(self._layers) in wanted:
-            states[len(self._layers)] = normed if requirements.final == "post" else x
-        return DecoderOutput(normed, states)
+            states[len(self._layers)] = (normed if requirements.final == "post" else x)[:count]
+        return DecoderOutput(normed[:count], states)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Return logits ``[n, V]`` of normed states ``[n, d]``."""
@@ -166,7 +191,7 @@ class LeanDecoder:
         cos, sin = self._rotary(x[None], positions if positions.shape[0] == 1 else positions[:, None])
         if cos.dim() == 4:  # M-RoPE: one angle per position axis
             cos, sin = (self._mixed(t) for t in (cos, sin))
-        half = self._head_dim // 2
+        half = self.head_dim // 2
         return cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
 
     def _mixed(self, angles: Tensor) -> Tensor:
@@ -175,18 +200,29 @@ class LeanDecoder:
         return torch.cat([m[i % 3] for i, m in enumerate(angles.split(sections, -1))], -1)
 
 
-def lean_decoder(model: Any, decoder: Any) -> LeanDecoder | None:
-    """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit."""
+def _pad(rows: Tensor, padding: int) -> Tensor:
+    """Append rows of zeros."""
+    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+
+
+def lean_decoder(model: Any, decoder: Any, exact: ExactAttention | None = None) -> LeanDecoder | None:
+    """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit.
+
+    Args:
+        exact: attention of exact mode; None otherwise.
+    """
     layers = list(decoder.layers)
     if not _fits(model, decoder, layers):
         return None
     attention = layers[0].self_attn
+    product = Linear if exact is None else SteadyLinear
     lean = LeanDecoder(
         model,
         decoder,
-        [_fuse_layer(layer) for layer in layers],
+        [_fuse_layer(layer, product) for layer in layers],
         kv_heads=attention.k_proj.out_features // attention.head_dim,
         eps=layers[0].input_layernorm.variance_epsilon,
+        exact=exact,
     )
     return lean if lean.is_current else None  # hooks on the model itself
 
@@ -261,23 +297,23 @@ def gives_stock_logits(target: Any) -> bool:
 
 @torch.inference_mode(False)  # the user may continue to train the weights
 @torch.no_grad()
-def _fuse_layer(layer: Any) -> _LayerWeights:
+def _fuse_layer(layer: Any, product: type[Linear]) -> _LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     projections, gates = _fused_groups(layer)
     with_bias = all(m.bias is not None for m in projections)
     return _LayerWeights(
         norm_in=layer.input_layernorm.weight,
-        qkv=Linear(
+        qkv=product(
             _fuse_parameters([m.weight for m in projections]),
             _fuse_parameters([m.bias for m in projections]) if with_bias else None,
             [m.weight for m in projections],
         ),
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
-        out=Linear(attention.o_proj.weight),
+        out=product(attention.o_proj.weight),
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=Linear(_fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
-        down=Linear(mlp.down_proj.weight),
+        gate_up=product(_fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
+        down=product(mlp.down_proj.weight),
     )
 
 

@@ -60,15 +60,12 @@ class Linear:
 
     def pack(self, rows: range) -> None:
         """Use a packed copy of the weight, of the same size, for some numbers of rows."""
-        weight = self.weight.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), max(rows.start, 8))
-        self._view = weight.view(-1)[:: max(1, weight.numel() // _SAMPLES)]
-        self._sample = self._view.clone()
-        self._version = self._versions()
+        self._packed = reordered(self.weight.detach(), max(rows.start, 8))
         self._rows = rows
+        self._note_weight()
 
     def refresh(self) -> None:
-        """Pack the weight again if it was changed in place since.
+        """Copy the weight again if it was changed in place since.
 
         Changes by way of ``.data``, which torch does not count, are seen by a few of the elements.
         """
@@ -76,11 +73,26 @@ class Linear:
             return
         moved = self._view.data_ptr() != self.weight.data_ptr()
         if moved or self._version != self._versions() or not torch.equal(self._view, self._sample):
-            self.pack(self._rows)
+            self._copy_again()
+
+    def _copy_again(self) -> None:
+        self.pack(self._rows)
+
+    def _note_weight(self) -> None:
+        """Note what tells later whether the weight is still the one that was copied."""
+        weight = self.weight.detach()
+        self._view = weight.view(-1)[:: max(1, weight.numel() // _SAMPLES)]
+        self._sample = self._view.clone()
+        self._version = self._versions()
 
     def _versions(self) -> int:
         """Number of changes of the sources that torch has counted; it counts none of tensors made in inference mode."""
         return sum(0 if source.is_inference() else source._version for source in self._sources)
+
+
+def reordered(weight: Tensor, rows: int) -> Any:
+    """Return a copy of a weight packed by oneDNN for about ``rows`` rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
 
 
 @torch.inference_mode(False)

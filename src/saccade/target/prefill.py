@@ -270,8 +270,11 @@ class Prefill:
                 probing = prompt_attention(
                     self._target, self._context.requirements, self.prompt, self.num_computed, stop
                 )
+            block = self.block(stop, final=stop == len(self.prompt))
             with probing as attention:
-                block = self.block(stop, final=stop == len(self.prompt))
+                (output,) = self._context.run([block])
+            if attention and self._target.exact:  # probed modules are not exact
+                self._context.cache.drop([self.row])
                 (output,) = self._context.run([block])
             count = block.count
             if attention:

@@ -1,0 +1,77 @@
+"""Attention in sums that do not round, and therefore do not depend on the order of the keys.
+
+A node's ancestors lie in other slots while its tree is verified than after they were committed, and plain decoding
+never sees its siblings. Here every summand is a multiple of a grid so coarse that float64 holds all partial sums
+exactly: whatever the order, the blocks of a kernel, masked keys between or rows beside, the sum is the same to the last
+bit. It is rounded once, at the end.
+
+Queries and keys are rounded to 2^-21, and values to 2^-18, of the power of two of their vector's largest element, which
+loses nothing that bfloat16 or float16 had kept of all but the smallest elements; the softmax is rounded so that the
+weighted values fit into what remains of the 53 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_QUERY_GRID = 6.0
+"""Adding and subtracting 6 x 2^e rounds float32 numbers below 2^(e + 1) to multiples of 2^(e - 21)."""
+_VALUE_GRID = 48.0
+"""Likewise to multiples of 2^(e - 18)."""
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
+_LEAST = 2.0**-100
+"""Unit of a vector of zeros."""
+MAX_DIM = 512
+"""Longest vectors of queries and keys whose products are exact: 2 x 22 bits and 9 of the sum."""
+MAX_KEYS = 2**20
+"""Most keys for which the softmax retains the precision of bfloat16."""
+
+
+def on_grid(vectors: Tensor, values: bool = False) -> Tensor:
+    """Round vectors ``[..., D]`` for exact sums: queries and keys, or values."""
+    wide = vectors.float()
+    far = power_of_two(wide).amax(-1, keepdim=True) * (_VALUE_GRID if values else _QUERY_GRID)
+    return (wide + far).sub_(far).to(vectors.dtype)
+
+
+class ExactAttention:
+    """Attention of vectors `on_grid`, over at most ``keys`` keys.
+
+    Raises:
+        ValueError: more keys than `MAX_KEYS`.
+    """
+
+    def __init__(self, keys: int) -> None:
+        if keys > MAX_KEYS:
+            raise ValueError(f"Sums over {keys} keys are not exact; at most {MAX_KEYS} can be summed.")
+        bits = (keys - 1).bit_length()
+        # Weights below 2 in units of 2^-w, values below 2 in units of 2^-18: 2^(w + 1 + 19 + bits) <= 2^53.
+        self._weight_grid = 1.5 * 2.0 ** (52 - (33 - bits))
+        self._total_grid = 1.5 * 2.0 ** (52 - (52 - bits))
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
+    ) -> Tensor:
+        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target.layout.attend`."""
+        rows, heads, count, dim = query.shape
+        own = keys.shape[1]
+        folded = query.double().reshape(rows, own, -1, dim)  # query heads of a key head run as further queries
+        scores = (folded @ keys.double().mT).view(rows, heads, count, -1)  # exact
+        scores.mul_(scale)
+        if mask is not None:
+            scores.add_(mask)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        total = (weights + self._total_grid).sub_(self._total_grid).sum(-1)  # exact
+        values = values.float()
+        unit = power_of_two(values).amax(-1).clamp_min_(_LEAST)[:, :, None].double()  # of every key's values
+        weights = weights.view(rows, own, -1, weights.shape[-1]).mul_(unit)
+        far = power_of_two(weights.amax(-1, keepdim=True)) * self._weight_grid
+        mixed = weights.add_(far).sub_(far).div_(unit) @ values.double()  # exact
+        return (mixed.view(rows, heads, count, -1) / total[..., None]).to(query.dtype)
+
+
+def power_of_two(numbers: Tensor) -> Tensor:
+    """Return the largest powers of two that do not exceed the numbers' sizes, in float32 or float64; 0 for 0."""
+    integers, exponent = _EXPONENT[numbers.dtype]
+    return (numbers.view(integers) & exponent).view(numbers.dtype)

@@ -1,0 +1,167 @@
+"""Exact mode in bfloat16: every lossless method gives plain decoding's tokens, whatever runs beside a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import harness
+import pytest
+import torch
+
+from families import FAMILIES, FamilyCase
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
+from saccade.draft.model import ModelDrafter
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.sage import SageTree
+from saccade.engine import Engine, Request
+from saccade.engine.generation import plan
+from saccade.errors import ModelError
+from saccade.inputs.prompt import Prompt
+from saccade.loading import adapt
+from saccade.target import lean
+from saccade.target.adapter import Target
+from saccade.target.steady import SteadyLinear
+
+NEW = 24
+REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3")
+NAMES = [name for name in FAMILIES if name not in REFUSED]
+DRAFTERS: dict[str, Callable[[str], Any]] = {
+    "plain": lambda name: None,
+    **{
+        tree: lambda name, tree=tree: ModelDrafter(harness.draft(name), harness.POLICIES[tree])
+        for tree in harness.POLICIES
+    },
+    "sage": lambda name: ModelDrafter(harness.draft(name), SageTree()),
+    "lookup": lambda name: PromptLookup(),
+    "merged": lambda name: MergedDrafter(ModelDrafter(harness.draft(name), harness.POLICIES["chain"]), PromptLookup(6)),
+    "itself": lambda name: PrunedDrafter(target(name), harness.POLICIES["chain"], pruning=Pruning(keep_images=0.5)),
+}
+
+
+def model(name: str) -> Any:
+    return FAMILIES[name].model().to(torch.bfloat16)
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(model(name), exact=True)
+
+
+def prompts(name: str) -> list[Prompt]:
+    """Rows of different lengths: two of text, one with each kind of media."""
+    case: FamilyCase = FAMILIES[name]
+    counts = {kind: 2 if kind == "text" else 1 for kind in case.kinds}
+    return [row for kind, count in counts.items() for row in harness.prompts(case, case.inputs(kind, rows=count))]
+
+
+@cache
+def plain(name: str) -> tuple[tuple[int, ...], ...]:
+    """Plain decoding's tokens, every row alone."""
+    return tuple(tuple(together(Engine(target(name)), [prompt])[0]) for prompt in prompts(name))
+
+
+def together(engine: Engine, rows: list[Prompt], **options: Any) -> list[list[int]]:
+    return harness.tokens(engine.generate([Request(row) for row in rows], max_new_tokens=NEW, **options))
+
+
+def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]:
+    """Rows that join one by one, their prompts in chunks of a few tokens, two at a time."""
+    batch = engine.open(2, prefill_chunk=chunk)
+    found = []
+    for place, row in enumerate(rows):
+        decoding = plan(engine.target, [row], max_new_tokens=NEW - place % 3)
+        found.append(batch.add(Request(row), decoding.rows[0], decoding.do_sample))
+        for _ in range(place + 1):
+            batch.step()
+    while not batch.is_idle:
+        batch.step()
+    assert not any(row.error for row in found)
+    return [row.output for row in found]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_gives_plain_decoding_s_tokens_at_every_batch_size(name: str, method: str, batch: int) -> None:
+    if method == "itself" and not FAMILIES[name].is_visual:
+        method = "lookup"
+    engine, rows = Engine(target(name), DRAFTERS[method](name)), prompts(name)
+    found = [tokens for i in range(0, len(rows), batch) for tokens in together(engine, rows[i : i + batch])]
+    assert tuple(map(tuple, found)) == plain(name)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("method", ["plain", "chain", "static", "lookup"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "llava_onevision", "qwen2_5_vl"])
+def test_chunks_of_prompts_and_rows_that_come_and_go_change_no_token(name: str, method: str, chunk: int) -> None:
+    found = staggered(Engine(target(name), DRAFTERS[method](name)), prompts(name), chunk)
+    assert [list(full[: len(tokens)]) for full, tokens in zip(plain(name), found, strict=True)] == found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_a_reused_prefix_changes_no_token(name: str) -> None:
+    """The second turn continues from entries that verification wrote, plain decoding in an empty cache from none."""
+    engine, first = Engine(target(name), DRAFTERS["dynamic"](name)), prompts(name)[-1]
+    session = engine.open(1)
+    (answer,) = together(engine, [first], session=session)
+    second = Prompt((*first.ids, *answer, *first.ids[:5]), first.media)
+    (output,) = engine.generate([Request(second)], max_new_tokens=NEW, session=session)
+    assert output.stats.reused_tokens >= len(first)
+    assert output.tokens == together(Engine(target(name)), [second])[0]
+
+
+def test_attention_that_a_drafter_reads_of_the_prompt_changes_no_token() -> None:
+    """It is read from stock modules, whose sums differ."""
+    name = "llava"
+    pruning = Pruning(keep_images=0.5, select="attention")
+    engine = Engine(target(name), PrunedDrafter(harness.draft(name), harness.POLICIES["chain"], pruning=pruning))
+    assert tuple(tuple(together(engine, [row])[0]) for row in prompts(name)) == plain(name)
+
+
+def rows_as_they_come(patched: pytest.MonkeyPatch) -> None:
+    """Products of as many rows as there are."""
+    patched.setattr(SteadyLinear, "__call__", SteadyLinear.multiply)
+    patched.setattr(lean, "pieces", lambda count, sizes: [count])
+
+
+def usual_attention(patched: pytest.MonkeyPatch) -> None:
+    attend = lean.Layout.attend
+    patched.setattr(lean.Layout, "attend", lambda *given, kernel, **more: attend(*given, **more))
+
+
+@pytest.mark.parametrize("mistake", [rows_as_they_come, usual_attention])
+def test_products_or_attention_of_varying_shapes_are_noticed(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At load, by the bits of a tree."""
+    if mistake is rows_as_they_come and 1 in target("llama")._lean._sizes:  # type: ignore[union-attr]
+        pytest.skip("this processor's products agree for every number of rows")
+    mistake(monkeypatch)
+    mistaken = model("qwen3")
+    with pytest.raises(ModelError, match="does not hold"):
+        Target(mistaken, exact=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_decoders_of_other_architectures_are_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(ModelError, match="Exact mode needs a decoder of the Llama"):
+        adapt(FAMILIES[name].model(), exact=True)
+
+
+def test_a_model_that_is_hooked_after_it_was_loaded_is_refused() -> None:
+    own = Target(model("llama"), exact=True)
+    handle = own.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="changed after it was loaded"):
+        together(Engine(own), prompts("llama")[:1])
+    handle.remove()
+    assert tuple(together(Engine(own), prompts("llama")[:1])[0]) == plain("llama")[0]
+
+
+def test_a_context_that_float64_cannot_sum_is_refused() -> None:
+    long = model("llama")
+    long.config.max_position_embeddings = 2**21
+    with pytest.raises(ModelError, match="sums over at most"):
+        Target(long, exact=True)

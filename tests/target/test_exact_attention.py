@@ -1,0 +1,96 @@
+"""Attention whose sums do not round: the same bits in any order of the keys, and right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from saccade.target import exact_attention
+from saccade.target.exact_attention import MAX_KEYS, ExactAttention, on_grid, power_of_two
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE = 0.2
+
+
+def vectors(dtype: torch.dtype, heads: int = 4, keys: int = 150, queries: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with elements and vectors of very different sizes."""
+    torch.manual_seed(keys)
+    query, key = torch.randn(1, heads, queries, 32) * 3, torch.randn(1, 2, keys, 32)
+    value = torch.randn(1, 2, keys, 32) * torch.randn(1, 2, keys, 1).mul(3).exp().clamp(max=1e3)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def rounded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return on_grid(query), on_grid(key), on_grid(value, values=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [1, 33, 150, 1000])
+def test_the_order_of_the_keys_and_masked_ones_between_change_no_bit(keys: int, dtype: torch.dtype) -> None:
+    query, key, value = rounded(*vectors(dtype, keys=keys))
+    attend = ExactAttention(2048)
+    expected = attend(query, key, value, None, SCALE)
+    places = torch.randperm(keys + 50)[:keys]
+    apart = torch.randn(2, 1, 2, keys + 50, 32).to(dtype)
+    apart[0][:, :, places], apart[1][:, :, places] = key, value
+    mask = torch.full((1, 1, 7, keys + 50), torch.finfo(dtype).min, dtype=dtype)
+    mask[..., places] = 0
+    assert torch.equal(attend(query, *apart, mask, SCALE), expected)
+    for i in range(7):
+        assert torch.equal(attend(query[:, :, i : i + 1], key, value, None, SCALE), expected[:, :, i : i + 1])
+    several = [torch.cat([x, torch.randn_like(x)]) for x in (query, key, value)]
+    assert torch.equal(attend(*several, None, SCALE)[:1], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_attention(dtype: torch.dtype) -> None:
+    query, key, value = vectors(dtype)
+    wide = [x.double() for x in (query, key, value)]
+    right = scaled_dot_product_attention(*wide, scale=SCALE, enable_gqa=True)
+    ours = ExactAttention(2048)(*rounded(query, key, value), None, SCALE)
+    worst = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(ours.double(), right, rtol=worst, atol=worst)
+
+
+@pytest.mark.parametrize("mistake", ["vectors", "weights"])
+def test_sums_that_round_would_be_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = vectors(torch.float32, keys=1000)
+    if mistake == "vectors":
+        query, key = query * torch.rand(32).exp(), key / 3
+        value = value / 3
+    else:
+        query, key, value = rounded(query, key, value)
+        monkeypatch.setattr(exact_attention, "power_of_two", lambda x: torch.full_like(x, 2.0**-40))
+    attend = ExactAttention(2048)
+    order = torch.randperm(1000)
+
+    def result(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query.double(), key.double(), value.double(), None, SCALE)  # not rounded at the end
+
+    assert not torch.equal(result(query, key, value), result(query, key[:, :, order], value[:, :, order]))
+
+
+def test_rounding_loses_nothing_but_the_smallest_elements() -> None:
+    x = torch.randn(100, 64).bfloat16()
+    largest = x.abs().amax(-1, keepdim=True)
+    assert torch.equal(
+        torch.where(x.abs() > largest * 2**-12, on_grid(x), 0), torch.where(x.abs() > largest * 2**-12, x, 0)
+    )
+    fine = on_grid(torch.randn(100, 64))
+    grid = power_of_two(fine.abs().amax(-1, keepdim=True)).double() * 2.0**-21
+    assert torch.equal(fine.double() / grid, (fine.double() / grid).round())
+    assert not on_grid(torch.zeros(2, 8)).any()
+
+
+def test_zero_values_and_one_key_are_no_exception() -> None:
+    query, key, value = rounded(*vectors(torch.bfloat16, keys=5))
+    assert not ExactAttention(64)(query, key, value * 0, None, SCALE).any()
+    alone = ExactAttention(64)(query, key[:, :, :1], value[:, :, :1], None, SCALE)
+    assert torch.equal(alone, value[:, :, :1].repeat_interleave(2, 1).expand_as(alone))
+
+
+def test_more_keys_than_can_be_summed_are_refused() -> None:
+    with pytest.raises(ValueError, match="not exact"):
+        ExactAttention(MAX_KEYS + 1)
