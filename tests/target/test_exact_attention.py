@@ -30,7 +30,7 @@ def rounded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("keys", [1, 33, 150, 1000])
 def test_the_order_of_the_keys_and_masked_ones_between_change_no_bit(keys: int, dtype: torch.dtype) -> None:
     query, key, value = rounded(*vectors(dtype, keys=keys))
-    attend = ExactAttention(2048)
+    attend = ExactAttention(2048, dtype)
     expected = attend(query, key, value, None, SCALE)
     places = torch.randperm(keys + 50)[:keys]
     apart = torch.randn(2, 1, 2, keys + 50, 32).to(dtype)
@@ -49,9 +49,23 @@ def test_it_is_attention(dtype: torch.dtype) -> None:
     query, key, value = vectors(dtype)
     wide = [x.double() for x in (query, key, value)]
     right = scaled_dot_product_attention(*wide, scale=SCALE, enable_gqa=True)
-    ours = ExactAttention(2048)(*rounded(query, key, value), None, SCALE)
+    ours = ExactAttention(2048, dtype)(*rounded(query, key, value), None, SCALE)
     worst = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(ours.double(), right, rtol=worst, atol=worst)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_small_weights_are_not_lost_beside_a_large_one(dtype: torch.dtype) -> None:
+    """In a context so long that a weight below the grid would be rounded away, half of the attention."""
+    keys = 20_000
+    query, key, value = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, keys, 8), torch.ones(1, 1, keys, 8)
+    key[:, :, 0] = torch.tensor(keys, dtype=torch.float64).log() / 8
+    value[:, :, 0] = 0.5
+    vectors = rounded(*(x.to(dtype) for x in (query, key, value)))
+    wide = [x.double() for x in vectors]
+    right = scaled_dot_product_attention(*wide, scale=1.0)
+    ours = ExactAttention(2**15, dtype)(*vectors, None, 1.0)
+    torch.testing.assert_close(ours.double(), right, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("mistake", ["vectors", "weights"])
@@ -63,7 +77,7 @@ def test_sums_that_round_would_be_noticed(mistake: str, monkeypatch: pytest.Monk
     else:
         query, key, value = rounded(query, key, value)
         monkeypatch.setattr(exact_attention, "power_of_two", lambda x: torch.full_like(x, 2.0**-40))
-    attend = ExactAttention(2048)
+    attend = ExactAttention(2048, torch.float32)
     order = torch.randperm(1000)
 
     def result(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -86,11 +100,11 @@ def test_rounding_loses_nothing_but_the_smallest_elements() -> None:
 
 def test_zero_values_and_one_key_are_no_exception() -> None:
     query, key, value = rounded(*vectors(torch.bfloat16, keys=5))
-    assert not ExactAttention(64)(query, key, value * 0, None, SCALE).any()
-    alone = ExactAttention(64)(query, key[:, :, :1], value[:, :, :1], None, SCALE)
+    assert not ExactAttention(64, torch.bfloat16)(query, key, value * 0, None, SCALE).any()
+    alone = ExactAttention(64, torch.bfloat16)(query, key[:, :, :1], value[:, :, :1], None, SCALE)
     assert torch.equal(alone, value[:, :, :1].repeat_interleave(2, 1).expand_as(alone))
 
 
 def test_more_keys_than_can_be_summed_are_refused() -> None:
     with pytest.raises(ValueError, match="not exact"):
-        ExactAttention(MAX_KEYS + 1)
+        ExactAttention(MAX_KEYS + 1, torch.float32)

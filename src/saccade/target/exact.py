@@ -53,7 +53,7 @@ def exact_decoder(target: Any) -> LeanDecoder:
         )
     decoder = None
     if target.traits.tested:
-        decoder = lean_decoder(target.model, target.decoder, ExactAttention(keys))
+        decoder = lean_decoder(target.model, target.decoder, ExactAttention(keys, target.dtype))
     if decoder is None or decoder.head_dim > MAX_DIM:
         raise ModelError(
             f"Exact mode needs a decoder of the Llama, Mistral or Qwen architecture without experts, on one device and "

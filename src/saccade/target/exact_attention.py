@@ -5,9 +5,10 @@ never sees its siblings. Here every summand is a multiple of a grid so coarse th
 exactly: whatever the order, the blocks of a kernel, masked keys between or rows beside, the sum is the same to the last
 bit. It is rounded once, at the end.
 
-Queries and keys are rounded to 2^-21, and values to 2^-18, of the power of two of their vector's largest element, which
-loses nothing that bfloat16 or float16 had kept of all but the smallest elements; the softmax is rounded so that the
-weighted values fit into what remains of the 53 bits.
+Queries and keys are rounded to 2^-21 of the power of two of their vector's largest element, values to `VALUE_BITS`;
+that loses nothing of what bfloat16 or float16 had kept, but for small elements. The softmax is rounded so that the
+weighted values fit into what remains of the 53 bits, and where that is too little for the number format, what it lost
+is summed up in the same way and added.
 """
 
 from __future__ import annotations
@@ -17,38 +18,49 @@ from torch import Tensor
 
 _QUERY_GRID = 6.0
 """Adding and subtracting 6 x 2^e rounds float32 numbers below 2^(e + 1) to multiples of 2^(e - 21)."""
-_VALUE_GRID = 48.0
-"""Likewise to multiples of 2^(e - 18)."""
+VALUE_BITS = {torch.float32: 18, torch.float16: 15, torch.bfloat16: 12}
+"""Values of a format are rounded to this power of 1/2."""
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_GUARD = 4
+"""Binary digits that all weights together must keep beyond those of the format."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
 _LEAST = 2.0**-100
 """Unit of a vector of zeros."""
 MAX_DIM = 512
 """Longest vectors of queries and keys whose products are exact: 2 x 22 bits and 9 of the sum."""
 MAX_KEYS = 2**20
-"""Most keys for which the softmax retains the precision of bfloat16."""
+"""Most keys for which two sums have the digits of bfloat16 and float16."""
 
 
 def on_grid(vectors: Tensor, values: bool = False) -> Tensor:
     """Round vectors ``[..., D]`` for exact sums: queries and keys, or values."""
     wide = vectors.float()
-    far = power_of_two(wide).amax(-1, keepdim=True) * (_VALUE_GRID if values else _QUERY_GRID)
+    grid = 1.5 * 2.0 ** (23 - VALUE_BITS[vectors.dtype]) if values else _QUERY_GRID
+    far = power_of_two(wide).amax(-1, keepdim=True) * grid
     return (wide + far).sub_(far).to(vectors.dtype)
 
 
 class ExactAttention:
     """Attention of vectors `on_grid`, over at most ``keys`` keys.
 
+    Args:
+        keys: of the longest sequence, tokens of its tree included.
+        dtype: of the vectors.
+
     Raises:
         ValueError: more keys than `MAX_KEYS`.
     """
 
-    def __init__(self, keys: int) -> None:
+    def __init__(self, keys: int, dtype: torch.dtype) -> None:
         if keys > MAX_KEYS:
             raise ValueError(f"Sums over {keys} keys are not exact; at most {MAX_KEYS} can be summed.")
         bits = (keys - 1).bit_length()
-        # Weights below 2 in units of 2^-w, values below 2 in units of 2^-18: 2^(w + 1 + 19 + bits) <= 2^53.
-        self._weight_grid = 1.5 * 2.0 ** (52 - (33 - bits))
-        self._total_grid = 1.5 * 2.0 ** (52 - (52 - bits))
+        # Weights below 2 in units of 2^-w, values below 2 in units of 2^-v: 2^(w + 1 + v + 1 + bits) <= 2^53.
+        weight_bits = 51 - VALUE_BITS[dtype] - bits
+        self._weight_grid = 1.5 * 2.0 ** (52 - weight_bits)
+        self._rest_grid = 1.5 * 2.0 ** (52 - 2 * weight_bits)
+        self._has_rest = weight_bits + 1 - bits < _DIGITS[dtype] + _GUARD  # all keys may lose half a unit each
+        self._total_grid = 1.5 * 2.0**bits
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
@@ -66,8 +78,13 @@ class ExactAttention:
         values = values.float()
         unit = power_of_two(values).amax(-1).clamp_min_(_LEAST)[:, :, None].double()  # of every key's values
         weights = weights.view(rows, own, -1, weights.shape[-1]).mul_(unit)
-        far = power_of_two(weights.amax(-1, keepdim=True)) * self._weight_grid
-        mixed = weights.add_(far).sub_(far).div_(unit) @ values.double()  # exact
+        top = power_of_two(weights.amax(-1, keepdim=True))
+        far, wide = top * self._weight_grid, values.double()
+        first = (weights + far).sub_(far)
+        mixed = (first / unit) @ wide  # exact
+        if self._has_rest:
+            far = top * self._rest_grid
+            mixed += weights.sub_(first).add_(far).sub_(far).div_(unit) @ wide  # exact, but for this addition
         return (mixed.view(rows, heads, count, -1) / total[..., None]).to(query.dtype)
 
 
