@@ -96,8 +96,7 @@ def load(
     """
     drafter = drafters.only(drafter, assistant_model)
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
-    placing["exact"] = exact
-    return check(target, drafter, method, heads=heads, head=head, **placing, **options)()
+    return check(target, drafter, method, heads=heads, head=head, exact=exact, **placing, **options)()
 
 
 def check(
@@ -164,10 +163,9 @@ class VLM:
         processor: its `InputProcessor`; None: made from the model's own checkpoint.
         drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
         draft_processor: the drafter's; None: made from its checkpoint.
-        heads, head: as of `load`.
+        heads, head, exact: as of `load`.
         draft_dtype: of heads that are read from their folders, as of `load`.
         method: a name of `saccade methods`.
-        exact: as of `load`.
         options: override the method's defaults.
 
     Attributes:
@@ -209,8 +207,7 @@ class VLM:
         self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
         self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
-        default = drafters.default_method(drafter, drafters.kinds_of(given), head)
-        self._compose(method or default, head, options)
+        self._compose(method or drafters.default_method(drafter, drafters.kinds_of(given), head), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         values = methods.options(method, options)
