@@ -50,13 +50,15 @@ class Inbox:
             return
         self._events.append((index, event))
         if len(self._events) > self._limit:
+            overflow = self._overflow
             self.close()
-            self._overflow()
+            overflow()
         self._wake()
 
     def close(self) -> None:
-        """Drop all events and end the writer: the client has gone."""
+        """Drop all events and end the writer: the client has gone, or has its answer."""
         self._closed = True
+        self._overflow = _ignore  # of the exchange that has this inbox: no cycle remains
         self._events.clear()
         self._wake()
 
@@ -77,6 +79,10 @@ class Inbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _ignore() -> None:
+    pass
 
 
 class Exchange(Response):
@@ -115,6 +121,8 @@ class Exchange(Response):
             finally:
                 watching.cancel()
                 service.owner.cancel(self._jobs)
+                self._inbox.close()
+                self._jobs = []  # they deliver to this exchange; without the cycle their images are freed at once
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
         """Read the body.
