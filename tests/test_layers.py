@@ -18,6 +18,7 @@ LAYERS = [
         "errors",
         "files",
         "formats",
+        "journal",
         "typed",
         "environment",
         "cpu",

@@ -12,7 +12,7 @@ from commands import Shell
 from prompt_lines import asks, rows
 
 from checkpoints import ready
-from saccade.distill import folder
+from saccade import journal
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytes
         return stock(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "write", interrupted)
+        patch.setattr(journal.os, "write", interrupted)
         stopped = shell(*command(source))
     assert stopped.code == 130
     assert f"Stopped. The answers so far are in {source.parent / 'out'}; the same command resumes" in stopped.err

@@ -17,9 +17,11 @@ from prompt_lines import asks, rows, talks
 
 import saccade
 from checkpoints import ready, vlm
-from saccade.distill import distill, folder
-from saccade.distill.folder import ANSWERS, HEADER, whole_lines
+from saccade import journal
+from saccade.distill import distill
+from saccade.distill.folder import ANSWERS, HEADER
 from saccade.errors import SaccadeError
+from saccade.journal import whole_lines
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "batch": 2, "history": "own", "on_bad_line": "skip"}
 
@@ -78,7 +80,7 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any
 
     with monkeypatch.context() as patch:
         for name in ("write", "fsync", "replace", "ftruncate"):
-            patch.setattr(folder.os, name, dying(getattr(os, name), name == "write"))
+            patch.setattr(journal.os, name, dying(getattr(os, name), name == "write"))
         return in_child(work)
 
 
@@ -155,7 +157,7 @@ def test_ctrl_c_leaves_whole_lines(source: Path, tmp_path: Path, monkeypatch: py
         return stock(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "write", interrupted)
+        patch.setattr(journal.os, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(source, tmp_path / "out")
     left = (tmp_path / "out" / ANSWERS).read_bytes()
@@ -174,7 +176,7 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(
         stock(file, bytes(data)[:7])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder.os, "write", full)
+    monkeypatch.setattr(journal.os, "write", full)
     with pytest.raises(SaccadeError, match="No space left on device; the answers so far are intact"):
         run(source, tmp_path / "out")
     assert (tmp_path / "out" / ANSWERS).read_bytes() == b""

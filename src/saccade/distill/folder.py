@@ -1,14 +1,11 @@
-"""Output folder of a run: append answers, recover after a crash, read them back."""
+"""Output folder of a run: its journal of answers, and a reader of them."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
@@ -16,17 +13,15 @@ from numpy.typing import NDArray
 
 from saccade.distill.pocket_source import FILE as DRAWN
 from saccade.errors import SaccadeError
-from saccade.files import write_file
-from saccade.formats import differences, shortened
 from saccade.inputs.conversations import Messages, resolve_media
+from saccade.journal import Journal
 
 HEADER = "distill.json"
 ANSWERS = "answers.jsonl"
-SCHEMA = 1
 _COMPARED = ("source", "options", "target", "processor", "drafter")
 
 
-class Folder:
+class Folder(Journal):
     """Output of one run.
 
     Args:
@@ -39,44 +34,12 @@ class Folder:
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path = path
-        self._header = json.loads(json.dumps(header))
-        self._file: int | None = None
-        self._check()
+        super().__init__(path, header, (HEADER, ANSWERS), _COMPARED, later=("processor",), inputs=(DRAWN,))
 
     def __enter__(self) -> Folder:
-        """Lock the folder for this run, and cut off the unfinished line of a killed attempt.
-
-        Raises:
-            SaccadeError: it cannot be written, or another run is writing there.
-        """
-        path = self.path / ANSWERS
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
-        except OSError as problem:
-            raise SaccadeError(f"Cannot write to {path}: {problem.strerror}; choose another folder.") from problem
-        try:
-            _lock(self._file)
-        except OSError:
-            os.close(self._file)
-            raise SaccadeError(f"Another run is writing to {self.path}; wait for it, or end it.") from None
-        self._check()
-        os.ftruncate(self._file, whole_lines(path))
+        """See `Journal`."""
+        super().__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._file is not None
-        os.close(self._file)
-
-    def begin(self) -> None:
-        """Write the header, unless an earlier attempt with answers did."""
-        path = self.path / HEADER
-        if not (path.is_file() and self._binds()):
-            text = json.dumps(self._header, indent=2, ensure_ascii=False) + "\n"
-            write_file(path, text, advice="choose another folder")
 
     def answers(self) -> Iterator[tuple[str, str]]:
         """Id and text of every answer; an unfinished last line is skipped.
@@ -84,123 +47,15 @@ class Folder:
         Raises:
             SaccadeError: a line is damaged, or two are about the same question.
         """
-        path = self.path / ANSWERS
-        if not path.is_file():
-            return
         found: set[str] = set()
-        end, offset = whole_lines(path), 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                offset += len(line)
-                if offset > end:
-                    return
-                try:
-                    row = json.loads(line)
-                    name, text = row["id"], row["answer"]
-                except (ValueError, KeyError, TypeError):
-                    raise SaccadeError(f"{path}, line {number} is damaged; delete it to continue.") from None
-                if name in found:
-                    raise SaccadeError(f"{path}, line {number}: {name} is answered twice; delete one of them.")
-                found.add(name)
-                yield name, text
-
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write whole lines, on disk before this returns; when it cannot, none of them are there.
-
-        Raises:
-            SaccadeError: the disk is full or the file cannot be written; earlier answers are intact.
-        """
-        assert self._file is not None
-        data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-        before = os.fstat(self._file).st_size
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-            os.fsync(self._file)
-        except BaseException as problem:
-            os.ftruncate(self._file, before)
-            if not isinstance(problem, OSError):
-                raise
-            raise SaccadeError(
-                f"Cannot write to {self.path / ANSWERS}: {problem.strerror}; the answers so far are intact, free some "
-                "space and run the same command again to resume."
-            ) from problem
-
-    def _binds(self) -> bool:
-        """Whether something in the folder was made with its header's options."""
-        path = self.path / ANSWERS
-        return (path.is_file() and whole_lines(path) > 0) or (self.path / DRAWN).exists()
-
-    def _check(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise SaccadeError(f"{self.path} is a file; choose a folder.")
-        if not self.path.is_dir():
-            return
-        path = self.path / HEADER
-        if not path.is_file():
-            others = {p.name for p in self.path.iterdir()} - {f"{HEADER}.part"}
-            empty = others == {ANSWERS} and not whole_lines(self.path / ANSWERS)
-            if others and not empty:
-                raise SaccadeError(
-                    f"{self.path} is not empty and holds no {HEADER} of an earlier attempt; choose another folder."
-                )
-            return
-        try:
-            theirs = json.loads(path.read_text(encoding="utf-8"))
-            schema = theirs["schema"]
-            theirs.setdefault("processor", self._header.get("processor"))  # older headers do not tell
-        except (ValueError, KeyError, TypeError, OSError):
-            raise SaccadeError(f"{path} is damaged or of another program; choose another folder.") from None
-        if schema != SCHEMA:
-            raise SaccadeError(f"{path} has schema {schema}, not {SCHEMA}; choose another folder.")
-        if not self._binds():
-            return
-        for group in _COMPARED:
-            for key, old, new in differences(theirs.get(group), self._header.get(group)):
-                if key == "name":  # of a model's folder, whatever the model
-                    continue
-                label = key if group == "options" else f"{group}'s {key}" if key else group
-                raise SaccadeError(
-                    f"{self.path} holds a run with another {label} ({shortened(old)} there, {shortened(new)} now); "
-                    "repeat its command to resume, or choose another folder."
-                )
-
-
-def _lock(file: int) -> None:
-    """Keep other runs out until the file is closed, or raise OSError; Windows has no such lock."""
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def whole_lines(path: Path) -> int:
-    """Bytes of a file up to the end of its last whole line: one that ends, and is JSON."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        end = _after_newline(file, size)
-        if end:
-            start = _after_newline(file, end - 1)
-            file.seek(start)
-            try:
-                json.loads(file.read(end - start))
-            except ValueError:
-                return start
-    return end
-
-
-def _after_newline(file: Any, end: int) -> int:
-    """Offset behind the last newline before ``end``; 0 without one."""
-    block = 1 << 16
-    while end > 0:
-        start = max(0, end - block)
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            return int(start + at + 1)
-        end = start
-    return 0
+        for number, _, row in self.rows():
+            name, text = row.get("id"), row.get("answer")
+            if name is None or text is None:
+                raise SaccadeError(f"{self.where(number)} is damaged; delete it to continue.")
+            if name in found:
+                raise SaccadeError(f"{self.where(number)}: {name} is answered twice; delete one of them.")
+            found.add(name)
+            yield name, text
 
 
 _BLOCK = 1 << 22

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from saccade.distill import pocket_source
-from saccade.distill.folder import SCHEMA, Folder
+from saccade.distill.folder import Folder
 from saccade.distill.generating import Generator
 from saccade.distill.options import Options
 from saccade.distill.planning import Item, Plan, Prompts, make_plan, refuse
@@ -40,7 +40,6 @@ def header(
         chosen = {name: value for name, value in chosen.items() if name not in _POCKET_ONLY}
     drafts = vlm.draft_model if vlm.method != "plain" else None
     return {
-        "schema": SCHEMA,
         "prompts": prompts,
         "source": dict(source),
         "target": _facts(vlm.target),
