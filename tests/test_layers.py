@@ -29,7 +29,7 @@ LAYERS = [
         "output",
     ),
     *("target", "loading", "grammar", "processors", "verify", "draft", "engine", "methods", "stream"),
-    *("tickets", "chat", "profile", "vlm", "hf", "serve", "theory", "bench", "distill", "train", "cli"),
+    *("tickets", "chat", "profile", "vlm", "hf", "serve", "theory", "bench", "jobs", "distill", "train", "cli"),
 ]
 """Packages and modules of `saccade`; each imports only from itself and from those before it."""
 
@@ -37,6 +37,7 @@ CIRCLES: tuple[set[str], ...] = ()
 """Circles of TYPE_CHECKING and in-function imports that remain."""
 
 NAMESAKES = {
+    "batch.py": "running batch; command",
     "chat.py": "public class; chat templates; command",
     "dream.py": "head; its objective",
     "registry.py": "heads; methods",

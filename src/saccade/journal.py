@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -107,10 +107,12 @@ class Journal:
                 yield number, offset, self._parsed(line, number)
                 offset += len(line)
 
-    def row_at(self, offset: int) -> dict[str, Any]:
-        """Content of the line at an offset."""
-        assert self._file is not None
-        return self._parsed(self._read_line(offset))
+    def rows_at(self, offsets: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Content of the lines at some offsets, in their order."""
+        with self._lines.open("rb") as file:
+            for offset in offsets:
+                file.seek(offset)
+                yield self._parsed(file.readline())
 
     def where(self, number: int) -> str:
         """Name a line for messages."""
@@ -163,11 +165,6 @@ class Journal:
             place = self._lines if number is None else self.where(number)
             raise SaccadeError(f"{place} is damaged; delete it to continue.")
         return row
-
-    def _read_line(self, offset: int) -> bytes:
-        with self._lines.open("rb") as file:
-            file.seek(offset)
-            return file.readline()
 
     def _binds(self) -> bool:
         """Whether something in the folder was made with its header's options."""

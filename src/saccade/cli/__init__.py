@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from saccade.cli import (
+    batch,
     bench,
     chat,
     demo,
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("batch")(batch.batch)
 app.command("serve")(serve.serve)
 app.command("methods")(methods.methods)
 app.command("bench")(bench.bench)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +14,6 @@ from saccade.formats import count as counted
 from saccade.formats import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from saccade.distill import Preview, Progress, Report
 
 _POCKET = "Pocket sources"
@@ -168,43 +164,18 @@ def distill(
         return
     from saccade.distill import distill as run
 
-    with _progress() as update:
+    with screen.long_progress("reading the prompts") as show:
+
+        def update(progress: Progress) -> None:
+            rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "generating"
+            show(progress.done, progress.total, rate)
+
         try:
             report = run(vlm, source, out, progress=update, **shared)
         except KeyboardInterrupt:
             screen.note(f"Stopped. The answers so far are in {out}; the same command resumes the run.")
             raise
     _show(report)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """Progress bar on stderr with rate and time left."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Bar(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        speed_estimate_period=600,  # seconds; one batch can take minutes
-    ) as bar:
-        task = bar.add_task("reading the prompts", total=None)
-
-        def update(progress: Progress) -> None:
-            rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "generating"
-            bar.update(task, completed=progress.done, total=progress.total, description=rate)
-
-        yield update
 
 
 def _plan(expected: Preview, out: Path) -> None:

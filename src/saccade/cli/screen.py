@@ -57,6 +57,21 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def long_progress(first: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar of a run of hours on stderr with the time left; yields its update of (done, total, description)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    words = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), words, TimeRemainingColumn())
+    console = Console(stderr=True)
+    period = 600  # seconds of the estimate; one batch can take minutes
+    options: dict[str, Any] = {"transient": True, "speed_estimate_period": period}
+    with Progress(*columns, console=console, disable=not console.is_terminal, **options) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+
+
 def check_media(images: list[str], videos: list[str]) -> None:
     """Check files before models are loaded for them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,17 @@ class Plan:
     rows: tuple[RowPlan, ...]
 
 
+_RESOLVING = threading.Lock()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Resolving options uses caches of transformers that are not made for several threads."""
+    with _RESOLVING:
+        yield
+
+
+@_one_thread()
 def plan(
     target: Target,
     prompts: Sequence[Prompt],
@@ -94,7 +106,7 @@ def plan(
     tokenizer: Any = None,
     **options: Any,
 ) -> Plan:
-    """Resolve options against the checkpoint's defaults, by the model's own code where it has some.
+    """Resolve options against the checkpoint's defaults, by the model's own code where it has some; in any thread.
 
     Args:
         generation_config: a Hugging Face GenerationConfig; ``options`` override it, the checkpoint's

@@ -58,6 +58,18 @@ def parse_row(line: str) -> dict[str, Any]:
     Raises:
         InputError: as in `parse_conversation`.
     """
+    row = parse_json(line)
+    if not isinstance(row, dict) or ("conversations" in row) == ("messages" in row):
+        raise InputError("expected an object with either conversations (LLaVA) or messages (OpenAI)")
+    return row
+
+
+def parse_json(line: str) -> Any:
+    """Parse a line, whose texts must be whole characters.
+
+    Raises:
+        InputError: as in `parse_conversation`.
+    """
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
@@ -65,8 +77,6 @@ def parse_row(line: str) -> dict[str, Any]:
         raise InputError("it holds half of a surrogate pair; write the text as whole characters") from None
     except (ValueError, RecursionError):
         raise InputError("it is not valid JSON; expected one object per line") from None
-    if not isinstance(row, dict) or ("conversations" in row) == ("messages" in row):
-        raise InputError("expected an object with either conversations (LLaVA) or messages (OpenAI)")
     return row
 
 
@@ -83,13 +93,22 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
     messages = _openai(row["messages"]) if "messages" in row else _llava(row)
     for part in media_parts(messages):
         _check(part)
-    given = row.get("id")
-    if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
-        raise InputError(f"the id must be a text or a whole number, not {given!r}")
-    conversation = Conversation(None if given is None else str(given), messages)
+    conversation = Conversation(id_of(row), messages)
     if not conversation.questions:
         raise InputError("it has no question; expected a message of the user (human)")
     return conversation
+
+
+def id_of(row: Mapping[str, Any], key: str = "id") -> str | None:
+    """Id of a row; None without one.
+
+    Raises:
+        InputError: as in `parse_conversation`.
+    """
+    given = row.get(key)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
+        raise InputError(f"the {key} must be a text or a whole number, not {given!r}")
+    return None if given is None else str(given)
 
 
 def text_of(message: Mapping[str, Any]) -> str:

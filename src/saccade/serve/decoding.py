@@ -32,8 +32,6 @@ UNKNOWN_LOGPROB = -9999.0
 """OpenAI's value for tokens without a log-probability."""
 MOST_SCHEMAS = 64
 MOST_SCHEMA_BYTES = 64 * 1024
-_PLANNING = threading.Lock()
-"""Resolving options uses caches of transformers that are not made for several threads."""
 
 
 class Penalties:
@@ -223,8 +221,7 @@ class Planner:
         """
         options = self.options(body, prompt)
         target = self._vlm.target
-        with _PLANNING:
-            decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
+        decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
         row, recorder = decoding.rows[0], None
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)

@@ -1,0 +1,244 @@
+"""`saccade batch`: an answer to every item of a folder or a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from saccade.cli import arguments as args
+from saccade.cli import screen
+from saccade.errors import InputError
+from saccade.formats import count as counted
+from saccade.formats import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from saccade.jobs import Progress, Report, Survey
+
+_ITEMS, _RUN = "Items", "Run"
+
+
+def batch(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="A folder of pictures and videos, a glob, or a file of JSON lines, a JSON array, Parquet or tar "
+            "(WebDataset); or several of these.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", help="JSON lines, one record per item, in the order of the input."),
+    ],
+    target: args.Target = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="Question for every item. `{name}`, `{stem}`, `{folder}` are of its file, `{FIELD}` is any field of "
+            "its row; `{{` and `}}` are braces.",
+            rich_help_panel=_ITEMS,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message of items without one.", rich_help_panel=_ITEMS)
+    ] = None,
+    images_per_row: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Neighbouring pictures of a folder that share a question.", rich_help_panel=_ITEMS
+        ),
+    ] = 1,
+    media_root: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of the images and videos that rows name; by default that of their file.",
+            rich_help_panel=_ITEMS,
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Part I of N, chosen by the items' ids, from 1.", rich_help_panel=_ITEMS),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Only the first so many items; later without it, the rest.", rich_help_panel=_ITEMS),
+    ] = None,
+    num_frames: Annotated[
+        int | None,
+        typer.Option(help="Frames sampled from a video; by default the checkpoint's.", rich_help_panel=_ITEMS),
+    ] = None,
+    fps: Annotated[
+        float | None, typer.Option(help="Frames per second sampled from a video, likewise.", rich_help_panel=_ITEMS)
+    ] = None,
+    text_as_text: args.TextAsText = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Count the items and show how they would run; loads no weights.")
+    ] = False,
+    retry_failed: Annotated[
+        bool,
+        typer.Option("--retry-failed", help="Try items again that failed in earlier attempts.", rich_help_panel=_RUN),
+    ] = False,
+    rows: Annotated[
+        int, typer.Option("--rows", "-b", help="Answers that are generated at once.", rich_help_panel=_RUN)
+    ] = 8,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Threads that read media; by default one per core, at most 4.", rich_help_panel=_RUN),
+    ] = None,
+    drafter: args.Drafter = None,
+    method: args.MethodName = None,
+    head: args.Heads = None,
+    set_: args.Settings = None,
+    dtype: args.Dtype = "auto",
+    draft_dtype: args.DraftDtype = None,
+    device: args.DeviceMap = None,
+    threads: args.Threads = None,
+    max_new_tokens: args.MaxNewTokens = None,
+    sample: args.Sample = False,
+    temperature: args.Temperature = None,
+    top_p: args.TopP = None,
+    top_k: args.TopK = None,
+    min_p: args.MinP = None,
+    repetition_penalty: args.RepetitionPenalty = None,
+    stop: args.Stop = None,
+    seed: args.Seed = None,
+) -> None:
+    """Answer every item of a folder or a data set: captions, labels, answers to questions.
+
+    A row of JSON lines, JSON or Parquet has a `prompt` and an `image` (or `images`, `video`, `videos`), or is a LLaVA
+    conversation, OpenAI messages, or a request of OpenAI's batch format, whose answers then have OpenAI's form too.
+
+    Stop at any time, even by force: the same command resumes. An item that cannot be answered gets a record with the
+    reason.
+
+    Examples:
+
+    `saccade batch photos -p "Describe the picture." -t pocket -o captions.jsonl`
+
+    `saccade batch questions.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -b 32 -o out.jsonl
+    --plan`
+
+    `saccade batch "shards/*.tar" -p "Is {txt} a fair caption?" --shard 2/8 -t TARGET -o part-2.jsonl`
+    """
+    if target is None:
+        raise InputError(
+            "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
+            "built-in pair."
+        )
+    decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
+    settings = args.settings(set_)
+    models: dict[str, Any] = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device, "threads": threads}
+    from saccade.jobs import Job, preview
+    from saccade.jobs.folders import Source
+    from saccade.jobs.forms import Reading
+    from saccade.jobs.items import Asking
+    from saccade.jobs.job import Shard
+
+    root = None if media_root is None else media_root.expanduser()
+    job = Job(
+        Source(inputs, images_per_row, root),
+        Asking(prompt, system),
+        Reading(num_frames, fps, text_as_text),
+        Shard.parse(shard),
+        limit,
+        seed or 0,
+        decoding,
+    )
+    with screen.waiting("Reading the items"):
+        found = preview(job, out, retry_failed)  # before models are loaded
+    if plan:
+        from saccade.vlm import check
+
+        screen.quiet_libraries()
+        check(target, drafter, method, heads=screen.heads_by_name(head or []), **models, **settings)
+        _plan(found, out, f"{counted(rows, 'answer')} at once, {_models(target, drafter, method)}")
+        return
+    vlm = screen.load_models(target, drafter, method, heads=head, **models, **settings)
+    from saccade.jobs import run
+
+    with screen.long_progress("starting") as show:
+        options: dict[str, Any] = {"max_rows": rows, "workers": workers, "retry_failed": retry_failed}
+        try:
+            report = run(vlm, job, found, out, method_options=settings, progress=_shown(show), **options)
+        except KeyboardInterrupt:
+            screen.note(f"Stopped. The answers so far are in {out}.journal; the same command resumes the run.")
+            raise
+    _show(report)
+
+
+def _models(target: str, drafter: str | None, method: str | None) -> str:
+    by = f" with {drafter}" if drafter else ""
+    return f"by {target}{by}" + (f", method {method}" if method else "")
+
+
+def _shown(show: Callable[[int, int, str], None]) -> Callable[[Progress], None]:
+    """Update of the bar: rates of this attempt, and failures."""
+
+    def update(progress: Progress) -> None:
+        words = "starting"
+        if progress.answered and progress.seconds:
+            rates = progress.answered / progress.seconds, progress.tokens / progress.seconds
+            words = f"{rates[0]:.{1 if rates[0] < 100 else 0}f} items/s, {rates[1]:.0f} tokens/s"
+        failed = f", {progress.failed} failed" if progress.failed else ""
+        show(progress.done, progress.total, words + failed)
+
+    return update
+
+
+_KINDS = {
+    "image": ("picture", ""),
+    "images": ("group of pictures", "groups of pictures"),
+    "video": ("video", ""),
+    "text": ("text", ""),
+    "request": ("request of OpenAI's batch format", "requests of OpenAI's batch format"),
+    "unusable": ("unusable item", ""),
+}
+
+
+def _plan(found: Survey, out: Path, how: str) -> None:
+    kinds = ", ".join(counted(found.kinds[kind], *words) for kind, words in _KINDS.items() if found.kinds[kind])
+    there = f", of them {found.failed} failed" if found.failed else ""
+    lines = [
+        f"Items: {found.items} ({kinds})",
+        f"Run: {how}",
+        f"Output: {out}" + (f", {counted(found.there, 'record')} of an earlier attempt{there}" if found.there else ""),
+    ]
+    for line in lines:
+        screen.out().print(line, markup=False, soft_wrap=True)
+    _problems(found.problems, found.kinds["unusable"])
+
+
+def _show(report: Report) -> None:
+    rate = ""
+    if report.answered and report.seconds:
+        items, tokens = report.answered / report.seconds, report.tokens / report.seconds
+        rate = f" ({items:.2g} items/s, {tokens:.0f} tokens/s)"
+    before = f"; {report.there} finished before" if report.there else ""
+    before += f", {report.failed_there} of them failed (--retry-failed tries again)" if report.failed_there else ""
+    ends = ", ".join(f"{number} {_ENDS.get(end, end)}" for end, number in sorted(report.finishes.items()))
+    failed = f", {counted(report.failed, 'item')} failed" if report.failed else ""
+    lines = [
+        f"{counted(report.answered, 'answer')} in {duration(report.seconds)}{rate}{failed}{before}.",
+        *([f"Of them {ends}."] if ends else []),
+        f"The records of all {counted(report.items, 'item')} are in {report.out}.",
+    ]
+    for line in lines:
+        screen.out().print(line, markup=False, soft_wrap=True)
+    _problems(report.problems, report.failed)
+
+
+_ENDS = {"eos": "complete", "length": "cut at the limit", "stop": "ended by a stop string"}
+
+
+def _problems(problems: list[str], number: int) -> None:
+    for problem in problems:
+        screen.note(f"Failed: {problem}")
+    if number > len(problems):
+        screen.note(f"... and {number - len(problems)} more.")

@@ -1,0 +1,163 @@
+"""Items of folders, globs and files, in an order that never changes."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from saccade.errors import InputError, SaccadeError
+from saccade.inputs.conversations import parse_json
+from saccade.jobs.elements import elements
+from saccade.jobs.items import Item, Kind, named
+from saccade.jobs.shards import is_archive, parquet_rows, samples
+from saccade.typed import check_whole
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv")
+
+
+def kind_of(name: str) -> Kind | None:
+    """Kind of a file by its ending; None for others."""
+    ending = os.path.splitext(name)[1].lower()
+    return "image" if ending in IMAGES else "video" if ending in VIDEOS else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Inputs of a job.
+
+    Args:
+        inputs: folders, files and globs.
+        images_per_row: pictures of one folder that share an item.
+        media_root: folder of the media that rows name; that of their file when None.
+
+    Raises:
+        SaccadeError: an input does not exist.
+    """
+
+    inputs: Sequence[str]
+    images_per_row: int = 1
+    media_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self.images_per_row, 1, "images_per_row", error=InputError)
+        if not self.inputs:
+            raise InputError("No input is given; give a folder, a glob or a file.")
+        for given in self.inputs:
+            self._paths(given)
+        if self.media_root is not None and not self.media_root.is_dir():
+            raise InputError(f"There is no folder {self.media_root}; give that of the media with --media-root.")
+
+    @property
+    def facts(self) -> list[str]:
+        """Text that identifies the inputs; single pictures and videos, which may become more, count together."""
+        found: dict[str, None] = {}
+        for given in self.inputs:
+            path = Path(given).expanduser()
+            found["single files" if path.is_file() and kind_of(path.name) else str(path.absolute())] = None
+        return list(found)
+
+    def items(self, with_media: bool = True) -> Iterator[Item]:
+        """Yield all items.
+
+        Args:
+            with_media: whether media that are stored in the inputs themselves are read.
+        """
+        pictures: list[Path] = []
+        for given in self.inputs:
+            for path in self._paths(given):
+                if path.is_file() and kind_of(path.name) is not None:
+                    pictures.append(path)
+                    if len(pictures) == self.images_per_row:
+                        yield _files(pictures, [p.as_posix() for p in pictures])
+                        pictures = []
+                elif path.is_dir():
+                    yield from self._folder(path)
+                else:
+                    yield from self._file(path, with_media)
+        if pictures:
+            yield _files(pictures, [p.as_posix() for p in pictures])
+
+    def _paths(self, given: str) -> list[Path]:
+        path = Path(given).expanduser()
+        if path.exists():
+            return [path]
+        found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(given) else []
+        if not found:
+            raise SaccadeError(
+                f"There is no file or folder {given}; give a folder, a glob in quotes, or a file of JSON lines, JSON, "
+                "Parquet or tar."
+            )
+        return [Path(name) for name in found]
+
+    def _folder(self, root: Path) -> Iterator[Item]:
+        """Pictures and videos of a folder and those in it, by path; an item's are of one folder."""
+
+        def fail(problem: OSError) -> None:
+            raise SaccadeError(f"The folder {problem.filename} cannot be read: {problem.strerror}; allow it.")
+
+        for name, folders, files in os.walk(root, onerror=fail):
+            folders.sort()
+            group: list[Path] = []
+            for file in sorted(files):
+                kind = None if file.startswith(".") else kind_of(file)
+                if kind is None:
+                    continue
+                group.append(Path(name, file))
+                if kind == "video" or len(group) == self.images_per_row:
+                    yield _files(group, [p.relative_to(root).as_posix() for p in group])
+                    group = []
+            if group:
+                yield _files(group, [p.relative_to(root).as_posix() for p in group])
+
+    def _file(self, path: Path, with_media: bool) -> Iterator[Item]:
+        root = path.parent if self.media_root is None else self.media_root
+        if is_archive(path):
+            yield from samples(path, root, with_media, kind_of)
+        elif path.suffix.lower() in (".parquet", ".pq"):
+            yield from parquet_rows(path, root, with_media)
+        else:
+            yield from _rows(path, root)
+
+
+def _files(paths: Sequence[Path], names: Sequence[str]) -> Item:
+    """An item of pictures and videos in files, named like the first."""
+    media = [(kind_of(path.name) or "image", str(path)) for path in paths]
+    facts, problem = [], ""
+    for path, name in zip(paths, names, strict=True):
+        try:
+            status = path.stat()
+            facts.append(f"{name} {status.st_size} {int(status.st_mtime)}")
+        except OSError:
+            facts.append(name)  # a link without its file; the reader says so
+    row = {} if len(names) == 1 else {"files": list(names)}
+    return Item(names[0], "\n".join(facts), row, paths[0].parent, media, problem)
+
+
+def _rows(path: Path, root: Path) -> Iterator[Item]:
+    """Items of JSON lines, or of one JSON array."""
+    try:
+        with path.open("rb") as file:
+            is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+            file.seek(0)
+            pieces = elements(file) if is_array else enumerate(file, 1)
+            for number, piece in pieces:
+                if piece.strip():
+                    yield _row(piece, f"{path.name}:{number}", root)
+    except OSError as problem:
+        raise SaccadeError(f"Cannot read {path}: {problem.strerror}; give a readable file.") from problem
+
+
+def _row(piece: bytes, place: str, root: Path) -> Item:
+    version = piece.strip().decode(errors="surrogateescape")
+    try:
+        row = parse_json(piece.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return Item(place, version, {}, root, problem="it is not UTF-8 text")
+    except InputError as problem:
+        return Item(place, version, {}, root, problem=str(problem))
+    name, fault = named(row, place)
+    return Item(name, version, row if isinstance(row, dict) else {}, root, problem=fault)

@@ -1,0 +1,135 @@
+"""Forms of items: rows of the batch from an item, and its record from the ended rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from saccade.engine import Request, Row
+from saccade.engine.generation import RowPlan, plan
+from saccade.errors import SaccadeError
+from saccade.inputs.conversations import Messages
+from saccade.inputs.media import LOCAL, load_image
+from saccade.inputs.requests import RowInput, kept_video
+from saccade.jobs.index import key_of
+from saccade.jobs.items import Asking, Item
+from saccade.text import text_of
+from saccade.vlm import VLM
+
+Start = tuple[Request, RowPlan, bool]
+"""Request of a row, its options, and whether it samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An item that is ready for the batch.
+
+    Attributes:
+        starts: makes the starts of its rows; called again where they must run anew.
+        record: of its ended rows.
+    """
+
+    starts: Callable[[], list[Start]]
+    record: Callable[[Sequence[Row]], dict[str, Any]]
+
+
+class Form(Protocol):
+    """Form of some items and of their records."""
+
+    def prepare(self, item: Item) -> Prepared:
+        """Read media and tokenize, in a worker thread.
+
+        Raises:
+            SaccadeError: the item cannot be used.
+        """
+        ...
+
+    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+        """Record of an item that cannot be answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Options of reading prompts, as of `VLM.generate`."""
+
+    num_frames: int | None = None
+    fps: float | None = None
+    text_as_text: bool = False
+
+
+@dataclass(frozen=True)
+class OwnForm:
+    """Pictures, simple rows and conversations; a record has the text and what is to know about it.
+
+    Attributes:
+        vlm: with the method.
+        asking: makes questions.
+        reading: of prompts.
+        seed: from which every item's own seed follows.
+        options: of the generation.
+    """
+
+    vlm: VLM
+    asking: Asking
+    reading: Reading
+    seed: int
+    options: Mapping[str, Any]
+
+    def prepare(self, item: Item) -> Prepared:
+        """See `Form`."""
+        ask = self.asking.ask(item).read()
+        sampling: dict[str, Any] = {"num_frames": self.reading.num_frames, "fps": self.reading.fps}
+        question: str | Messages = ask.question
+        processor = self.vlm.processor
+        if not isinstance(question, str):
+            question = processor.load_media(question, LOCAL, **sampling)
+        images = [load_image(source, LOCAL) for source in ask.images]
+        videos = [kept_video(processor, source, **sampling) for source in ask.videos]
+        reading = {**sampling, "limits": LOCAL, "text_as_text": self.reading.text_as_text}
+        request = self.vlm.request(RowInput(question, images, videos, reading), seed_of(self.seed, item.id))
+
+        def starts() -> list[Start]:
+            tokenizer = processor.tokenizer
+            decoding = plan(self.vlm.target, [request.prompt], tokenizer=tokenizer, **self.options)
+            return [(request, decoding.rows[0], decoding.do_sample)]
+
+        return Prepared(starts, lambda rows: self._record(item, rows[0]))
+
+    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+        """See `Form`."""
+        return {"id": item.id, **_files(item), "error": sentence}
+
+    def _record(self, item: Item, row: Row) -> dict[str, Any]:
+        output = row.finish(self.vlm.lossless)
+        return {
+            "id": item.id,
+            **_files(item),
+            "text": text_of(self.vlm.processor.tokenizer, output.tokens),
+            "finish_reason": output.finish_reason,
+            "prompt_tokens": output.stats.prompt_tokens,
+            "completion_tokens": len(output.tokens),
+            "method": self.vlm.method,
+            "lossless": output.lossless,
+            **({"seed": row.request.seed} if row.do_sample else {}),
+        }
+
+
+def _files(item: Item) -> dict[str, Any]:
+    return {"files": item.row["files"]} if item.media and "files" in item.row else {}
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Seed of an item's random generator: a function of its id, equal in every attempt and shard."""
+    return key_of(str(seed), "draws", name) >> 1
+
+
+def sentence_of(error: BaseException) -> str:
+    """One sentence about why an item cannot be answered."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) or "out of memory" in text:
+        text = "The memory does not suffice for it; give it smaller media, or run fewer rows at once"
+    elif not isinstance(error, SaccadeError):
+        text = f"It failed with {type(error).__name__}: {text}"
+    return text[0].upper() + text[1:500].rstrip(".") + "."

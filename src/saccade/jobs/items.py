@@ -1,0 +1,264 @@
+"""Items of a job as their source has them, and the question that each one asks."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from saccade.errors import InputError
+from saccade.inputs.conversations import Messages, id_of, media_parts, read_conversation, resolve, sources_of
+
+Kind = Literal["image", "video"]
+_MEDIA: tuple[Kind, ...] = ("image", "video")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Content of a file inside an uncompressed archive."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Read it."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+@dataclass(slots=True)
+class Item:
+    """One item.
+
+    Attributes:
+        id: unique in its job.
+        version: text that changes with the content.
+        row: its fields.
+        root: folder to which paths in the row are relative.
+        media: images and videos beside the row; sources are paths, bytes, or `Stored`.
+        problem: one sentence where the item cannot be read.
+    """
+
+    id: str
+    version: str
+    row: Mapping[str, Any]
+    root: Path
+    media: Sequence[tuple[Kind, Any]] = field(default=())
+    problem: str = ""
+
+    @property
+    def is_request(self) -> bool:
+        """Whether it is a request of OpenAI's batch format."""
+        return "custom_id" in self.row and "body" in self.row
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether it brings its question as a conversation or a request."""
+        return self.is_request or "conversations" in self.row or "messages" in self.row
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Question of an item.
+
+    Attributes:
+        question: text, or a conversation whose parts have their sources.
+        images, videos: beside a text; paths, bytes or `Stored`.
+    """
+
+    question: str | Messages
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+    def read(self) -> Ask:
+        """Return the same with the content of files inside archives."""
+        if isinstance(self.question, str):
+            return Ask(self.question, [_content(s) for s in self.images], [_content(s) for s in self.videos])
+        for part in media_parts(self.question):
+            part[part["type"]] = _content(part[part["type"]])
+        return self
+
+    def count(self, kind: Kind) -> int:
+        """Number of its images or videos."""
+        if isinstance(self.question, str):
+            return len(self.images if kind == "image" else self.videos)
+        return sum(part["type"] == kind for part in media_parts(self.question))
+
+
+class Template:
+    """Prompt with fields of the items, such as ``Describe {name}``; ``{{`` and ``}}`` are braces.
+
+    Raises:
+        InputError: a field is not a plain name.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not text.strip():
+            raise InputError("The prompt is empty; give a question, such as 'Describe the picture.'.")
+        try:
+            found = list(string.Formatter().parse(text))
+        except ValueError:
+            raise InputError(f"The prompt {text!r} has a single brace; write {{{{ and }}}} for braces.") from None
+        for _, name, form, how in found:
+            if name is not None and (not name.isidentifier() or form or how):
+                raise InputError(
+                    f"The prompt has the field {{{name}}}, which is no plain name; write {{{{ and }}}} for braces."
+                )
+        self._pieces = [(before, name) for before, name, _, _ in found]
+
+    def fill(self, fields: Mapping[str, Any]) -> str:
+        """Return the prompt of an item.
+
+        Raises:
+            InputError: the item lacks a field, or it is not a text or a number.
+        """
+        filled = []
+        for before, name in self._pieces:
+            filled.append(before)
+            if name is None:
+                continue
+            if name not in fields:
+                raise InputError(f"the prompt names {{{name}}}, but the item has {', '.join(fields) or 'no fields'}")
+            value = fields[name]
+            if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                raise InputError(f"the prompt's field {name} must be a text or a number, not {str(value)[:60]!r}")
+            filled.append(str(value))
+        return "".join(filled)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Way in which questions are made of items.
+
+    Attributes:
+        prompt: template of `Template`; None where every item has its own question.
+        system: system message of conversations without one.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+
+    @cached_property
+    def template(self) -> Template | None:
+        """The parsed template.
+
+        Raises:
+            InputError: it is wrong.
+        """
+        return None if self.prompt is None else Template(self.prompt)
+
+    def ask(self, item: Item) -> Ask:
+        """Return the question of an item that is no `Item.is_request`.
+
+        Raises:
+            InputError: the item cannot be used, without its name.
+        """
+        if item.problem:
+            raise InputError(item.problem)
+        if item.is_conversation:
+            return Ask(self._with_system(_asked(item)))
+        images, videos = (_own_media(item, kind) for kind in _MEDIA)
+        text = self._text(item)
+        system = item.row.get("system", self.system)
+        if system is None:
+            return Ask(text, images, videos)
+        if not isinstance(system, str):
+            raise InputError(f"system must be a text, not {str(system)[:60]!r}")
+        media = [
+            {"type": kind, kind: source} for kind, of in zip(_MEDIA, (images, videos), strict=True) for source in of
+        ]
+        messages: Messages = [
+            {"role": "system", "content": [{"type": "text", "text": system}]},
+            {"role": "user", "content": [*media, {"type": "text", "text": text}]},
+        ]
+        return Ask(messages)
+
+    def _text(self, item: Item) -> str:
+        if self.template is not None:
+            return self.template.fill({**_fields(item), **item.row})
+        text = item.row.get("prompt")
+        if not isinstance(text, str) or not text.strip():
+            own = f"its fields are {', '.join(item.row)}; give it a field prompt, or" if item.row else "give"
+            raise InputError(f"it has no question; {own} all items one: --prompt 'Describe the picture.'")
+        return text
+
+    def _with_system(self, messages: Messages) -> Messages:
+        if self.system is None or messages[0]["role"] in ("system", "developer"):
+            return messages
+        return [{"role": "system", "content": [{"type": "text", "text": self.system}]}, *messages]
+
+
+def _content(source: Any) -> Any:
+    return source.read() if isinstance(source, Stored) else source
+
+
+def _fields(item: Item) -> dict[str, Any]:
+    """Fields of a template beside those of the row."""
+    paths = [str(source) for _, source in item.media if isinstance(source, (str, Path))]
+    path = PurePosixPath(Path(paths[0]).as_posix() if paths else item.id)
+    names = ", ".join(Path(p).name for p in paths)
+    return {"id": item.id, "name": path.name, "stem": path.stem, "folder": path.parent.name, "names": names}
+
+
+def _own_media(item: Item, kind: Kind) -> list[Any]:
+    """Sources of a simple item's images or videos."""
+    given = item.row.get(kind, item.row.get(f"{kind}s"))
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    found = [source for of, source in item.media if of == kind]
+    for source in listed:
+        if not isinstance(source, str) or not source:
+            raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
+        if "://" in source[:16] and not source.startswith("file://"):
+            raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
+        found.append(resolve(source, item.root))
+    return found
+
+
+def _asked(item: Item) -> Messages:
+    """Messages up to the question: the first one of a LLaVA conversation, the last one of messages.
+
+    Media beside the row take the places of those that the row names.
+    """
+    row = dict(item.row)
+    beside = {f"sample:{number}": source for number, (_, source) in enumerate(item.media)}
+    if beside and "conversations" in row:
+        for kind in _MEDIA:
+            names = [name for name, (of, _) in zip(beside, item.media, strict=True) if of == kind]
+            row.pop(f"{kind}s", None)
+            row[kind] = names
+    if ("conversations" in row) == ("messages" in row):
+        raise InputError("expected either conversations (LLaVA) or messages (OpenAI), not both")
+    conversation = read_conversation(row)
+    last = conversation.questions[0 if "conversations" in row else -1]
+    messages = conversation.messages[: last + 1]
+    if beside and "messages" in row:
+        parts = list(media_parts(messages))
+        if len(parts) != len(beside):
+            raise InputError(f"the messages have places for {len(parts)} media, but {len(beside)} are beside them")
+        for part, name in zip(parts, beside, strict=True):
+            part[part["type"]] = name
+    for part in media_parts(messages):
+        found = [beside[s] if s in beside else resolve(s, item.root) for s in sources_of(part)]
+        part[part["type"]] = found if isinstance(part[part["type"]], list) else found[0]
+    return messages
+
+
+def named(row: Any, default: str) -> tuple[str, str]:
+    """Id of a row, ``default`` without one, and what is wrong with the row; empty where nothing is."""
+    if not isinstance(row, dict):
+        return default, "expected a JSON object, such as one with prompt and image"
+    try:
+        return id_of(row, "custom_id" if "custom_id" in row else "id") or default, ""
+    except InputError as problem:
+        return default, str(problem)
+
+
+def version_of(row: Any) -> str:
+    """Text that changes with the content of a row."""
+    return json.dumps(row, sort_keys=True, default=str)

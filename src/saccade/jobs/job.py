@@ -1,0 +1,239 @@
+"""Options of a job, its items in their order, and what a pass over them without models finds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import InputError, SaccadeError
+from saccade.jobs.folders import Source
+from saccade.jobs.forms import Reading, sentence_of
+from saccade.jobs.index import Index, key_of
+from saccade.jobs.items import Asking, Item
+from saccade.journal import Journal
+from saccade.typed import check_whole
+
+SHOWN = 5
+"""Faults that a report lists."""
+HEADER, RECORDS = "job.json", "records.jsonl"
+_COMPARED = ("input", "options", "method", "target", "processor", "drafter")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part ``number`` of ``of``, from 1; an item's part follows from its id."""
+
+    number: int = 1
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str | None) -> Shard:
+        """Parse ``2/8``; None is the whole.
+
+        Raises:
+            InputError: it has another form.
+        """
+        if text is None:
+            return cls()
+        number, slash, of = text.partition("/")
+        if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+            raise InputError(f"A shard is a number from 1 and their count, such as 2/8, not {text!r}.")
+        return cls(int(number), int(of))
+
+    def holds(self, name: str) -> bool:
+        """Whether the item of that id belongs to it."""
+        return key_of("shard", name) % self.of == self.number - 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is answered, and how; a resumed run must repeat it, except for ``limit``.
+
+    Attributes:
+        source: of the items.
+        asking: makes questions.
+        reading: of prompts.
+        shard: part of the items.
+        limit: number of items, the first ones; None for all.
+        seed: of sampling.
+        options: of the generation.
+
+    Raises:
+        InputError: a value is wrong.
+    """
+
+    source: Source
+    asking: Asking = field(default_factory=Asking)
+    reading: Reading = field(default_factory=Reading)
+    shard: Shard = Shard()
+    limit: int | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _ = self.asking.template
+        check_whole(self.seed, 0, "seed", error=InputError)
+        if self.limit is not None:
+            check_whole(self.limit, 1, "limit", error=InputError)
+        for name, value in self.options.items():
+            try:
+                json.dumps(value)
+            except TypeError:
+                raise InputError(
+                    f"The option {name} of a job must be a number, a text or a list; a resume repeats it."
+                ) from None
+
+    def items(self, with_media: bool = True) -> Iterator[Item]:
+        """Yield the items with unique ids: a repeated one is followed by ``@`` and the item's number in the input."""
+        return islice(self._chosen(with_media), self.limit)
+
+    def _chosen(self, with_media: bool) -> Iterator[Item]:
+        seen = Index()
+        for number, item in enumerate(self.source.items(with_media), 1):
+            while (key := key_of(item.id)) in seen:
+                item.id = f"{item.id}@{number}"
+            seen.put(key)
+            if self.shard.holds(item.id):
+                yield item
+
+    def header(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """Content of ``job.json``.
+
+        Args:
+            models: ``method``, ``target``, ``processor`` and ``drafter``.
+        """
+        root = self.source.media_root
+        options = {
+            "prompt": self.asking.prompt,
+            "system": self.asking.system,
+            "images_per_row": self.source.images_per_row,
+            "media_root": None if root is None else str(root.absolute()),
+            "shard": f"{self.shard.number}/{self.shard.of}",
+            "num_frames": self.reading.num_frames,
+            "fps": self.reading.fps,
+            "text_as_text": self.reading.text_as_text,
+            "seed": self.seed,
+            **self.options,
+        }
+        return {"input": self.source.facts, "options": options, **models}
+
+    def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal:
+        """Journal of the job beside its output.
+
+        Args:
+            models: as of `header`; None: they are not compared.
+
+        Raises:
+            SaccadeError: the output belongs to something else, or to a job with other options.
+        """
+        path = journal_of(out)
+        if out.is_dir():
+            raise SaccadeError(f"{out} is a folder; give the name of a file, such as {out}/answers.jsonl.")
+        if out.exists() and not path.exists():
+            raise SaccadeError(f"{out} exists without {path.name} of an earlier attempt; choose another file.")
+        compared = _COMPARED if models is not None else _COMPARED[:2]
+        header = self.header(models or {})
+        own = ("options", "method")
+        return Journal(path, header, (HEADER, RECORDS), compared, own=own, advice="choose another output file")
+
+
+def journal_of(out: Path) -> Path:
+    """Folder of an output's journal."""
+    return out.with_name(f"{out.name}.journal")
+
+
+def key_of_item(item: Item) -> int:
+    """Key of an item with its content."""
+    return key_of(item.id, item.version)
+
+
+class Known:
+    """Records of earlier attempts.
+
+    Args:
+        journal: of the job.
+        retry_failed: whether failed items count as unknown.
+    """
+
+    def __init__(self, journal: Journal, retry_failed: bool = False) -> None:
+        self._found = Index()
+        for number, offset, row in journal.rows():
+            try:
+                key, failed = int(row["key"], 16), bool(row["failed"])
+            except (KeyError, TypeError, ValueError):
+                raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
+            if not (failed and retry_failed):
+                self._found.put(key, 2 * offset + failed)
+
+    def get(self, key: int) -> tuple[int, bool] | None:
+        """Offset of an item's record, and whether it failed; None for an unknown item."""
+        found = self._found.get(key)
+        return None if found is None else (found >> 1, bool(found & 1))
+
+
+@dataclass(slots=True)
+class Survey:
+    """Result of a pass over a job's items.
+
+    Attributes:
+        items: of the job.
+        kinds: number of items by content: ``image``, ``images``, ``video``, ``text``, ``request``, ``unusable``.
+        problems: sentences of the first unusable items.
+        there: items with a record of an earlier attempt.
+        failed: of them, failed ones.
+    """
+
+    items: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    there: int = 0
+    failed: int = 0
+
+
+def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
+    """Read all items once, without media and models; nothing is written.
+
+    Raises:
+        SaccadeError: an input cannot be read, there is no usable item, the prompt does not fit the items, or the output
+            belongs to something else.
+    """
+    known, found = Known(job.journal(out, None), retry_failed), Survey()
+    for item in job.items(with_media=False):
+        found.items += 1
+        found.kinds[_kind(job, item, found.problems)] += 1
+        record = known.get(key_of_item(item))
+        if record is not None:
+            found.there += 1
+            found.failed += record[1]
+    if not found.items:
+        part = f" of shard {job.shard.number}/{job.shard.of}" if job.shard.of > 1 else ""
+        raise SaccadeError(
+            f"There is no item{part} in {', '.join(job.source.inputs)[:200]}; expected pictures, videos, JSON lines, "
+            "JSON, Parquet or tar files."
+        )
+    if found.kinds["unusable"] == found.items:
+        raise SaccadeError(f"None of the items can be used. The first one: {found.problems[0]}")
+    return found
+
+
+def _kind(job: Job, item: Item, problems: list[str]) -> str:
+    if item.is_conversation and not item.problem:
+        what, given = ("request", job.asking.system) if item.is_request else ("conversation", None)
+        if job.asking.prompt is not None or given is not None:
+            option = "--prompt" if job.asking.prompt is not None else "--system"
+            raise SaccadeError(f"{item.id} is a {what} with a question of its own; leave out {option}.")
+    if item.is_request and not item.problem:
+        return "request"
+    try:
+        ask = job.asking.ask(item)
+    except InputError as problem:
+        if len(problems) < SHOWN:
+            problems.append(f"{item.id}: {sentence_of(problem)}")
+        return "unusable"
+    images, videos = ask.count("image"), ask.count("video")
+    return "video" if videos else "images" if images > 1 else "image" if images else "text"

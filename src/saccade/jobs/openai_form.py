@@ -1,0 +1,153 @@
+"""OpenAI's batch format: requests with bodies of the API, and responses in its form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saccade.engine import Row
+from saccade.errors import InputError, SaccadeError
+from saccade.inputs.conversations import resolve
+from saccade.inputs.media import LOCAL
+from saccade.jobs.forms import Prepared, seed_of
+from saccade.jobs.index import key_of
+from saccade.jobs.items import Item
+
+try:
+    from saccade.serve.answers import Choice, Form, usage
+    from saccade.serve.configuration import Limits, ModelEntry
+    from saccade.serve.jobs import Event
+    from saccade.serve.models import ServedModel
+    from saccade.serve.refusals import Refusal
+    from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
+except ImportError as problem:
+    raise SaccadeError(
+        f"OpenAI batch files need the server's packages, of which {problem.name} is missing; run "
+        "`pip install saccade[serve]`."
+    ) from None
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_MOST_CHOICES = 128
+_CHOSEN = "a job has one method for all requests; leave it out, and choose the method of the job"
+
+
+class OpenAIForm:
+    """Requests of OpenAI's batch format, which the server's own code turns into rows and answers.
+
+    Args:
+        vlm: with the method.
+        seed: from which the seeds of requests without one follow.
+        created: time of the answers, in seconds since 1970.
+        text_as_text: as of `VLM.generate`.
+        options: generation options of the job, which bodies override; ``max_new_tokens`` alone.
+    """
+
+    def __init__(self, vlm: VLM, seed: int, created: int, text_as_text: bool, options: Mapping[str, Any]) -> None:
+        others = sorted(set(options) - {"max_new_tokens"})
+        if others:
+            raise InputError(
+                f"Requests of OpenAI's batch format bring their own options; leave out {', '.join(others)}."
+            )
+        limits = Limits(default_max_tokens=options.get("max_new_tokens") or Limits().default_max_tokens)
+        self._model = ServedModel(ModelEntry(target=""), vlm, limits, LOCAL, text_as_text)
+        self._vlm, self._seed, self._created = vlm, seed, created
+
+    def prepare(self, item: Item) -> Prepared:
+        """See `saccade.jobs.forms.Form`."""
+        if item.problem:
+            raise InputError(item.problem)
+        try:
+            body = self._body(item)
+            chat = isinstance(body, ChatRequest)
+            jobs = (self._model.chat_jobs if chat else self._model.completion_jobs)(body, _ignore)
+        except Refusal as refusal:
+            raise InputError(refusal.message) from None
+
+        def record(rows: Sequence[Row]) -> dict[str, Any]:
+            choices = []
+            for job, row in zip(jobs, rows, strict=True):
+                choice = Choice(self._vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, traced=False)
+                while row.steps:
+                    choice.add(job.event(row, row.steps.pop(0), self._vlm.lossless))
+                choices.append(choice)
+            form = Form(chat, body.model or self._model.entry.label, with_usage=False)
+            about = {"method": self._vlm.method, "lossless": self._vlm.lossless}
+            whole = json.loads(form.body(choices, usage(choices, body.n or 1), []))
+            kind = str(whole["id"]).partition("-")[0]
+            named = {**whole, "id": f"{kind}-{_hash(item, 'answer')}", "created": self._created, "saccade": about}
+            return _response(item, 200, named)
+
+        def starts() -> list[Any]:
+            found = []
+            for job in jobs:
+                job.planned = job.plan_again()
+                found.append((job.request, job.planned.plan, job.planned.do_sample))
+            return found
+
+        return Prepared(starts, record)
+
+    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+        """See `saccade.jobs.forms.Form`."""
+        error = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
+        return _response(item, 400, {"error": error})
+
+    def _body(self, item: Item) -> Any:
+        row = item.row
+        url, given = row.get("url", _CHAT), row["body"]
+        if row.get("method", "POST") != "POST" or url not in (_CHAT, _COMPLETIONS):
+            raise InputError(f"expected POST to {_CHAT} or {_COMPLETIONS}, not {row.get('method')} {url}")
+        if not isinstance(given, dict):
+            raise InputError("the body must be a JSON object, such as one with model and messages")
+        given = {**given, "messages": _resolved(given.get("messages"), item.root)} if url == _CHAT else given
+        body: Any = parse(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(given).encode())
+        if body.stream:
+            raise InputError("the answer of a batch is not streamed; leave out stream")
+        if body.speculation is not None or body.saccade is not None:
+            raise InputError(_CHOSEN)
+        count = (body.n or 1) * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        if not 1 <= count <= _MOST_CHOICES:
+            raise InputError(f"a request may have 1 to {_MOST_CHOICES} answers, not {count}")
+        if body.seed is None:
+            body.seed = seed_of(self._seed, item.id)
+        return body
+
+
+def _ignore(index: int, event: Event) -> None:
+    """The steps of a row wait for its end."""
+
+
+def _resolved(messages: Any, root: Path) -> Any:
+    """Messages whose relative paths of media are those of files."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**m, "content": [_resolved_part(part, root) for part in m["content"]]}
+        if isinstance(m, dict) and isinstance(m.get("content"), list)
+        else m
+        for m in messages
+    ]
+
+
+def _resolved_part(part: Any, root: Path) -> Any:
+    for key in ("image_url", "video_url"):
+        given = part.get(key) if isinstance(part, dict) else None
+        url = given.get("url") if isinstance(given, dict) else given
+        if isinstance(url, str) and url and "://" not in url[:16]:
+            found = resolve(url, root)
+            return {**part, key: {**given, "url": found} if isinstance(given, dict) else found}
+    return part
+
+
+def _response(item: Item, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req_{_hash(item, 'request')}", "body": body}
+    return {"id": f"batch_req_{_hash(item, 'line')}", "custom_id": item.id, "response": response, "error": None}
+
+
+def _hash(item: Item, what: str) -> str:
+    """Part of an id that is equal in every attempt."""
+    return f"{key_of(what, item.id, item.version):016x}"

@@ -1,0 +1,94 @@
+"""`saccade batch`: help, plan, a run, Ctrl-C, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Shell
+
+from checkpoints import picture, ready, saved_picture, vlm
+from saccade.engine.step_runner import StepRunner
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for shade, name in enumerate("abc"):
+        saved_picture(folder / f"{name}.png", shade)
+    (folder / "broken.png").write_bytes(b"no picture")
+    return folder
+
+
+def command(photos: Path, *more: Any) -> list[Any]:
+    out = photos.parent / "out.jsonl"
+    return ["batch", photos, "-t", ready("llava"), "-m", "plain", "-n", "4", "-b", "2", "-o", out, *more]
+
+
+def test_help_teaches_with_examples(shell: Shell) -> None:
+    page = " ".join(shell("batch", "--help").out.split())
+    assert 'saccade batch photos -p "Describe the picture." -t pocket -o captions.jsonl' in page
+    assert "--images-per-row" in page
+
+
+def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
+    shell: Shell, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+        plan = shell(*command(photos, "-p", "What?", "--plan"))
+    assert plan.code == 0, plan.err
+    assert "Items: 4 (4 pictures)" in plan.out
+    assert "2 answers at once, by " in plan.out
+    assert [p.name for p in photos.parent.iterdir()] == ["photos"]
+    done = shell(*command(photos, "-p", "What?"))
+    assert done.code == 0, done.err
+    assert done.out.startswith("3 answers in ")
+    assert "1 item failed" in done.out
+    assert "Failed: broken.png: The image file" in done.err
+    found = [json.loads(line) for line in (photos.parent / "out.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in found] == ["a.png", "b.png", "broken.png", "c.png"]
+    assert found[0]["text"] == vlm("llava", method="plain").generate("What?", [picture()], max_new_tokens=4).text
+    again = shell(*command(photos, "-p", "What?"))
+    assert "0 answers" in again.out
+    assert "4 finished before, 1 of them failed (--retry-failed tries again)" in again.out
+    assert "4 records of an earlier attempt, of them 1 failed" in shell(*command(photos, "-p", "What?", "--plan")).out
+
+
+def test_ctrl_c_says_how_to_go_on(shell: Shell, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, stock = iter(range(100)), StepRunner.run
+
+    def interrupted(self: StepRunner, *args: Any) -> Any:
+        if next(steps) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return stock(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRunner, "run", interrupted)
+        stopped = shell(*command(photos, "-p", "What?"))
+    out = photos.parent / "out.jsonl"
+    assert stopped.code == 130
+    assert f"Stopped. The answers so far are in {out}.journal; the same command resumes the run." in stopped.err
+    assert not out.exists()
+    assert shell(*command(photos, "-p", "What?")).code == 0
+    assert len(out.read_text().splitlines()) == 4
+
+
+def test_what_is_wrong_is_one_sentence(shell: Shell, photos: Path) -> None:
+    refused: dict[str, list[Any]] = {
+        "No model is named": ["batch", photos, "-p", "?", "-o", "x"],
+        "It has no question; give all items one: --prompt 'Describe the picture.'": command(photos),
+        "There is no file or folder": command(photos / "none", "-p", "?"),
+        "no plain name": command(photos, "-p", "{0}"),
+        "such as 2/8": command(photos, "-p", "?", "--shard", "3/2"),
+        "Unknown method 'nope'": command(photos, "-p", "?", "-m", "nope", "--plan"),
+        "needs a draft model": command(photos, "-p", "?", "-m", "chain", "--plan"),
+        "max_new_tokens must be": command(photos, "-p", "?", "-n", "0"),
+        "max_rows must be": command(photos, "-p", "?", "-b", "0"),
+    }
+    for words, arguments in refused.items():
+        assert words in shell(*arguments).complaint

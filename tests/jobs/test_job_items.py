@@ -1,0 +1,309 @@
+"""Items of every kind of source, without a model."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import saved_picture
+from saccade.errors import InputError, SaccadeError
+from saccade.jobs.elements import _BLOCK, elements
+from saccade.jobs.folders import Source
+from saccade.jobs.index import Index, key_of
+from saccade.jobs.items import Asking, Item, Stored, Template
+from saccade.jobs.job import Job, Shard, preview
+
+
+def items(*inputs: Any, **options: Any) -> list[Item]:
+    return list(Job(Source([str(i) for i in inputs], **options)).items())
+
+
+def problem_of(item: Item, prompt: str | None = "What?") -> str:
+    """The sentence of an item that cannot be used; empty for others."""
+    try:
+        Asking(prompt).ask(item)
+    except InputError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    for name in ("b.png", "a.JPG", "sub/c.png", "sub/d.png", "sub/e.png", "z.mp4", ".hidden.png", "notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+    return folder
+
+
+def archive(path: Path, files: Sequence[tuple[str, bytes]], mode: Any = "w") -> Path:
+    with tarfile.open(path, mode) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_a_folder_is_its_pictures_and_videos_by_path(photos: Path) -> None:
+    found = items(photos)
+    assert [i.id for i in found] == ["a.JPG", "b.png", "z.mp4", "sub/c.png", "sub/d.png", "sub/e.png"]
+    assert [kind for i in found for kind, _ in i.media] == ["image", "image", "video", "image", "image", "image"]
+
+
+def test_groups_of_pictures_stay_in_their_folder(photos: Path) -> None:
+    found = items(photos, images_per_row=2)
+    assert [[Path(s).name for _, s in i.media] for i in found] == [
+        ["a.JPG", "b.png"],
+        ["z.mp4"],
+        ["c.png", "d.png"],
+        ["e.png"],
+    ]
+    assert found[2].row["files"] == ["sub/c.png", "sub/d.png"]
+
+
+def test_a_glob_and_files_that_the_shell_named_are_the_same(photos: Path) -> None:
+    by_glob = items(photos / "sub" / "*.png")
+    by_shell = items(*sorted((photos / "sub").glob("*.png")))
+    assert [i.id for i in by_glob] == [i.id for i in by_shell]
+    assert [i.version for i in by_glob] == [i.version for i in by_shell]
+
+
+def test_a_replaced_picture_is_another_item(photos: Path) -> None:
+    before = {i.id: i.version for i in items(photos)}
+    (photos / "b.png").write_bytes(b"another one")
+    after = {i.id: i.version for i in items(photos)}
+    assert [name for name in before if before[name] != after[name]] == ["b.png"]
+
+
+def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
+    image = saved_picture(tmp_path / "a.png")
+    turns = [
+        {"from": "human", "value": "<image>\nOne?"},
+        {"from": "gpt", "value": "1"},
+        {"from": "human", "value": "2?"},
+    ]
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "Last?"}]
+    rows = [
+        {"id": 7, "prompt": "What?", "image": "a.png"},
+        {"prompt": "Both?", "images": ["a.png", "a.png"]},
+        {"prompt": "No picture?"},
+        {"id": "llava", "conversations": turns, "image": "a.png"},
+        {"id": "openai", "messages": [{"role": "user", "content": parts}]},
+        {"prompt": "Be brief?", "system": "Be brief."},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = items(path)
+    assert [i.id for i in found] == ["7", "rows.jsonl:2", "rows.jsonl:3", "llava", "openai", "rows.jsonl:6"]
+    asks = [Asking().ask(i) for i in found]
+    assert (asks[0].question, asks[0].images) == ("What?", [image])
+    assert [a.count("image") for a in asks] == [1, 2, 0, 1, 1, 0]
+    assert asks[3].question == [
+        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "One?"}]}
+    ]
+    assert asks[4].question[-1]["content"][1]["text"] == "Last?"  # type: ignore[index]
+    assert [m["role"] for m in asks[5].question] == ["system", "user"]  # type: ignore[union-attr,index]
+    with_system = Asking(system="Short.").ask(found[3]).question
+    assert [m["role"] for m in with_system] == ["system", "user"]  # type: ignore[union-attr,index]
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps(rows, indent=1))
+    assert [i.row for i in items(array)] == [i.row for i in found]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1", "not valid JSON"),
+        (b'"text"', "expected a JSON object"),
+        (b"\xff", "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"id": {"a": 1}, "prompt": "x"}', "the id must be"),
+        (b'{"image": "a.png"}', "it has no question; its fields are image; give it a field prompt"),
+        (b'{"prompt": "x", "image": 3}', "must be the path of a file"),
+        (b'{"prompt": "x", "image": "https://example.com/a.png"}', "on the network"),
+        (b'{"prompt": "x", "system": 3}', "system must be a text"),
+        (b'{"conversations": [], "messages": []}', "not both"),
+        (b'{"conversations": [{"from": "robot", "value": "x"}]}', "unknown role"),
+        (b'{"messages": [{"role": "system", "content": "x"}]}', "no question"),
+    ],
+)
+def test_a_bad_row_is_an_item_with_a_reason(tmp_path: Path, line: bytes, words: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + line + b'\n\n{"prompt": "fine"}')
+    found = items(path)
+    assert [bool(problem_of(i, None)) for i in found] == [False, True, False]
+    assert words in problem_of(found[1], None)
+
+
+def test_repeated_ids_are_told_apart_the_same_way_in_every_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    names = ["a", "a", "b", "a@2", "a"]
+    path.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in names))
+    assert [i.id for i in items(path)] == ["a", "a@2", "b", "a@2@4", "a@5"]
+
+
+def test_shards_are_disjoint_and_their_union_is_the_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"id": n % 40, "prompt": "x"}) + "\n" for n in range(50)))
+    source = Source([str(path)])
+    whole = [i.id for i in Job(source).items()]
+    parts = [[i.id for i in Job(source, shard=Shard.parse(f"{n}/3")).items()] for n in (1, 2, 3)]
+    assert sorted(name for part in parts for name in part) == sorted(whole)
+    assert all(len(part) > 5 for part in parts)
+    for wrong in ("0/3", "4/3", "3", "a/b", "1/0"):
+        with pytest.raises(InputError, match="such as 2/8"):
+            Shard.parse(wrong)
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_samples_of_a_tar_are_neighbours_of_one_name(tmp_path: Path, mode: str) -> None:
+    row = json.dumps({"prompt": "What?", "width": 3}).encode()
+    files = [
+        ("x/1.png", b"one"),
+        ("x/1.json", row),
+        ("x/2.seg.png", b"two"),
+        ("x/2.txt", b"a dog\n"),
+        ("x/3.txt", b"t"),
+    ]
+    path = archive(tmp_path / ("a.tar" if mode == "w" else "a.tar.gz"), files, mode)
+    found = items(path)
+    assert [i.id for i in found] == ["x/1", "x/2", "x/3"]
+    ask = Asking().ask(found[0]).read()
+    assert (ask.question, ask.images) == ("What?", [b"one"])
+    ask = Asking("Is {txt} right in {name}?").ask(found[1]).read()
+    assert (ask.question, ask.images) == ("Is a dog right in 2?", [b"two"])
+    assert isinstance(found[0].media[0][1], Stored) == (mode == "w"), "only a compressed one is read in order"
+    planned = list(Source([str(path)]).items(with_media=False))
+    assert [i.version for i in planned] == [i.version for i in found]
+
+
+def test_a_conversation_in_a_tar_has_the_pictures_beside_it(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "What is <image>?"}, {"from": "gpt", "value": "x"}]
+    row = json.dumps({"id": "q", "image": "elsewhere.jpg", "conversations": turns}).encode()
+    path = archive(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.json", row), ("2.json", b"[]"), ("3.json", b"{")])
+    found = items(path)
+    message = Asking().ask(found[0]).read().question[0]
+    assert [p.get("image", p.get("text")) for p in message["content"]] == ["What is ", b"one", "?"]  # type: ignore[index]
+    assert [problem_of(i) for i in found[1:]] == ["its json is no object", "its json is not valid JSON"]
+
+
+def test_a_torn_tar_gives_what_is_whole_and_one_reason(tmp_path: Path) -> None:
+    whole = archive(tmp_path / "whole.tar", [(f"{n}.png", bytes(5000)) for n in range(4)]).read_bytes()
+    for length in (2 * 5632 + 300, 2 * 5632, 2 * 5632 - 1000):  # in a header, behind a file, in a file
+        (tmp_path / "torn.tar").write_bytes(whole[:length])
+        found = items(tmp_path / "torn.tar")
+        assert [i.id for i in found if not i.problem] == ["0"]
+        assert "the archive torn.tar is damaged in or behind sample 1" in found[-1].problem
+    (tmp_path / "none.tar.gz").write_bytes(b"nothing")
+    assert "is damaged at its beginning" in items(tmp_path / "none.tar.gz")[0].problem
+
+
+def test_parquet_rows_have_their_pictures(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pictures = [{"bytes": b"one", "path": None}, {"bytes": None, "path": "b.png"}, None]
+    table = arrow.table(
+        {"id": [1, 2, 3], "question": ["A?", "B?", "C?"], "image": pictures, "frames": [[b"f", b"g"], [], None]}
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = items(tmp_path / "a.parquet")
+    asks = [Asking("{question}").ask(i) for i in found]
+    assert [a.question for a in asks] == ["A?", "B?", "C?"]
+    assert [a.images for a in asks] == [[b"one", b"f", b"g"], [str(tmp_path / "b.png")], []]
+    planned = list(Source([str(tmp_path / "a.parquet")]).items(with_media=False))
+    assert [(i.id, i.version) for i in planned] == [(i.id, i.version) for i in found]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(SaccadeError, match="Cannot read the Parquet file"):
+        items(tmp_path / "bad.parquet")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SaccadeError, match=r"pip install saccade\[data\]"):
+        items(tmp_path / "a.parquet")
+
+
+def test_an_array_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"id": n, "text": "]}," * (n % 7) + 'é\\" ' * (n % 50)} for n in range(300)]
+    for indent in (None, 1):
+        text = json.dumps(rows, indent=indent, ensure_ascii=False).encode()
+        assert len(text) > 0.5 * _BLOCK
+        for block in (1, 17, _BLOCK):
+            monkeypatch.setattr("saccade.jobs.elements._BLOCK", block)
+            found = list(elements(io.BytesIO(text)))
+            assert [json.loads(piece) for _, piece in found] == rows
+            assert [number for number, _ in found] == list(range(1, 301))
+    assert [p for _, p in elements(io.BytesIO(b'[{"a": 1}, {"b": '))] == [b'{"a": 1}', b'{"b": ', b"["]
+    assert [p for _, p in elements(io.BytesIO(b'\xef\xbb\xbf [{"a": 1}, oops, 3]'))] == [b'{"a": 1}', b"oops, 3]", b"["]
+    assert [p for _, p in elements(io.BytesIO(b"[]"))] == []
+    assert [p for _, p in elements(io.BytesIO(b"[12, 345]"))] == [b"12", b"345"]
+
+
+def test_the_index_is_a_dictionary() -> None:
+    draws, index, expected = random.Random(1), Index(), dict[int, int]()
+    for _ in range(5000):
+        key = draws.choice((draws.randrange(1, 500), draws.randrange(2**64 - 500, 2**64)))  # many collide
+        index.put(key, value := draws.randrange(2**40))
+        expected[key] = value
+    assert len(index) == len(expected)
+    assert all(index.get(key) == value and key in index for key, value in expected.items())
+    assert index.get(key_of("absent")) is None
+
+
+def test_a_template_takes_plain_names_alone() -> None:
+    assert Template("{{{name}}} of {n}").fill({"name": "x", "n": 3}) == "{x} of 3"
+    for words, wrong in {
+        "no plain name": ("{name.__class__}", "{0}", "{}", "{name!r}", "{name:>9}", '{"a": 1}'),
+        "single brace": ("{", "}"),
+        "is empty": (" ",),
+    }.items():
+        for text in wrong:
+            with pytest.raises(InputError, match=words):
+                Template(text)
+    with pytest.raises(InputError, match=r"names \{title\}, but the item has id, name"):
+        Template("{title}").fill({"id": 1, "name": "x"})
+    with pytest.raises(InputError, match="must be a text or a number"):
+        Template("{tags}").fill({"tags": ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: Job(Source([str(folder / "none")])), "There is no file or folder"),
+        (lambda folder: Job(Source([str(folder / "*.png")])), "There is no file or folder"),
+        (lambda folder: Job(Source([])), "No input is given"),
+        (lambda folder: Job(Source([str(folder)], images_per_row=0)), "images_per_row must be"),
+        (lambda folder: Job(Source([str(folder)], media_root=folder / "none")), "There is no folder"),
+        (lambda folder: Job(Source([str(folder)])), "There is no item in"),
+        (lambda folder: Job(Source([str(folder)]), options={"x": object()}), "must be a number, a text or a list"),
+        (lambda folder: Job(Source([str(folder)]), limit=0), "limit must be"),
+    ],
+)
+def test_a_job_that_cannot_run_is_one_sentence(tmp_path: Path, make: Callable[[Path], Job], words: str) -> None:
+    with pytest.raises(SaccadeError, match=words):
+        preview(make(tmp_path), tmp_path / "out.jsonl")
+
+
+def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_told_before_anything_runs(tmp_path: Path) -> None:
+    saved_picture(tmp_path / "a.png")
+    with pytest.raises(
+        SaccadeError, match=r"None of the items can be used\. The first one: a\.png: It has no question"
+    ):
+        preview(Job(Source([str(tmp_path)])), tmp_path / "out")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"id": "x", "messages": [{"role": "user", "content": "?"}]}))
+    with pytest.raises(SaccadeError, match="x is a conversation with a question of its own; leave out --prompt"):
+        preview(Job(Source([str(path)]), Asking("Why?")), tmp_path / "out")
+    path.write_text(json.dumps({"custom_id": "x", "body": {}}))
+    with pytest.raises(SaccadeError, match=r"x is a request .* leave out --system"):
+        preview(Job(Source([str(path)]), Asking(system="Short.")), tmp_path / "out")
