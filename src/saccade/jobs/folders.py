@@ -67,6 +67,7 @@ class Source:
             with_media: whether media that are stored in the inputs themselves are read.
         """
         pictures: list[Path] = []
+        is_alone = len(self.inputs) == 1 and len(self._paths(self.inputs[0])) == 1
         for given in self.inputs:
             for path in self._paths(given):
                 if path.is_file() and kind_of(path.name) is not None:
@@ -75,7 +76,7 @@ class Source:
                         yield _files(pictures, [p.as_posix() for p in pictures])
                         pictures = []
                 elif path.is_dir():
-                    yield from self._folder(path)
+                    yield from self._folder(path, base=path if is_alone else None)
                 else:
                     yield from self._file(path, with_media)
         if pictures:
@@ -93,11 +94,18 @@ class Source:
             )
         return [Path(name) for name in found]
 
-    def _folder(self, root: Path) -> Iterator[Item]:
-        """Pictures and videos of a folder and those in it, by path; an item's are of one folder."""
+    def _folder(self, root: Path, base: Path | None) -> Iterator[Item]:
+        """Pictures and videos of a folder and those in it, by path; an item's are of one folder.
+
+        Args:
+            base: folder to which the names are relative; None: as given.
+        """
 
         def fail(problem: OSError) -> None:
             raise SaccadeError(f"The folder {problem.filename} cannot be read: {problem.strerror}; allow it.")
+
+        def names(paths: Sequence[Path]) -> list[str]:
+            return [(path if base is None else path.relative_to(base)).as_posix() for path in paths]
 
         for name, folders, files in os.walk(root, onerror=fail):
             folders.sort()
@@ -108,10 +116,10 @@ class Source:
                     continue
                 group.append(Path(name, file))
                 if kind == "video" or len(group) == self.images_per_row:
-                    yield _files(group, [p.relative_to(root).as_posix() for p in group])
+                    yield _files(group, names(group))
                     group = []
             if group:
-                yield _files(group, [p.relative_to(root).as_posix() for p in group])
+                yield _files(group, names(group))
 
     def _file(self, path: Path, with_media: bool) -> Iterator[Item]:
         root = path.parent if self.media_root is None else self.media_root

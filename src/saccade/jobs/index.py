@@ -1,4 +1,4 @@
-"""Map of 64-bit keys to offsets in 16 bytes per place: a dictionary of a million ids would take ten times as much."""
+"""Map of 64-bit keys to numbers in 16 bytes per place: a dictionary of a million ids would take ten times as much."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key_of(*words: str) -> int:
 
 
 class Index:
-    """Offsets by key, with open addressing; keys are not removed."""
+    """Numbers by key, with open addressing; keys are not removed."""
 
     def __init__(self) -> None:
         self._keys, self._values, self._count = _empty(_FIRST), _empty(_FIRST, "q"), 0
@@ -26,20 +26,17 @@ class Index:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, key: int) -> bool:
-        return bool(self._keys[self._place(key)])
-
     def get(self, key: int) -> int | None:
-        """Offset of a key; None for an unknown one."""
+        """Number of a key; None for an unknown one."""
         place = self._place(key)
         return self._values[place] if self._keys[place] else None
 
-    def put(self, key: int, offset: int = 0) -> None:
-        """Add a key, or replace its offset."""
+    def put(self, key: int, number: int) -> None:
+        """Add a key, or replace its number."""
         place = self._place(key)
         if not self._keys[place]:
             self._count += 1
-        self._keys[place], self._values[place] = key, offset
+        self._keys[place], self._values[place] = key, number
         if self._count > _FULL * len(self._keys):
             self._grow()
 

@@ -89,15 +89,16 @@ class Job:
                 ) from None
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
-        """Yield the items with unique ids: a repeated one is followed by ``@`` and the item's number in the input."""
+        """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``."""
         return islice(self._chosen(with_media), self.limit)
 
     def _chosen(self, with_media: bool) -> Iterator[Item]:
-        seen = Index()
-        for number, item in enumerate(self.source.items(with_media), 1):
-            while (key := key_of(item.id)) in seen:
-                item.id = f"{item.id}@{number}"
-            seen.put(key)
+        seen = Index()  # how often every id came
+        for item in self.source.items(with_media):
+            while (before := seen.get(key := key_of(item.id))) is not None:
+                seen.put(key, before + 1)
+                item.id = f"{item.id}@{before + 1}"
+            seen.put(key, 1)
             if self.shard.holds(item.id):
                 yield item
 
