@@ -65,6 +65,20 @@ def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
         assert server.post({**LONG, "max_tokens": 2})[0] == 200
 
 
+def test_ended_requests_are_freed_without_the_garbage_collector() -> None:
+    body = {**LONG, "messages": asks("Tell all.", uri(1)), "max_tokens": 3}
+    gc.collect()
+    gc.disable()
+    try:
+        with live() as server:
+            assert [server.post(body)[0] for _ in range(2)] == [200, 200]
+            assert server.call("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}).encode())[0] == 200
+            assert server.post({**body, "stop": 3})[0] == 400
+            server.until(lambda: not any(isinstance(found, Exchange) for found in gc.get_objects()), 10)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_hundred_clients_that_leave_in_the_middle_cost_the_others_nothing() -> None:

@@ -108,21 +108,27 @@ class Exchange(Response):
             Refusal: before the answer has begun.
         """
         service = self._service
-        client = service.admit(scope)
-        self._began = service.clock()
-        with service.gate.request(client):
-            body = parse(self._kind, await self._read(scope, receive))
-            await self._submit(body)
-            watching = asyncio.create_task(self._watch(receive))
-            try:
-                await (self._stream if body.stream else self._whole)(send)
-            except ClientGone:
-                service.metrics.failed("client_gone")
-            finally:
-                watching.cancel()
-                service.owner.cancel(self._jobs)
-                self._inbox.close()
-                self._jobs = []  # they deliver to this exchange; without the cycle their images are freed at once
+        try:
+            client = service.admit(scope)
+            self._began = service.clock()
+            with service.gate.request(client):
+                body = parse(self._kind, await self._read(scope, receive))
+                await self._submit(body)
+                await self._answer(receive, send, bool(body.stream))
+        finally:  # jobs and inbox call back here; without the cycle, images are freed at once
+            self._inbox.close()
+            self._jobs = []
+
+    async def _answer(self, receive: Receive, send: Send, stream: bool) -> None:
+        """Write the answer, unless the client goes away."""
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream if stream else self._whole)(send)
+        except ClientGone:
+            self._service.metrics.failed("client_gone")
+        finally:
+            watching.cancel()
+            self._service.owner.cancel(self._jobs)
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
         """Read the body.
