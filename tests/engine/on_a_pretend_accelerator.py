@@ -29,7 +29,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
-from saccade.target import cache
+from saccade.target import cache, exact
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 
@@ -162,6 +162,23 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevi
         assert method not in FEW_UPLOADS or counts.sent.total() <= 3, counts.sent
     for counts in ran.prefill:
         assert sum(counts.waits.values()) <= PREFILL_WAITS, counts.waits
+
+
+@pytest.mark.parametrize("method", ["plain", "chain", "dynamic-tree"])
+def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
+    device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(exact, "DEVICES", ("cpu", NAME))
+
+    def tokens(place: str, counted: PretendDevice | None) -> Ran:
+        parts = Parts(Target(CASE.model().to(place), exact=True), draft_model(place))
+        return run(build(method, parts, **OPTIONS[method]), False, counted)
+
+    ran = tokens(NAME, device)
+    assert ran.tokens == tokens("cpu", None).tokens
+    for counts in ran.steps:
+        assert sum(counts.waits.values()) == 1, counts.waits
+        assert not counts.blocking
 
 
 @pytest.mark.parametrize("method", ["dynamic-tree", "eagle2"])
