@@ -18,7 +18,7 @@ from commands import Shell
 from rich.console import Console
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
-from saccade import cpu
+from saccade import cpu, load
 from saccade.cli import screen
 from saccade.draft import pruning
 from saccade.engine.step_runner import StepRunner
@@ -27,6 +27,7 @@ from saccade.methods import METHODS
 from saccade.methods import options as options_of
 from saccade.output import Mark
 from saccade.pocket import draft_path, head_path
+from saccade.profile import Profile
 from saccade.stream import Chunk
 
 
@@ -105,6 +106,20 @@ def test_json_says_what_drafted_although_the_user_did_not(
     assert set(answer["options"]) == set(METHODS[answer["method"]].options)
     assert answer["dtype"] == str(cpu.suitable_dtype(torch.bfloat16)).removeprefix("torch.")
     assert answer["draft_dtype"] == (drafter and "float32")
+
+
+def test_exact_mode_gives_the_tokens_of_its_plain_decoding(shell: Shell, image: str, tmp_path: Path) -> None:
+    target, drafter = ("-t", ready("llava")), ("-d", ready("llava-draft"))
+    given = ("--dtype", "bfloat16", "--exact", "-i", image, "-n", "40", "--json", "What?")
+    plain, chain, tree = (
+        json.loads(shell("generate", *target, *more, *given).out)
+        for more in (("-m", "plain"), drafter, (*drafter, "-m", "dynamic-tree"))
+    )
+    assert (plain["exact"], plain["dtype"]) == (True, "bfloat16")
+    assert plain["tokens"] == chain["tokens"] == tree["tokens"]
+    assert load(ready("llava"), ready("llava-draft"), "chain", dtype="bfloat16").target.exact is False
+    Profile(str(ready("llava")), "chain", str(ready("llava-draft")), exact=True).write(tmp_path / "own.toml")
+    assert load(tmp_path / "own.toml").target.exact
 
 
 def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:

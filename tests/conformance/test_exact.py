@@ -21,7 +21,7 @@ from saccade.engine.generation import plan
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
-from saccade.target import lean
+from saccade.target import lean, steady
 from saccade.target.adapter import Target
 from saccade.target.steady import SteadyLinear
 
@@ -158,6 +158,18 @@ def test_a_model_that_is_hooked_after_it_was_loaded_is_refused() -> None:
         together(Engine(own), prompts("llama")[:1])
     handle.remove()
     assert tuple(together(Engine(own), prompts("llama")[:1])[0]) == plain("llama")[0]
+
+
+def test_another_number_of_threads_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are divided among threads, and may add up in another order."""
+    own = Target(model("llama"), exact=True)
+    monkeypatch.setattr(steady, "agreeing_sizes", lambda product: (1, 16))
+    assert own.is_lean
+    assert own._lean is not None
+    assert own._lean._sizes != (1, 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert own.is_lean
+    assert own._lean._sizes == (1, 16)
 
 
 def test_a_context_that_float64_cannot_sum_is_refused() -> None:

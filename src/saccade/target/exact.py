@@ -44,7 +44,10 @@ def exact_decoder(target: Any) -> LeanDecoder:
     """
     kind = target.device.type
     if kind not in DEVICES:
-        raise ModelError(f"Exact mode computes sums in float64, which {kind} devices lack; load the model on the CPU.")
+        raise ModelError(
+            f"Exact mode computes sums in float64, which it expects of {' and '.join(DEVICES)} devices alone, not of "
+            f"{kind}; load the model on the CPU, or leave exact out."
+        )
     keys = (target.traits.context or _CONTEXT) + _BEYOND
     if keys > MAX_KEYS:
         raise ModelError(

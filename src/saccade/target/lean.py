@@ -107,19 +107,20 @@ class LeanDecoder:
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
         self._guard = ModuleGuard(model, (decoder, head), joined)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        self._sizes: tuple[int, ...] = ()
-        if exact is None:
-            self._copied = pack_where_faster([*products, self._head])
-        else:
-            steady = [p for p in (*products, self._head) if isinstance(p, SteadyLinear)]
-            self._sizes, self._copied = make_steady(steady), list[Linear](steady)
+        self._steady = [p for p in (*products, self._head) if isinstance(p, SteadyLinear)]
+        self._sizes = make_steady(self._steady) if exact is not None else ()
+        self._copied = pack_where_faster([*products, self._head]) if exact is None else list[Linear](self._steady)
+        self._threads = torch.get_num_threads()
 
     @property
     def is_current(self) -> bool:
         """Whether the model still has the fused modules and weights, without hooks.
 
-        Weights that were changed in place are copied again.
+        Weights that were changed in place are copied again, and sizes of products found anew for another number of
+        threads.
         """
+        if self._steady and self._threads != torch.get_num_threads():
+            self._sizes, self._threads = make_steady(self._steady), torch.get_num_threads()
         for product in self._copied:
             product.refresh()
         return self._guard.is_current
