@@ -74,7 +74,7 @@ def test_ended_requests_are_freed_without_the_garbage_collector() -> None:
             assert [server.post(body)[0] for _ in range(2)] == [200, 200]
             assert server.call("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}).encode())[0] == 200
             assert server.post({**body, "stop": 3})[0] == 400
-            server.until(lambda: not any(isinstance(found, Exchange) for found in gc.get_objects()), 10)
+            server.until(lambda: not any(type(found) is Exchange for found in gc.get_objects()), 10)
     finally:
         gc.enable()
 
