@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from commands import Shell
 
 from checkpoints import picture, ready, saved_picture, vlm
+from saccade.cli import screen
 from saccade.engine.step_runner import StepRunner
 
 
@@ -45,8 +47,11 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     assert "Items: 4 (4 pictures)" in plan.out
     assert "2 answers at once, by " in plan.out
     assert [p.name for p in photos.parent.iterdir()] == ["photos"]
-    done = shell(*command(photos, "-p", "What?"))
+    with monkeypatch.context() as patch:
+        patch.setattr(screen, "LOG_SECONDS", 0.0)
+        done = shell(*command(photos, "-p", "What?"))
     assert done.code == 0, done.err
+    assert re.search(r"^4 of 4, .* items/s, .* tokens/s, 1 failed, about 0 s left$", done.err, re.MULTILINE)
     assert done.out.startswith("3 answers in ")
     assert "1 item failed" in done.out
     assert "Failed: broken.png: The image file" in done.err

@@ -61,6 +61,13 @@ def test_a_drafter_changes_no_greedy_answer(written: Written, pictures: Path) ->
     assert json.loads((drafted / "distill.json").read_text())["options"]["method"] == "chain"
 
 
+def test_one_array_is_asked_like_its_rows_as_lines(written: Written, pictures: Path) -> None:
+    prompts = [asks("A é?", "a.png", name="a"), talks("b", ("One?", "1"), ("Two?", "2")), asks("C?", name="c")]
+    lines = run(written(*prompts))
+    array = run(written(json.dumps(prompts, indent=1, ensure_ascii=False), name="array.json"), out="from array")
+    assert rows(array) == rows(lines)
+
+
 def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(written: Written, pictures: Path) -> None:
     lines = [asks(f"What {'x' * n}?", name=f"q{n}") for n in range(6)]
     one = shaped(run(written(*lines), sampled_share=1))

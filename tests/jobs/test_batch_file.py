@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from checkpoints import picture, saved_picture, vlm
 from saccade.engine.step_runner import StepRunner
@@ -114,6 +115,7 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     assert answer["body"]["usage"]["completion_tokens"] == 4
     assert answer["body"]["model"] == "any"
     assert answer["body"]["saccade"] == {"method": "plain", "lossless": True}
+    ChatCompletion.model_validate(answer["body"], strict=True)
     two = found["two"]["response"]["body"]["choices"]
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 4}
     for index in (0, 1):

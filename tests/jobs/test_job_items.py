@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints import saved_picture
 from saccade.errors import InputError, SaccadeError
-from saccade.jobs.elements import _BLOCK, elements
+from saccade.jobs.elements import _BLOCK, row_at, rows
 from saccade.jobs.folders import Source
 from saccade.jobs.index import Index, key_of
 from saccade.jobs.items import Asking, Item, Stored, Template
@@ -240,20 +240,29 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
         items(tmp_path / "a.parquet")
 
 
-def test_an_array_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"id": n, "text": "]}," * (n % 7) + 'é\\" ' * (n % 50)} for n in range(300)]
-    for indent in (None, 1):
-        text = json.dumps(rows, indent=indent, ensure_ascii=False).encode()
-        assert len(text) > 0.5 * _BLOCK
+def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = [{"id": n, "text": "]}," * (n % 7) + 'é\\" ' * (n % 50)} for n in range(300)]
+    path = tmp_path / "a.json"
+    for indent, begin in ((None, b""), (1, b"\xef\xbb\xbf \n")):
+        path.write_bytes(begin + json.dumps(objects, indent=indent, ensure_ascii=False).encode())
         for block in (1, 17, _BLOCK):
             monkeypatch.setattr("saccade.jobs.elements._BLOCK", block)
-            found = list(elements(io.BytesIO(text)))
-            assert [json.loads(piece) for _, piece in found] == rows
-            assert [number for number, _ in found] == list(range(1, 301))
-    assert [p for _, p in elements(io.BytesIO(b'[{"a": 1}, {"b": '))] == [b'{"a": 1}', b'{"b": ', b"["]
-    assert [p for _, p in elements(io.BytesIO(b'\xef\xbb\xbf [{"a": 1}, oops, 3]'))] == [b'{"a": 1}', b"oops, 3]", b"["]
-    assert [p for _, p in elements(io.BytesIO(b"[]"))] == []
-    assert [p for _, p in elements(io.BytesIO(b"[12, 345]"))] == [b"12", b"345"]
+            found = list(rows(path))
+            assert [json.loads(piece) for _, _, piece in found] == objects
+            assert [number for number, _, _ in found] == list(range(1, 301))
+            assert all(row_at(path, offset) == piece for _, offset, piece in found[::37])
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in objects[:9]))
+    assert [(number, json.loads(row_at(path, offset))) for number, offset, _ in rows(path)] == [
+        (2 * n + 1, row) for n, row in enumerate(objects[:9])
+    ]
+    for text, pieces in {
+        b'[{"a": 1}, {"b": ': [b'{"a": 1}', b'{"b": ', b"["],
+        b'[{"a": 1}, oops, 3]': [b'{"a": 1}', b"oops, 3]", b"["],
+        b"[]": [],
+        b"[12, 345]": [b"12", b"345"],
+    }.items():
+        path.write_bytes(text)
+        assert [piece for _, _, piece in rows(path)] == pieces
 
 
 def test_the_index_is_a_dictionary() -> None:

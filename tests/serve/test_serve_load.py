@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -18,10 +17,9 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from live_server import TIMEOUT, Live, asks, live, questions, uri
+from live_server import TIMEOUT, Live, asks, live, questions
 
 from checkpoints import ready, vlm
-from saccade.serve.streaming import Exchange
 from saccade.target.adapter import Target
 
 LONG = {"model": "tiny", "messages": asks("Tell all."), "max_tokens": 400, "temperature": 0}

@@ -100,6 +100,7 @@ def batch(
     draft_dtype: args.DraftDtype = None,
     device: args.DeviceMap = None,
     threads: args.Threads = None,
+    exact: args.Exact = False,
     max_new_tokens: args.MaxNewTokens = None,
     sample: args.Sample = False,
     temperature: args.Temperature = None,
@@ -134,7 +135,13 @@ def batch(
         )
     decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = args.settings(set_)
-    models: dict[str, Any] = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device, "threads": threads}
+    models: dict[str, Any] = {
+        "dtype": dtype,
+        "draft_dtype": draft_dtype,
+        "device_map": device,
+        "threads": threads,
+        "exact": exact,
+    }
     from saccade.jobs import Job, preview
     from saccade.jobs.folders import Source
     from saccade.jobs.forms import Reading

@@ -25,8 +25,8 @@ def distill(
         str,
         typer.Argument(
             metavar="PROMPTS",
-            help="JSON lines with LLaVA conversations or OpenAI messages; or `pocket:TASK,TASK` or `pocket:all`, "
-            "drawn from the built-in world.",
+            help="JSON lines, or one JSON array, with LLaVA conversations or OpenAI messages; or `pocket:TASK,TASK` or "
+            "`pocket:all`, drawn from the built-in world.",
         ),
     ],
     out: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from saccade.errors import InputError, SaccadeWarning
-from saccade.formats import count
+from saccade.formats import count, duration
 
 if TYPE_CHECKING:
     from saccade.chat import Turn
@@ -57,19 +58,44 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+LOG_SECONDS = 60.0
+"""Time between the lines that stand for a bar where stderr is no terminal."""
+
+
 @contextmanager
 def long_progress(first: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar of a run of hours on stderr with the time left; yields its update of (done, total, description)."""
+    """Show a bar of a run of hours on stderr with the time left; yields its update of (done, total, description).
+
+    Where stderr is not a terminal, a line once a minute stands for the bar.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _logged()
+        return
     words = TextColumn("{task.description}", markup=False)
     columns = (BarColumn(), MofNCompleteColumn(), words, TimeRemainingColumn())
-    console = Console(stderr=True)
     period = 600  # seconds of the estimate; one batch can take minutes
-    options: dict[str, Any] = {"transient": True, "speed_estimate_period": period}
-    with Progress(*columns, console=console, disable=not console.is_terminal, **options) as bar:
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=period) as bar:
         task = bar.add_task(first, total=None)
         yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+
+
+def _logged() -> Callable[[int, int, str], None]:
+    began = last = time.monotonic()
+    before: int | None = None
+
+    def update(done: int, total: int, text: str) -> None:
+        nonlocal last, before
+        before = done if before is None else before
+        now = time.monotonic()
+        if done > before and now - last >= LOG_SECONDS:
+            last = now
+            left = duration((total - done) * (now - began) / (done - before))
+            note(f"{done} of {total}, {text}, about {left} left")
+
+    return update
 
 
 def check_media(images: list[str], videos: list[str]) -> None:

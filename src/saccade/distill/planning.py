@@ -23,6 +23,7 @@ from saccade.inputs.conversations import (
     sources_of,
     text_of,
 )
+from saccade.jobs.elements import row_at, rows
 
 
 class Duplicates:
@@ -138,7 +139,7 @@ class Plan:
 
 
 class Prompts:
-    """A file of conversations, one JSON object per line.
+    """A file of conversations: one JSON object per line, or one array of them.
 
     Args:
         path: of the file.
@@ -156,23 +157,16 @@ class Prompts:
                 self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as problem:
             raise SaccadeError(
-                f"Cannot read the prompts in {path}: {problem.strerror}; give a file of JSON lines, or pocket:TASK."
+                f"Cannot read the prompts in {path}: {problem.strerror}; give JSON lines, a JSON array or pocket:TASK."
             ) from problem
 
     def lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield number, offset and content of every line that is not blank."""
-        offset = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, offset, line
-                offset += len(line)
+        """Yield number, offset and content of every row."""
+        return rows(self.path)
 
     def at(self, offset: int) -> Conversation:
-        """Return the conversation of the line at an offset in bytes."""
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            return parse_conversation(file.readline().decode())
+        """Return the conversation of the row at an offset in bytes."""
+        return parse_conversation(row_at(self.path, offset).decode())
 
     def where(self, line: int) -> str:
         """Name a line for messages."""
@@ -185,7 +179,7 @@ def check_source(source: str, options: Options) -> None:
         pocket_source.tasks_of(source, options.grammar)
     elif not Path(source).expanduser().is_file():
         raise SaccadeError(
-            f"There is no file {source}; give a file of JSON lines, or pocket:TASK for built-in prompts."
+            f"There is no file {source}; give JSON lines or a JSON array, or pocket:TASK for built-in prompts."
         )
 
 
@@ -219,7 +213,9 @@ def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
                 planned += 1
     if not planned:
         problems = f" {plan.problems[0]}" if plan.problems else ""
-        raise SaccadeError(f"{prompts.path} holds no question; expected one JSON object per line.{problems}")
+        raise SaccadeError(
+            f"{prompts.path} holds no question; expected one JSON object per line, or one array.{problems}"
+        )
     for _, items in sorted(rounds.items()):
         plan.batches += _batches(items, options.batch)
     return plan

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import parse_json
-from saccade.jobs.elements import elements
+from saccade.jobs.elements import rows
 from saccade.jobs.items import Item, Kind, named
 from saccade.jobs.shards import is_archive, parquet_rows, samples
 from saccade.typed import check_whole
@@ -148,13 +148,8 @@ def _files(paths: Sequence[Path], names: Sequence[str]) -> Item:
 def _rows(path: Path, root: Path) -> Iterator[Item]:
     """Items of JSON lines, or of one JSON array."""
     try:
-        with path.open("rb") as file:
-            is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-            file.seek(0)
-            pieces = elements(file) if is_array else enumerate(file, 1)
-            for number, piece in pieces:
-                if piece.strip():
-                    yield _row(piece, f"{path.name}:{number}", root)
+        for number, _, piece in rows(path):
+            yield _row(piece, f"{path.name}:{number}", root)
     except OSError as problem:
         raise SaccadeError(f"Cannot read {path}: {problem.strerror}; give a readable file.") from problem
 

@@ -182,7 +182,7 @@ def facts(vlm: VLM, method_options: Mapping[str, Any]) -> dict[str, Any]:
         drafter = _facts(vlm.draft_model.model)
     return {
         "created": int(time.time()),
-        "method": {"method": vlm.method, "method_options": dict(method_options)},
+        "method": {"method": vlm.method, "method_options": dict(method_options), "exact": vlm.target.exact},
         "target": _facts(vlm.target.model),
         "processor": {"digest": vlm.processor.digest},
         "drafter": drafter,
