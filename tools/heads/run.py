@@ -9,7 +9,6 @@ from pathlib import Path
 from saccade import VLM
 from saccade.distill import distill
 from saccade.environment import fingerprint
-from saccade.errors import SaccadeError
 from saccade.formats import duration
 from saccade.train.data import Answers
 from saccade.train.trainer import Trainer
@@ -89,9 +88,7 @@ class Workshop:
             self._vlm.target, recipe, source, folder, processor=processor, resume=True, say=self._progress(plan.name)
         )
         outcome = trainer.run()
-        if outcome.best is None:
-            raise SaccadeError(f"{plan.name} was not measured; its answers are too few to hold some out.")
-        finish(folder, plan, self._target, outcome.best, outcome.efficiency)
+        finish(folder, plan, self._target, outcome.best or outcome.head, outcome.efficiency)
 
     def _progress(self, name: str) -> Callable[[str], None]:
         return lambda line: self._say(f"    {name}: {line}")

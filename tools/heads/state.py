@@ -27,7 +27,8 @@ class Finished:
     Attributes:
         settings: of its recipe.
         target: fingerprint of the target.
-        best: folder of the head, relative to its run's.
+        best: folder of the head, relative to its run's: the best one, or the last where too few answers were held out to
+            tell.
         efficiency: block efficiency on held-out samples; None if it was not measured.
     """
 
