@@ -62,6 +62,24 @@ def test_pages_open_with_the_verdict_and_the_index_lists_them(setup: Setup, tmp_
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
 
 
+def test_a_reason_stands_behind_the_verdict_that_it_explains(setup: Setup, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    session, report = run(setup, ("lvspec-2",))
+    found = re.search(
+        r"LVSpec-no-PST, (.*?) on this pair", published(session, report, docs, ("lvspec-2",))["lvspec-2.md"]
+    )
+    assert found is not None
+    for outcome, is_shown in ((found[1], True), ("holds in 7 of 9 comparisons", False)):
+        (docs / "reasons.toml").write_text(f'[lvspec-2]\noutcome = "{outcome}"\nwhy = "The moon\\nis full."\n')
+        pages = published(session, report, docs, ("lvspec-2",))
+        assert (pages["lvspec-2.md"].split("\n\n")[2] == "The moon is full.") == is_shown
+        assert any("reasons.toml explains why lvspec-2 holds in 7" in line for line in LINES) != is_shown
+        assert "reasons.toml" in pages, "it outlasts the pages"
+    (docs / "reasons.toml").write_text("[lvspec-2]\nbecause = 1\n")
+    with pytest.raises(SaccadeError, match=r"reasons\.toml, lvspec-2: unknown key 'because'"):
+        published(session, report, docs, ("lvspec-2",))
+
+
 def test_a_figure_s_page_has_its_drawings(setup: Setup, tmp_path: Path) -> None:
     names = ("tabed-figure-3",)
     session = Session(setup, LINES.append)

@@ -27,8 +27,7 @@ class Finished:
     Attributes:
         settings: of its recipe.
         target: fingerprint of the target.
-        best: folder of the head, relative to its run's: the best one, or the last where too few answers were held out to
-            tell.
+        best: folder of the head, relative to its run's; the last one where too few answers were held out to tell.
         efficiency: block efficiency on held-out samples; None if it was not measured.
     """
 

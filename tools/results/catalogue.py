@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from saccade.bench import library
 from saccade.bench.suite import Suite
@@ -71,8 +72,13 @@ VARIANTS: dict[str, Variant] = {"inflated": _inflated, "experts": upcycle}
 
 _VARIANT_OF = {"sage-3": "experts"}
 """Suites that need another form of the target."""
-_EXTRA = (("quick-1024", "quick", "inflated"),)
-"""Name, suite and variant of measurements besides the suites themselves."""
+_EXTRA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("quick-1024", "quick", "inflated", {}),
+    ("sage-figure-3-64", "sage-figure-3", "", {"max_new_tokens": 64}),
+    ("sage-figure-3-128", "sage-figure-3", "", {"max_new_tokens": 128}),
+)
+"""Name, suite, variant and changed sizes of measurements besides the suites themselves; SAGE's Figure 3 has answers of
+three lengths, of which the whole one is the suite's own."""
 
 
 def measurements(names: Iterable[str] = ()) -> list[Measurement]:
@@ -86,8 +92,8 @@ def measurements(names: Iterable[str] = ()) -> list[Measurement]:
         for name in library.names()
         if name not in NOT_MEASURED
     }
-    for name, suite, variant in _EXTRA:
-        known[name] = Measurement(name, library.load(suite), variant)
+    for name, suite, variant, sizes in _EXTRA:
+        known[name] = Measurement(name, library.load(suite).with_(**sizes), variant)
     wanted = list(dict.fromkeys(names)) or list(known)
     for name in wanted:
         if name not in known:

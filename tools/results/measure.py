@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import saccade
+from saccade.bench import library
 from saccade.bench.check import Mismatch
 from saccade.bench.cost import estimate
 from saccade.bench.preparing import Prepared, prepare
@@ -27,7 +28,21 @@ from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from tools.heads.state import usable_head
 from tools.results.catalogue import VARIANTS, Measurement, measurements
-from tools.results.pages import INDEX, Entry, Place, facts, figures_of, index, outcome, page, publish
+from tools.results.pages import (
+    INDEX,
+    REASONS,
+    Entry,
+    Place,
+    facts,
+    figures_of,
+    first_outcome,
+    index,
+    outcome,
+    page,
+    publish,
+    reasons,
+    with_reason,
+)
 
 MARK = "results.json"
 """Identity of a results folder: revision, machine and models."""
@@ -170,6 +185,17 @@ class Session:
         files = [file for name in names for file in (f"{name}.md", *self._done(name)["figures"])]
         pages = {file: (self._pages / file).read_text(encoding="utf-8") for file in files}
         entries = [Entry(**self._done(name)["entry"]) for name in names]
+        known_reasons = reasons(docs)
+        for entry in entries:
+            reason = known_reasons.get(entry.name)
+            if reason is not None and reason.outcome == entry.first:
+                pages[f"{entry.name}.md"] = with_reason(pages[f"{entry.name}.md"], reason)
+            elif reason is not None:
+                self._say(
+                    f"{docs / REASONS} explains why {entry.name} {reason.outcome}, but it {entry.first}: left out"
+                )
+        if known_reasons:
+            pages[REASONS] = (docs / REASONS).read_text(encoding="utf-8")
         pages[INDEX] = index(entries, facts(self._environment), left_out)
         publish(pages, docs)
 
@@ -196,10 +222,11 @@ class Session:
         drawings = figures_of(measurement, run)
         text = page(measurement, run, Place(self._command(measurement), self._models(measurement, run)), drawings)
         config = run.header.config
+        entry = Entry(measurement.name, config["mirrors"], config["title"], outcome(run), first_outcome(run))
         done = {
             "heads": self._digests(measurement),
             "figures": list(drawings),
-            "entry": asdict(Entry(measurement.name, config["mirrors"], config["title"], outcome(run))),
+            "entry": asdict(entry),
         }
         write_file(folder / _DONE, json.dumps(done, indent=1) + "\n")
         for file, plot in drawings.items():
@@ -252,8 +279,9 @@ class Session:
         """Command that measures the same again, without folders of this machine."""
         target = self._setup.target if is_pocket(self._setup.target) else "TARGET"
         drafter = ["-d", "DRAFT"] if self._setup.drafter else []
-        short = ["--short"] if self._setup.short else []
-        return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *short])
+        given, own = measurement.suite.per_task, library.load(measurement.suite.name).per_task
+        size = ["--short"] if self._setup.short else [] if given == own else ["--per-task", str(given)]
+        return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *size])
 
     def _models(self, measurement: Measurement, run: Run) -> str:
         """Models of a run in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,14 @@ from saccade.bench.report import contents, tables
 from saccade.bench.report.figures import Plot, draw
 from saccade.bench.report.signal_figures import drawn_signals
 from saccade.bench.report.tables import escape
+from saccade.errors import SaccadeError
 from saccade.files import write_folder
+from saccade.typed import make
 from tools.results.catalogue import Measurement
 
 INDEX = "README.md"
+REASONS = "reasons.toml"
+"""Beside the pages, and kept when they are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,11 @@ def outcome(run: Run) -> str:
     return "; ".join(found) or verdict(run)
 
 
+def first_outcome(run: Run) -> str:
+    """The outcome of the first claim; empty without any."""
+    return next((v.outcome for v in claims.verdicts(run)), "")
+
+
 def facts(environment: Mapping[str, Any]) -> str:
     """Revision, machine and versions in one sentence."""
     bf16 = "with" if cpu.has_instructions(torch.bfloat16) else "without"
@@ -111,12 +121,27 @@ class Entry:
         mirrors: the paper's table or figure.
         title: of the suite.
         outcome: of its claims in a few words.
+        first: of its first claim alone.
     """
 
     name: str
     mirrors: str
     title: str
     outcome: str
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an order does not hold, written by hand after a measurement that shows it.
+
+    Attributes:
+        outcome: of the page's first claim, as the page states it; with another one the reason is left out.
+        why: Markdown, with the command of that measurement.
+    """
+
+    outcome: str
+    why: str
 
 
 _INTRODUCTION = """# Results
@@ -125,7 +150,8 @@ One page per suite, written by `make results`, which measures all of them on one
 opens with a verdict that is computed from its data: does the paper's order of methods hold on this pair, and by how
 much. Intervals are paired bootstrap intervals of 95 % over prompts; a comparison is undecided where its interval
 contains the boundary. Trees that are compared have equally many nodes where the paper's have, and beside every tree is
-a chain as deep.
+a chain as deep. Why an order does not hold, where a measurement shows it, is taken from `reasons.toml` beside the
+pages.
 
 ```
 make heads     # trains every head that the suites name, by tools/heads/recipes.toml; prints time and disk space first
@@ -154,6 +180,28 @@ def index(entries: Sequence[Entry], facts_of_all: str, left_out: Mapping[str, st
     if left_out:
         lines += ["", "Not measured:", "", *(f"- {name}: {reason}" for name, reason in left_out.items())]
     return "\n".join(lines) + "\n"
+
+
+def reasons(docs: Path) -> dict[str, Reason]:
+    """Reasons by page, of the file in a folder of pages; none without it.
+
+    Raises:
+        SaccadeError: the file is not valid.
+    """
+    path = docs / REASONS
+    if not path.is_file():
+        return {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise SaccadeError(f"{path} is not valid TOML: {problem}.") from problem
+    return {name: make(Reason, table, f"{path}, {name}") for name, table in content.items()}
+
+
+def with_reason(text: str, reason: Reason) -> str:
+    """Insert a reason behind a page's first verdict."""
+    title, first, rest = text.split("\n\n", 2)
+    return "\n\n".join([title, first, " ".join(reason.why.split()), rest])
 
 
 def publish(pages: Mapping[str, str], docs: Path) -> None:

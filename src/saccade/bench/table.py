@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from saccade.bench import metrics
+from saccade.bench import claims, metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import Predicted, predictions
@@ -99,7 +99,8 @@ def predicted(run: Run) -> Table | None:
 
 
 def remarks(run: Run) -> Iterator[str]:
-    """Remarks below the tables: definitions, costs, differences and warnings."""
+    """Remarks below the tables: verdicts on the paper's orders, definitions, costs, differences and warnings."""
+    yield from claims.sentences(run)
     header = run.header
     repeats, count = header.config["repeats"], len({r.prompt_id for r in run.records})
     yield (
