@@ -181,6 +181,20 @@ def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monke
     assert not (setup.out / "pages" / "quick.md").exists()
 
 
+def test_a_suite_that_breaks_does_not_cost_the_others(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Session.prepared
+
+    def broken(self: Session, measurement: Any) -> Any:
+        if measurement.name == "quick":
+            raise RuntimeError("out of memory")
+        return prepared(self, measurement)
+
+    monkeypatch.setattr(Session, "prepared", broken)
+    _, report = run(setup)
+    assert report.failed == {"quick": "RuntimeError: out of memory"}
+    assert report.measured == ["lvspec-2"]
+
+
 def test_the_plan_counts_answers_and_writes_no_record(setup: Setup) -> None:
     plan = Session(setup).plan([m.short() for m in measurements(("quick", "hivis-2"))])
     assert plan.startswith("quick: 10 answers\nhivis-2: 26 answers; left out, because 5 heads")

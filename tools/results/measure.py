@@ -155,9 +155,10 @@ class Session:
                 try:
                     self._measure(measurement, clock)
                     report.measured.append(name)
-                except (Mismatch, SaccadeError) as problem:
-                    report.failed[name] = str(problem)
-                    self._say(f"    failed: {problem}")
+                except Exception as problem:  # one suite must not cost the others their hours
+                    known = isinstance(problem, (Mismatch, SaccadeError))
+                    report.failed[name] = str(problem) if known else f"{type(problem).__name__}: {problem}"
+                    self._say(f"    failed: {report.failed[name]}")
                 clock.end()
         return report
 
