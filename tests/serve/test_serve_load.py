@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -17,9 +18,10 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from live_server import TIMEOUT, Live, asks, live, questions
+from live_server import TIMEOUT, Live, asks, live, questions, uri
 
 from checkpoints import ready, vlm
+from saccade.serve.streaming import Exchange
 from saccade.target.adapter import Target
 
 LONG = {"model": "tiny", "messages": asks("Tell all."), "max_tokens": 400, "temperature": 0}
