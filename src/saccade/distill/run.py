@@ -52,7 +52,8 @@ def header(
 
 def _facts(target: Target) -> dict[str, Any]:
     model = target.model
-    return model_facts(model, str(model.config._name_or_path))
+    facts = model_facts(model, str(model.config._name_or_path))
+    return facts | ({"exact": True} if target.exact else {})
 
 
 class Setup:
