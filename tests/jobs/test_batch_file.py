@@ -138,6 +138,23 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         run(source, tmp_path / "other.jsonl", prompt=None, temperature=0.5)
 
 
+def test_videos_have_the_frames_of_generate(tmp_path: Path) -> None:
+    frames = [picture(shade) for shade in range(6)]
+    frames[0].save(tmp_path / "v.gif", save_all=True, append_images=frames[1:], duration=100)
+    part = {"type": "video_url", "video_url": {"url": "v.gif"}}
+    rows = [
+        {"id": "row", "prompt": "What?", "video": "v.gif"},
+        {"id": "messages", "messages": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    qwen = vlm("qwen", "qwen-draft")
+    run(tmp_path / "rows.jsonl", tmp_path / "out.jsonl", prompt=None, target=qwen, num_frames=4)
+    expected = qwen.generate("What?", videos=[tmp_path / "v.gif"], num_frames=4, max_new_tokens=5)
+    found = records(tmp_path / "out.jsonl")
+    assert {row["text"] for row in found.values()} == {expected.text}
+    assert {row["prompt_tokens"] for row in found.values()} == {expected.stats.prompt_tokens}
+
+
 def test_what_the_model_cannot_take_is_a_record(tmp_path: Path) -> None:
     rows = [
         {"id": "long", "prompt": "x" * 2000},

@@ -76,6 +76,15 @@ def test_a_glob_and_files_that_the_shell_named_are_the_same(photos: Path) -> Non
     assert [i.version for i in by_glob] == [i.version for i in by_shell]
 
 
+def test_files_of_other_kinds_are_skipped_in_folders_and_globs_and_refused_among_several(photos: Path) -> None:
+    everything = sorted(photos.glob("*"))
+    assert [i.id for i in items(photos / "[a-z]*", images_per_row=9)] == [
+        *(str(photos / name) for name in ("a.JPG", "sub/c.png", "z.mp4"))
+    ]
+    with pytest.raises(SaccadeError, match=r"notes\.txt is no picture, .* give its folder, whose other files are"):
+        items(*everything)
+
+
 def test_several_folders_keep_their_names_in_the_ids(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(photos.parent)
     (photos.parent / "more").mkdir()

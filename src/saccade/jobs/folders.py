@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from saccade.errors import InputError, SaccadeError
@@ -17,6 +18,7 @@ from saccade.typed import check_whole
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv")
+_ROWS, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
 
 
 def kind_of(name: str) -> Kind | None:
@@ -66,33 +68,36 @@ class Source:
         Args:
             with_media: whether media that are stored in the inputs themselves are read.
         """
-        pictures: list[Path] = []
-        is_alone = len(self.inputs) == 1 and len(self._paths(self.inputs[0])) == 1
-        for given in self.inputs:
-            for path in self._paths(given):
-                if path.is_file() and kind_of(path.name) is not None:
-                    pictures.append(path)
-                    if len(pictures) == self.images_per_row:
-                        yield _files(pictures, [p.as_posix() for p in pictures])
-                        pictures = []
-                elif path.is_dir():
-                    yield from self._folder(path, base=path if is_alone else None)
+        paths = [path for given in self.inputs for path in self._paths(given)]
+        for is_medium, run in groupby(paths, lambda path: path.is_file() and kind_of(path.name) is not None):
+            if is_medium:
+                for group in _grouped(run, self.images_per_row):
+                    yield _files(group, [p.as_posix() for p in group])
+                continue
+            for path in run:
+                if path.is_dir():
+                    yield from self._folder(path, base=path if len(paths) == 1 else None)
                 else:
                     yield from self._file(path, with_media)
-        if pictures:
-            yield _files(pictures, [p.as_posix() for p in pictures])
 
     def _paths(self, given: str) -> list[Path]:
+        """Files and folders of an input; of a glob those of known kinds, as of a folder."""
         path = Path(given).expanduser()
         if path.exists():
+            if len(self.inputs) > 1 and not _is_known(path):
+                raise SaccadeError(
+                    f"{given} is no picture, video, JSON, Parquet or tar file by its ending; leave it out, or give its "
+                    "folder, whose other files are skipped."
+                )
             return [path]
-        found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(given) else []
+        matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(given) else []
+        found = [Path(name) for name in matches if _is_known(Path(name))]
         if not found:
             raise SaccadeError(
                 f"There is no file or folder {given}; give a folder, a glob in quotes, or a file of JSON lines, JSON, "
                 "Parquet or tar."
             )
-        return [Path(name) for name in found]
+        return found
 
     def _folder(self, root: Path, base: Path | None) -> Iterator[Item]:
         """Pictures and videos of a folder and those in it, by path; an item's are of one folder.
@@ -109,26 +114,36 @@ class Source:
 
         for name, folders, files in os.walk(root, onerror=fail):
             folders.sort()
-            group: list[Path] = []
-            for file in sorted(files):
-                kind = None if file.startswith(".") else kind_of(file)
-                if kind is None:
-                    continue
-                group.append(Path(name, file))
-                if kind == "video" or len(group) == self.images_per_row:
-                    yield _files(group, names(group))
-                    group = []
-            if group:
+            shown = (Path(name, file) for file in sorted(files) if not file.startswith(".") and kind_of(file))
+            for group in _grouped(shown, self.images_per_row):
                 yield _files(group, names(group))
 
     def _file(self, path: Path, with_media: bool) -> Iterator[Item]:
         root = path.parent if self.media_root is None else self.media_root
         if is_archive(path):
             yield from samples(path, root, with_media, kind_of)
-        elif path.suffix.lower() in (".parquet", ".pq"):
+        elif path.suffix.lower() in _PARQUET:
             yield from parquet_rows(path, root, with_media)
         else:
             yield from _rows(path, root)
+
+
+def _is_known(path: Path) -> bool:
+    """Whether a path is a folder, or a file of a known kind by its ending."""
+    ending = path.suffix.lower()
+    return path.is_dir() or kind_of(path.name) is not None or is_archive(path) or ending in (*_ROWS, *_PARQUET)
+
+
+def _grouped(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
+    """Neighbouring pictures, up to ``size`` together; every video is alone."""
+    group: list[Path] = []
+    for path in paths:
+        if group and (len(group) == size or kind_of(path.name) == "video" or kind_of(group[-1].name) == "video"):
+            yield group
+            group = []
+        group.append(path)
+    if group:
+        yield group
 
 
 def _files(paths: Sequence[Path], names: Sequence[str]) -> Item:
