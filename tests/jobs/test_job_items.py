@@ -332,3 +332,13 @@ def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_told_before_an
     path.write_text(json.dumps({"custom_id": "x", "body": {}}))
     with pytest.raises(SaccadeError, match=r"x is a request .* leave out --system"):
         preview(Job(Source([str(path)]), Asking(system="Short.")), tmp_path / "out")
+
+
+def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) -> None:
+    rows = [{"prompt": "What?", "image": f"{n}.png"} for n in range(30)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SaccadeError, match=r"None of the first 20 files .* such as .*19\.png; give .* --media-root"):
+        preview(Job(Source([str(path)])), tmp_path / "out")
+    saved_picture(tmp_path / "7.png")
+    assert preview(Job(Source([str(path)])), tmp_path / "out").kinds == {"image": 30}

@@ -84,6 +84,14 @@ class Ask:
             part[part["type"]] = _content(part[part["type"]])
         return self
 
+    @property
+    def files(self) -> list[str]:
+        """Paths of its media; those that are content or part of an archive are left out."""
+        sources = [*self.images, *self.videos]
+        if not isinstance(self.question, str):
+            sources = [source for part in media_parts(self.question) for source in sources_of(part)]
+        return [s for s in sources if isinstance(s, str) and not s.startswith("data:")]
+
     def count(self, kind: Kind) -> int:
         """Number of its images or videos."""
         if isinstance(self.question, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -203,10 +203,10 @@ def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
         SaccadeError: an input cannot be read, there is no usable item, the prompt does not fit the items, or the output
             belongs to something else.
     """
-    known, found = Known(job.journal(out, None), retry_failed), Survey()
+    known, found, files = Known(job.journal(out, None), retry_failed), Survey(), _Files()
     for item in job.items(with_media=False):
         found.items += 1
-        found.kinds[_kind(job, item, found.problems)] += 1
+        found.kinds[_kind(job, item, found.problems, files)] += 1
         record = known.get(key_of_item(item))
         if record is not None:
             found.there += 1
@@ -217,12 +217,41 @@ def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
             f"There is no item{part} in {', '.join(job.source.inputs)[:200]}; expected pictures, videos, JSON lines, "
             "JSON, Parquet or tar files."
         )
+    if files.are_missing:
+        raise SaccadeError(
+            f"None of the first {_FILES} files that the items name exists, such as {files.missing}; give the folder of "
+            "the media with --media-root."
+        )
     if found.kinds["unusable"] == found.items:
         raise SaccadeError(f"None of the items can be used. The first one: {found.problems[0]}")
     return found
 
 
-def _kind(job: Job, item: Item, problems: list[str]) -> str:
+_FILES = 20
+"""Named files of which one must exist: a wrong folder is not the fault of every item."""
+
+
+@dataclass(slots=True)
+class _Files:
+    """The first files that items name."""
+
+    count: int = 0
+    missing: str = ""
+    one_exists: bool = False
+
+    @property
+    def are_missing(self) -> bool:
+        return self.count >= _FILES and not self.one_exists
+
+    def look(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            if self.count < _FILES and not self.one_exists:
+                self.count += 1
+                self.one_exists = Path(path).exists()
+                self.missing = path
+
+
+def _kind(job: Job, item: Item, problems: list[str], files: _Files) -> str:
     if item.is_conversation and not item.problem:
         what, given = ("request", job.asking.system) if item.is_request else ("conversation", None)
         if job.asking.prompt is not None or given is not None:
@@ -236,5 +265,6 @@ def _kind(job: Job, item: Item, problems: list[str]) -> str:
         if len(problems) < SHOWN:
             problems.append(f"{item.id}: {sentence_of(problem)}")
         return "unusable"
+    files.look(ask.files)
     images, videos = ask.count("image"), ask.count("video")
     return "video" if videos else "images" if images > 1 else "image" if images else "text"
