@@ -145,14 +145,14 @@ def test_using_another_method_shares_the_models() -> None:
         assert other.method == method
         assert other.target is model.target
         assert other.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
-    assert model.method == "chain"
+    assert model.method == "auto"
     with pytest.raises(MethodError, match="needs a draft model"):
         vlm("llava").using("chain")
 
 
 def test_loaded_models_can_be_given() -> None:
     model = load(vlm("llava").target.model, vlm("llava-draft").target.model, gamma=2)
-    assert model.method == "chain"
+    assert model.method == "auto"
     assert model.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
     own = VLM(vlm("llava").target.model, vlm("llava").processor)
     assert own.method == "prompt-lookup"
@@ -160,7 +160,7 @@ def test_loaded_models_can_be_given() -> None:
 
 def test_the_drafter_may_be_called_the_assistant_model() -> None:
     model = load(vlm("llava").target.model, assistant_model=vlm("llava-draft").target.model, num_assistant_tokens=2)
-    assert (model.method, model.options["gamma"]) == ("chain", 2)
+    assert (model.method, model.options["gamma"]) == ("auto", 2)
     with pytest.raises(MethodError, match="drafter and assistant_model are two names"):
         load("a", "b", assistant_model="b")
 

@@ -70,8 +70,8 @@ def load(
             whose drafter and method hold where none are given), or ``pocket``, the built-in one. Without drafter and
             method, ``pocket`` brings its draft model and heads; given ones replace them.
         drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, or a trained head's folder.
-        method: a name of `saccade methods`; by default ``chain`` with a draft model, a head's own method with a
-            head, and ``prompt-lookup`` without a drafter.
+        method: a name of `saccade methods`; by default ``auto`` with a draft model (``chain`` with options that it
+            lacks), a head's own method with a head, and ``prompt-lookup`` without a drafter.
         assistant_model: Hugging Face's name for ``drafter``.
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
@@ -127,7 +127,7 @@ def check(
         device_map = default_device()
     target, drafter, given = drafters.with_builtin(target, drafter, method, options, drafters.named(drafter, heads))
     kinds = drafters.kinds_of(given)
-    name = method or drafters.default_method(drafter, kinds, head)
+    name = method or drafters.default_method(drafter, kinds, head, options)
     drafting = None if drafters.is_head(drafter) else drafter
     values = methods.options(name, options)
     methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
@@ -207,7 +207,8 @@ class VLM:
         self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
         self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
-        self._compose(method or drafters.default_method(drafter, drafters.kinds_of(given), head), head, options)
+        default = drafters.default_method(drafter, drafters.kinds_of(given), head, options)
+        self._compose(method or default, head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         values = methods.options(method, options)

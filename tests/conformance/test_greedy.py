@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, target, tokens
 
 from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
+from saccade.engine.pacing import Pacer, Trials
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -29,6 +33,34 @@ def test_tokens_equal_generate(name: str, kind: str, method: str, rows: int) -> 
     assert tokens(outputs) == case.reference(kind, rows)
     if method != "plain":
         assert_partly_accepted(outputs)
+
+
+class Wilful(Pacer):
+    """Drafts as it likes, row by row and step by step, and joins some rows late."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 0.1)
+        self._chance = random.Random(0)
+
+    @property
+    def is_proven(self) -> bool:
+        return True
+
+    def admits(self, others: int, prompt: int, remaining: float) -> bool:
+        return self._chance.random() < 0.5
+
+    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
+        return [self._chance.choice((0, 0, 1, 2, 4)) for _ in rows]
+
+
+@pytest.mark.parametrize(("name", "kind", "rows"), CASES)
+def test_a_paced_chain_equals_generate_whichever_steps_are_drafted(name: str, kind: str, rows: int) -> None:
+    case = FAMILIES[name]
+    paced = Engine(target(name), ModelDrafter(draft(name), POLICIES["chain"]), pacer=Wilful())
+    requests = [Request(prompt) for prompt in split(target(name).config, case.inputs(kind, rows))]
+    outputs = paced.generate(requests, max_new_tokens=MAX_NEW_TOKENS)
+    assert tokens(outputs) == case.reference(kind, rows)
+    assert sum(output.stats.drafted_tokens for output in outputs) > 0
 
 
 @pytest.mark.parametrize("rows", [1, 3])

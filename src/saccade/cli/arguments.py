@@ -46,8 +46,8 @@ MethodName = Annotated[
     _model(
         "--method",
         "-m",
-        help="See `saccade methods`. By default `chain` with a draft model, a head's own method with a head, "
-        "`prompt-lookup` without a drafter.",
+        help="See `saccade methods`. By default `auto` with a draft model (`chain` with options that it lacks), "
+        "a head's own method with a head, `prompt-lookup` without a drafter.",
     ),
 ]
 Settings = Annotated[

@@ -2,7 +2,11 @@
 
 A step that drafts k tokens for each of R rows emits E(k) = 1 + a + a^2 + ... + a^k tokens a row, where a is the
 acceptance rate, in the time T(R (k + 1)) + k d of the target's and the drafter's forwards (Leviathan et al. 2023,
-Section 3.3, with T measured by the number of tokens). Every quantity is estimated while rows run.
+Section 3.3, with T measured by the number of tokens). Every quantity is estimated while rows run, in *units*: the time
+of a forward of one token at that moment, so that a machine that gets faster or slower changes none of them.
+
+What drafting lost against plain decoding is kept in a ledger of the last tokens. A step may risk a part of what is left
+of a limit, so that a drafter that was good and is useless now costs no more than a random one.
 """
 
 from __future__ import annotations
@@ -10,29 +14,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
+from statistics import median
 
 MARGIN = 1.03
 """Times that drafting must be faster than plain decoding, as estimated, to be done."""
-EXPLORED = 0.006
-"""Share of the time of plain decoding that may go into trials of a drafter that did not pay so far."""
-SAMPLED_LENGTH = 5
-"""Draft tokens of rows that sample: a fixed number, so that a seed draws the same answer in every run."""
-_PRIOR = 0.6
-_PRIOR_TRIALS = 3.0
+_SAMPLED = 5
+"""Draft tokens of rows that sample."""
+_SAMPLED_RATE = 0.3
+"""Acceptance rate below which a row that samples is not drafted for any more."""
+SPAN = 200
+"""Tokens over which plain decoding's time limits what drafting may lose."""
+_LIMIT = 0.016
+"""Share of that time which drafting may lose."""
+_EXPLORED = 0.004
+"""Share of plain decoding's time that may go into trials of a drafter that does not pay as estimated."""
+_RISK = 0.5
+"""Share of what is left of the limit that a step may risk."""
+_PRIOR = 0.75
+_PRIOR_TRIALS = 4.0
 _REMEMBERED = 0.985
-"""Factor by which earlier trials and times count less with each new one."""
+"""Factor by which earlier trials count less with each new one."""
 _REFRESH = 128
 """Steps after which the time of an undrafted step is measured again."""
 _TRIAL = 2
 """Draft tokens of a trial, which is of one row."""
 _PROOF = 6
 """Verified draft tokens, recent ones counted most, from which on the acceptance rate is trusted."""
-_CREDIT = 2.5
-"""Forwards of one token that may be spent on a drafter that is not proven, or did not pay: 1.5 % of 200 tokens."""
 _HOPELESS = 0.5
 """Cost of drafting, over a forward of the target, from which on a drafter that does not pay is not tried again."""
-_FEW = 3
-"""Times below which the least that drafting can cost is trusted no more than a multiple of the first assumption."""
+_PREFILL = 0.05
+"""Time of a prompt's token in units, until it is measured."""
+_ANSWER = 100.0
+"""Tokens of an answer, until one has ended."""
 _LONG = 32
 """Prompt tokens from which on the time of a prefill tells that of a token."""
 _CAUTION = 0.7
@@ -41,18 +55,23 @@ _CAUTION = 0.7
 
 @dataclass(slots=True)
 class Recent:
-    """The last values, of which the lower quartile is typical: steps that other programs interrupted do not count."""
+    """The last values, of which the median is typical: steps that other programs interrupted do not count.
+
+    Attributes:
+        typical: the median; not a number without values.
+    """
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    typical: float = float("nan")
 
     def add(self, value: float) -> None:
         """Take in a value."""
         self.values.append(value)
+        self.typical = median(self.values)
 
-    @property
-    def typical(self) -> float:
-        """The lower quartile; there must have been a value."""
-        return sorted(self.values)[(len(self.values) - 1) // 4]
+    def or_else(self, value: float) -> float:
+        """What is typical, or a value where nothing is known."""
+        return self.typical if self.values else value
 
 
 @dataclass(slots=True)
@@ -73,72 +92,195 @@ class Trials:
         return (self.accepted + prior * trials) / (self.count + trials)
 
 
+_FEW = 3
+"""Values below which a measured time may differ from what is expected by a factor only."""
+_FACTOR = 1.5
+
+
+@dataclass(slots=True)
+class Forwards:
+    """Time of the target's forwards by number of tokens, in units.
+
+    Two numbers of tokens are compared where a step of one follows steps of the other: both met the same machine.
+
+    Args:
+        slope: time of one more token over that of the first, until it is measured.
+
+    Attributes:
+        unit: seconds of a unit, by the last steps; None before the first.
+    """
+
+    slope: float = 0.1
+    unit: float | None = None
+    _relative: dict[int, Recent] = field(default_factory=dict)
+    _anchor: int | None = None
+    _found: dict[int, float] = field(default_factory=dict)
+    _run: tuple[int, deque[float]] = field(default_factory=lambda: (0, deque(maxlen=5)))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take in a forward that follows the one before at once."""
+        if seconds <= 0:
+            return
+        before, run = self._run
+        if tokens != before:
+            if self._anchor is None:
+                self._anchor = tokens
+                self._relative.setdefault(tokens, Recent()).add(self.guess(tokens))
+            elif tokens == self._anchor:
+                self._relative.setdefault(before, Recent()).add(self(tokens) * median(run) / seconds)
+            else:
+                self._relative.setdefault(tokens, Recent()).add(self(before) * seconds / median(run))
+            self._found.clear()
+            run = deque(maxlen=5)
+            self._run = tokens, run
+        run.append(seconds)
+        self.unit = median(run) / self(tokens)
+
+    def knows(self, tokens: int) -> bool:
+        """Whether a forward of this number of tokens was measured."""
+        return tokens in self._relative
+
+    def guess(self, tokens: int) -> float:
+        """Time by the slope."""
+        return 1 + self.slope * (tokens - 1)
+
+    def __call__(self, tokens: int) -> float:
+        """Expected units of a forward of some tokens."""
+        found = self._found.get(tokens)
+        if found is None:
+            found = self._found[tokens] = self._expected(tokens)
+        return found
+
+    def _expected(self, tokens: int) -> float:
+        known = self._relative.get(tokens)
+        if known is not None and self._is_trusted(tokens):
+            return known.typical
+        others = self._between(tokens)
+        return others if known is None else _near(known.typical, others)
+
+    def _is_trusted(self, tokens: int) -> bool:
+        return tokens == self._anchor or len(self._relative[tokens].values) >= _FEW
+
+    def _between(self, tokens: int) -> float:
+        """Expected units by other numbers of tokens."""
+        below = max((n for n in self._relative if n < tokens and self._is_trusted(n)), default=None)
+        above = min((n for n in self._relative if n > tokens and self._is_trusted(n)), default=None)
+        if below is not None and above is not None:
+            low, high = self._relative[below].typical, self._relative[above].typical
+            return low + (max(high, low) - low) * (tokens - below) / (above - below)
+        near = below if below is not None else above
+        if near is None:
+            return self.guess(tokens)
+        return self._relative[near].typical * self.guess(tokens) / self.guess(near)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What drafting lost against plain decoding, over the last tokens.
+
+    Attributes:
+        tokens: emitted so far.
+    """
+
+    tokens: int = 0
+    _entries: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, loss: float) -> None:
+        """Take in a loss; a gain is a negative one."""
+        self._entries.append((self.tokens, loss))
+
+    def advance(self, tokens: int) -> None:
+        """Take in emitted tokens; what was lost more than a span ago is forgotten."""
+        self.tokens += tokens
+        self._entries = [entry for entry in self._entries if entry[0] > self.tokens - SPAN]
+
+    @property
+    def lost(self) -> float:
+        """The most that was lost from any of the last tokens on."""
+        worst = total = 0.0
+        for _, loss in reversed(self._entries):
+            total += loss
+            worst = max(worst, total)
+        return worst
+
+
 @dataclass(slots=True)
 class Pacer:
     """Draft length of every step, and whether a new row's drafter is prefilled at all.
 
     Args:
         max_length: most draft tokens of a row and step.
-        draft_cost: time of a drafter's forward over the target's, until it is measured: the ratio of their parameters.
-        slope: time of one more token in a forward of the target over that of the first, until it is measured.
+        draft_cost: time of a drafter's forward in units, until it is measured: the ratio of their parameters.
 
     Attributes:
-        forwards: seconds of the target's forwards by number of tokens.
-        drafts: seconds of one level of drafting by number of rows.
+        forward: the target's forwards.
+        drafts: units of one level of drafting by number of rows.
+        ledger: losses in units.
     """
 
     max_length: int
     draft_cost: float
-    slope: float = 0.1
-    forwards: dict[int, Recent] = field(default_factory=dict)
+    forward: Forwards = field(default_factory=Forwards)
     drafts: dict[int, Recent] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
     _all: Trials = field(default_factory=Trials)
     _answers: Recent = field(default_factory=Recent)
     _prefill: Recent = field(default_factory=Recent)
     _steps: dict[int, int] = field(default_factory=dict)
-    _savings: float = 0.0
-    _credit: float = 0.0
+    _target_prefill: Recent = field(default_factory=Recent)
+    _prompts: Recent = field(default_factory=Recent)
+    _saved: float = 0.0
+    _charged: float | None = None
 
     # -- decisions -----------------------------------------------------------------------------------------
 
-    def lengths(self, rows: Sequence[Trials]) -> list[int]:
+    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
         """Return the number of tokens to draft for each of these rows in this step; 0 for none.
 
         Args:
             rows: the rows' own trials so far.
+            others: rows of the step that have no drafter.
         """
-        count = len(rows)
+        count, nothing = len(rows), [0] * len(rows)
         self._steps[count] = self._steps.get(count, 0) + 1
-        if (count not in self.forwards and self.drafts) or self._steps[count] > _REFRESH:
+        if (self.drafts and not self.forward.knows(count + others)) or self._steps[count] > _REFRESH:
             self._steps[count] = 0
-            return [0] * count  # a plain step, which measures what drafting has to beat
-        trial = [min(_TRIAL, self.max_length), *[0] * (count - 1)]
-        best, speedup = self._best(count, [self._rate(row) for row in rows])
-        if speedup >= MARGIN:
-            return [best] * count if self.is_proven else trial
-        if self._may_explore(self._trial_cost(count)):
-            return trial
-        return [0] * count
+            return nothing  # a plain step, which measures what drafting has to beat
+        left = self._limit(count + others) - self.ledger.lost
+        best, speedup = self._best(count, others, [row.rate(self._all.rate(), 8.0) for row in rows], left)
+        if speedup >= MARGIN and self.is_proven:
+            return [best] * count
+        trial = min(best, _TRIAL) if speedup >= MARGIN else 1
+        cost = self._trial_cost(count - 1 + others, trial)
+        if cost <= left and (speedup >= MARGIN or self._may_explore(cost)):
+            return [trial, *nothing[1:]]
+        return nothing
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         """Whether a row's drafter is to be prefilled: its expected gain exceeds the time that takes.
 
         Args:
-            others: rows that decode.
+            others: rows that run.
             prompt: tokens of the drafter's prompt.
             remaining: most tokens that the row may still emit.
         """
-        first = self.forward(1)
-        expected = min(remaining, self._answers.typical if self._answers.values else 100.0)
-        _, speedup = self._best(others + 1, [self._all.rate()] * (others + 1))
-        per_token = self._prefill.typical if self._prefill.values else 0.05 * self.draft_cost * first
-        cost = per_token * prompt
-        if speedup >= MARGIN and _CAUTION * (expected - 1) * first * (1 - 1 / speedup) > cost:
-            if self.is_proven:
-                return True
-            self._credit += cost / first
-            return self._credit <= _CREDIT or self._credit == cost / first
-        return self._may_explore(cost + self._trial_cost(1))
+        self._prompts.add(prompt)
+        rows, expected = others + 1, min(remaining, self._answers.or_else(_ANSWER))
+        cost = prompt * self._prefill.or_else(_PREFILL * self.draft_cost)
+        limit = self._limit(rows)
+        lost = self.ledger.lost
+        trial = self._trial_cost(others, 1)
+        _, speedup = self._best(rows, 0, [self._all.rate()] * rows, limit)
+        pays = speedup >= MARGIN and _CAUTION * (expected - 1) * (1 - 1 / speedup) * self._plain(rows) > cost
+        if pays and self.is_proven and lost < limit / 2:
+            if not others:  # rows that begin together join together
+                self.ledger.add(min(cost, limit / 2 - lost))
+            return True
+        if lost + cost + trial > limit or not (pays or self._may_explore(cost + trial)):
+            return False
+        self.ledger.add(cost)
+        self._charged = cost
+        return True
 
     @property
     def is_proven(self) -> bool:
@@ -147,93 +289,112 @@ class Pacer:
 
     def _may_explore(self, cost: float) -> bool:
         """Whether plain decoding's time so far pays for a trial; it is spent then."""
-        if self.draft_cost >= _HOPELESS or self._savings * EXPLORED < min(cost, _CREDIT * self.forward(1)):
+        if self.draft_cost >= _HOPELESS or self._saved * _EXPLORED < cost:
             return False
-        self._savings = 0.0
+        self._saved = 0.0
         return True
 
-    def _best(self, count: int, rates: Sequence[float]) -> tuple[int, float]:
-        """The best length, and its speed over plain decoding's."""
-        plain = count / self.forward(count)
+    def _limit(self, rows: int) -> float:
+        """Units that may be lost within a span."""
+        prefill = self._prompts.or_else(0.0) * self._target_prefill.or_else(_PREFILL)
+        return _LIMIT * SPAN * (self._plain(rows) + prefill / self._answers.or_else(_ANSWER))
+
+    def _plain(self, rows: int) -> float:
+        """Units of a token of plain decoding."""
+        return self.forward(rows) / rows
+
+    def _best(self, count: int, others: int, rates: Sequence[float], left: float) -> tuple[int, float]:
+        """The best length whose risk is within what is left, and its speed over plain decoding's."""
         mean = sum(rates) / count
-        emitted, chance, best, speed = 1.0, 1.0, 0, 1.0
+        unlucky = max(0.0, mean - 2 * sqrt(mean * (1 - mean) / count))
+        plain, draft = self._plain(count + others), self.draft(count)
+        emitted = least = float(count + others)
+        chance = bad = float(count)
+        best, speed = 0, 1.0
         for length in range(1, self.max_length + 1):
-            chance *= mean
-            emitted += chance
-            seconds = self.forward(count * (length + 1)) + length * self.draft(count)
-            found = count * emitted / seconds / plain
+            chance, bad = chance * mean, bad * unlucky
+            emitted, least = emitted + chance, least + bad
+            units = self.forward(count * (length + 1) + others) + length * draft
+            found = emitted * plain / units
             if found > speed:
+                if units - least * plain > (_RISK if best else 1.0) * left:
+                    break
                 best, speed = length, found
         return best, speed
 
-    def _rate(self, row: Trials) -> float:
-        return row.rate(self._all.rate(), 8.0)
-
-    def _trial_cost(self, count: int) -> float:
-        """Time that a trial adds to a step, by first assumptions: a measured time may be that of an interrupted one."""
-        more = self._shape(count + _TRIAL) / self._shape(count) - 1
-        return self.forward(count) * more + _TRIAL * self.draft_cost * self.forward(1)
-
-    # -- measured costs ------------------------------------------------------------------------------------
-
-    def forward(self, tokens: int) -> float:
-        """Expected seconds of a target forward of some tokens; relative ones before any is measured."""
-        known = self.forwards.get(tokens)
-        if known is not None:
-            return known.typical
-        if not self.forwards:
-            return self._shape(tokens)
-        below = max((n for n in self.forwards if n < tokens), default=None)
-        above = min((n for n in self.forwards if n > tokens), default=None)
-        if below is not None and above is not None:
-            low, high = self.forwards[below].typical, self.forwards[above].typical
-            return low + (max(high, low) - low) * (tokens - below) / (above - below)
-        near = below if below is not None else above
-        assert near is not None
-        return self.forwards[near].typical * self._shape(tokens) / self._shape(near)
+    def _trial_cost(self, others: int, length: int) -> float:
+        """Units that a step of one drafting row and others loses if nothing is accepted."""
+        return self.forward(length + 1 + others) + length * self.draft(1) - self.forward(1 + others)
 
     def draft(self, rows: int) -> float:
-        """Expected seconds of one level of drafting for some rows."""
-        guess = self.draft_cost * self.forward(rows)
-        if rows in self.drafts:
-            measured = self.drafts[rows]
-            few = len(measured.values) < _FEW  # one of them may be that of an interrupted step
-            return min(measured.typical, 2 * guess) if few else measured.typical
-        if self.drafts:
-            near = min(self.drafts, key=lambda n: abs(n - rows))
-            return self.drafts[near].typical * self._shape(rows) / self._shape(near)
-        return guess
-
-    def _shape(self, tokens: int) -> float:
-        return 1 + self.slope * (tokens - 1)
+        """Expected units of one level of drafting for some rows."""
+        guess = self.draft_cost * self.forward.guess(rows)
+        near = rows if rows in self.drafts else min(self.drafts, key=lambda n: abs(n - rows), default=None)
+        if near is None:
+            return guess
+        known = self.drafts[near]
+        found = known.typical * self.forward.guess(rows) / self.forward.guess(near)
+        return found if len(known.values) >= _FEW else _near(found, guess)
 
     # -- observations --------------------------------------------------------------------------------------
 
-    def observe_step(self, tokens: int, forward: float, rows: int, length: int, draft: float) -> None:
-        """Take in the times of a step without prefill.
+    def observe_step(
+        self, tokens: int, forward: float, rows: int, emitted: int, drafting: int = 0, length: int = 0, draft: float = 0
+    ) -> None:
+        """Take in a step without prefill.
 
         Args:
             tokens: in the target's forward.
             forward: seconds of that.
-            rows, length: rows that drafted, and tokens drafted for each; 0 for none.
+            rows: in the step.
+            emitted: tokens of all rows.
+            drafting, length: rows that drafted, and tokens drafted for each; 0 for none.
             draft: seconds of that.
         """
-        self.forwards.setdefault(tokens, Recent()).add(forward)
-        if length:
-            self.drafts.setdefault(rows, Recent()).add(draft / length)
+        self.forward.observe(tokens, forward)
+        plain = emitted * self._plain(rows)
+        if length and forward > 0:
+            self.drafts.setdefault(drafting, Recent()).add(draft / length / (forward / self.forward(tokens)))
+            self.ledger.add(self.forward(tokens) + length * self.draft(drafting) - plain)
         else:
-            self._savings += forward
+            self._saved += plain
+        self.ledger.advance(emitted)
+
+    def observe_prefill_step(self, tokens: int, seconds: float, emitted: int) -> None:
+        """Take in a step with prefill: prompt tokens, the target's seconds, and the tokens that its rows emitted."""
+        self.ledger.advance(emitted)
+        if tokens >= _LONG and self.forward.unit is not None:
+            self._target_prefill.add(seconds / tokens / self.forward.unit)
 
     def observe_acceptance(self, row: Trials, drafted: int, accepted: int) -> None:
         """Take in the outcome of a row's chain."""
+        if not self._saved and drafted == accepted:
+            self._saved = float("inf")  # the trial was a success: another one follows at once
         self._all.add(drafted, accepted)
         row.add(drafted, accepted)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Take in the time of a drafter's prefill."""
-        if tokens >= _LONG:
-            self._prefill.add(seconds / tokens)
+        charged, self._charged = self._charged, None
+        if tokens < _LONG or self.forward.unit is None:
+            return
+        units = seconds / self.forward.unit
+        self._prefill.add(units / tokens)
+        if charged is not None and units > charged:
+            self.ledger.add(units - charged)
 
     def observe_end(self, tokens: int) -> None:
         """Take in the length of an answer that has ended."""
         self._answers.add(tokens)
+
+
+def sampled_length(row: Trials) -> int:
+    """Number of tokens to draft for a row that samples, which depends on nothing but the row's own trials.
+
+    A seed therefore draws the same answer in every run, on any machine and beside any other rows.
+    """
+    return _SAMPLED if row.rate() >= _SAMPLED_RATE else 0
+
+
+def _near(value: float, expected: float) -> float:
+    return min(max(value, expected / _FACTOR), expected * _FACTOR)

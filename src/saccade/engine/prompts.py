@@ -104,7 +104,7 @@ class PromptRunner:
         """Whether the drafter drafts for a row, as decided last."""
         pacer = self._state.pacer
         if row.drafts is None:
-            others = sum(other is not row for other in self._state.decoding)
+            others = sum(other is not row for other in self._state.active)
             row.drafts = (
                 pacer is None or row.do_sample or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
             )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from saccade.draft.trees.policy import DrawProposer, Proposer, Signals, TopProposer, Traced
-from saccade.engine.pacing import SAMPLED_LENGTH
+from saccade.engine.pacing import sampled_length
 from saccade.engine.prompts import PromptRunner
 from saccade.engine.row import Row, RowStep
 from saccade.engine.state import BatchState
@@ -76,10 +76,9 @@ class StepRunner:
                     self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
         host = to_host(packed) if packed else []  # the step's one synchronisation
         self._count_seconds([*chunks, *prefilled, *ahead], groups)
-        self._observe_costs(groups, alone=not (chunks or prefilled or ahead))
         with_tree = {id(c.row): c for c in chunks if c.has_tree}
-        for group, numbers in zip(groups, host, strict=True):
-            self._emit(group, numbers, with_tree)
+        emitted = sum(self._emit(group, numbers, with_tree) for group, numbers in zip(groups, host, strict=True))
+        self._observe_costs(groups, [*chunks, *prefilled, *ahead], emitted)
 
     # -- trees ---------------------------------------------------------------------------------------------
 
@@ -110,7 +109,7 @@ class StepRunner:
             decoding = [row for row in rows if row.do_sample == do_sample]
             new = [row for row in beginning if row.do_sample == do_sample]
             joined = [row for row in decoding if row.drafts is not False]
-            lengths = self._draft_lengths([*joined, *new], do_sample)
+            lengths = self._draft_lengths([*joined, *new], do_sample, len(decoding) - len(joined))
             longest = max([1, *lengths.values()])
             drafting = [row for row in joined if lengths[id(row)]]
             plain = [row for row in decoding if not lengths.get(id(row))]
@@ -120,8 +119,8 @@ class StepRunner:
                 groups.append(self._root_group(plain, do_sample))
         return groups
 
-    def _draft_lengths(self, rows: Sequence[Row], do_sample: bool) -> dict[int, int]:
-        """Most draft tokens of rows in this step, by id; 0 for none."""
+    def _draft_lengths(self, rows: Sequence[Row], do_sample: bool, others: int) -> dict[int, int]:
+        """Most draft tokens of rows in this step, by id; 0 for none. ``others``: rows beside them without a drafter."""
         drafter, pacer = self._state.drafter, self._state.pacer
         if not rows:
             return {}
@@ -130,23 +129,30 @@ class StepRunner:
         elif pacer is None:
             lengths = [drafter.max_depth] * len(rows)
         elif do_sample:
-            lengths = [SAMPLED_LENGTH] * len(rows)
+            lengths = [sampled_length(row.trials) for row in rows]
         else:
-            lengths = pacer.lengths([row.trials for row in rows])
+            lengths = pacer.lengths([row.trials for row in rows], others)
         return {id(row): length for row, length in zip(rows, lengths, strict=True)}
 
-    def _observe_costs(self, groups: Sequence[VerificationGroup], alone: bool) -> None:
-        """Let the pacer take in the times of a step; ``alone``: without prefill."""
+    def _observe_costs(self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int) -> None:
+        """Let the pacer take in the times of a step with these chunks of prompts."""
         pacer, seconds = self._state.pacer, self._clock.read()
-        if pacer is None or not alone or not groups:
+        if pacer is None or not groups:
+            return
+        if chunks:
+            tokens = sum(chunk.block.count for chunk in chunks if chunk.block is not None)
+            alone = 0 if seconds.get("verify") else tokens
+            pacer.observe_prefill_step(alone, seconds.get("prefill", 0.0) + seconds.get("vision", 0.0), emitted)
             return
         drafted = [group for group in groups if group.drafted]
         pacer.observe_step(
-            sum(len(group.rows) * group.tree.size for group in groups),
-            seconds.get("verify", 0.0),
-            sum(len(group.rows) for group in drafted),
-            max((group.tree.size - 1 for group in drafted), default=0),
-            seconds.get("draft", 0.0),
+            tokens=sum(len(group.rows) * group.tree.size for group in groups),
+            forward=seconds.get("verify", 0.0),
+            rows=sum(len(group.rows) for group in groups),
+            emitted=emitted,
+            drafting=sum(len(group.rows) for group in drafted),
+            length=max((group.tree.size - 1 for group in drafted), default=0),
+            draft=seconds.get("draft", 0.0),
         )
 
     def _propose_group(self, rows: list[Row], do_sample: bool, length: int) -> VerificationGroup:
@@ -258,13 +264,14 @@ class StepRunner:
 
     def _emit(
         self, group: VerificationGroup, numbers: Sequence[Sequence[int]], with_tree: dict[int, PrefillChunk]
-    ) -> None:
-        """Emit every row's tokens up to its end, and commit their entries.
+    ) -> int:
+        """Emit every row's tokens up to its end, commit their entries, and return the number of emitted tokens.
 
         Args:
             numbers: packed verdicts of the rows.
             with_tree: chunks whose trees were verified, by row.
         """
+        before = sum(len(row.output) for row in group.rows)
         paths: list[list[int]] = []
         commits: list[Commit] = []
         for index, (row, verdict) in enumerate(zip(group.rows, numbers, strict=True)):
@@ -286,6 +293,7 @@ class StepRunner:
                 if self._state.pacer is not None:
                     self._state.pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
+        return sum(len(row.output) for row in group.rows) - before
 
     def _signals(self, group: VerificationGroup) -> list[Signals]:
         """What shaped the rows' drafts; nothing for drafters that do not say."""

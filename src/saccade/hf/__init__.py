@@ -1,6 +1,6 @@
 """Speculative decoding inside Hugging Face's own `generate`, with its arguments and its return types.
 
->>> speculation = saccade.hf.speculate(drafter, method="chain", gamma=5)
+>>> speculation = saccade.hf.speculate(drafter)
 >>> model.generate(**inputs, custom_generate=speculation, max_new_tokens=128)
 
 The first `speculate` patches one method of `GenerationMixin`; `unpatch` restores it, and ``with patched():`` limits

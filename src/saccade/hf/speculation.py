@@ -43,8 +43,9 @@ def speculate(
     Args:
         drafter: a loaded Hugging Face model of the target's tokenizer (a VLM or a text-only language model), a
             trained `Head` or its folder, a ready-made `Drafter`, or None for a method that needs none.
-        method: a name of `saccade methods`, except ``spd`` and ``tabed``; by default ``chain`` with a
-            draft model, a head's own method with a head, and ``prompt-lookup`` without.
+        method: a name of `saccade methods`, except ``spd`` and ``tabed``; by default ``auto`` with a
+            draft model (``chain`` with options that it lacks), a head's own method with a head, and ``prompt-lookup``
+            without.
         assistant_model: Hugging Face's name for ``drafter``.
         options: override the method's defaults, for example ``gamma=7``, or ``num_assistant_tokens=7``.
 
@@ -76,7 +77,7 @@ class Speculation(TakesPixels):
         given = drafter is not None and model is None and kind is None
         if given and (method is not None or options):
             raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
-        self._method = method or kind or methods.default(model is not None)
+        self._method = method or kind or methods.default(model is not None, options)
         if not given:
             values, kinds = methods.options(self._method, options), {kind: kind} if kind else {}
             has_drafter = drafter is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +137,19 @@ def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.
     return loaded
 
 
-def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None) -> str:
-    """Return the default method: the kind of the head, if one is given and no draft model."""
+def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = ()) -> str:
+    """Return the default method: the kind of the head, if one is given and no draft model.
+
+    Args:
+        options: names of the options that are given.
+    """
     if head is not None and head in kinds:
         return kinds[head]
     if is_head(drafter):
         return kind_of(drafter)
     if drafter is None and kinds:
         return next(iter(kinds.values()))
-    return methods.default(drafter is not None)
+    return methods.default(drafter is not None, options)
 
 
 def _own_name(head: AnyHead) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -146,9 +146,11 @@ def get(name: str) -> Method:
     return METHODS[name]
 
 
-def default(has_draft_model: bool) -> str:
-    """Return the default method."""
-    return "chain" if has_draft_model else "prompt-lookup"
+def default(has_draft_model: bool, given: Iterable[str] = ()) -> str:
+    """Return the default method; ``given``: names of options, some of which need a draft tree in every step."""
+    if not has_draft_model:
+        return "prompt-lookup"
+    return "chain" if {"draft_with", "tree", "rule", "copied", "views"} & set(given) else "auto"
 
 
 def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

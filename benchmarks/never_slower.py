@@ -1,0 +1,301 @@
+"""Method `auto` beside plain decoding where drafting cannot pay: its time over any 200 tokens of real generations.
+
+Plain decoding, `auto` and plain decoding again answer every prompt (or group of prompts) step by step in turn, in an
+order that rotates. The answers of a setting are joined into one course per method: the clock by the number of tokens.
+The ratio of a window is the time between two numbers of tokens, `auto` over the mean of both courses of plain decoding,
+prefill included. Every repeat begins with a cost model that knows nothing. A window's ratio is the median over repeats,
+the worst window the largest of these, its interval a bootstrap over repeats. The same figures of the second course of
+plain decoding over the first show how much of that is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.utils import logging
+
+from benchmarks.clock import Clock
+from benchmarks.pocket_pair import FIRST_SEED, add_options, load
+from saccade import methods
+from saccade.draft.drafter import Drafter
+from saccade.engine import Engine, Request
+from saccade.engine.generation import plan
+from saccade.inputs.processor import InputProcessor
+from saccade.inputs.prompt import Prompt
+from saccade.methods.compositions import Parts
+from saccade.pocket import draw
+from saccade.pocket.tasks.followup import FIRST_TASKS
+from saccade.target.adapter import Target
+
+BOUND = 1.02
+"""Times of plain decoding that `auto` may take over any window."""
+WINDOW = 200
+"""Tokens of a window."""
+_STRIDE = 10
+_NOISE = 0.01
+"""Spread of the noise on the weights of the drafter that is as large as the target, over theirs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One kind of work.
+
+    Attributes:
+        drafters: of the first and the second half of the answers.
+        answers: number of prompts.
+        new_tokens: longest answer.
+        rows: prompts at once.
+        tasks: of the prompts, in turn.
+    """
+
+    drafters: tuple[str, str] = ("pair", "pair")
+    answers: int = 12
+    new_tokens: int = 96
+    rows: int = 1
+    tasks: tuple[str, ...] = FIRST_TASKS
+
+
+SETTINGS = {
+    "the pair as it is": Setting(),
+    "random drafter": Setting(("random", "random")),
+    "drafter as large as the target": Setting(("large", "large")),
+    "answers of 5 tokens": Setting(answers=64, new_tokens=5),
+    "8 rows": Setting(answers=16, rows=8),
+    "8 rows, random drafter": Setting(("random", "random"), answers=16, rows=8),
+    "good drafter, then random": Setting(("pair", "random")),
+    "long prompts, answers of 10": Setting(answers=28, new_tokens=10, tasks=("story",)),
+}
+
+
+@dataclass
+class Course:
+    """The clock at the end of every step, and the tokens so far, of all answers in a row."""
+
+    seconds: list[float] = field(default_factory=lambda: [0.0])
+    tokens: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Add a step."""
+        self.seconds.append(self.seconds[-1] + seconds)
+        self.tokens.append(self.tokens[-1] + tokens)
+
+    def windows(self, size: int) -> np.ndarray:
+        """Seconds of every window of ``size`` tokens, between steps by interpolation."""
+        starts = np.arange(0, self.tokens[-1] - size + 1, _STRIDE)
+        at = np.interp(np.concatenate([starts, starts + size]), self.tokens, self.seconds)
+        return np.asarray(at[len(starts) :] - at[: len(starts)])
+
+
+@dataclass
+class Measured:
+    """Courses of plain decoding, `auto`, and plain decoding again, one of each per repeat.
+
+    Attributes:
+        unequal: answers of `auto` whose tokens are not plain decoding's.
+        drafted, accepted: tokens of `auto`.
+    """
+
+    plain: list[Course] = field(default_factory=list)
+    auto: list[Course] = field(default_factory=list)
+    again: list[Course] = field(default_factory=list)
+    unequal: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def generate(
+    engines: dict[str, Engine], prompts: Sequence[Prompt], new_tokens: int, clock: Clock, courses: dict[str, Course]
+) -> dict[str, list[Any]]:
+    """Let every engine answer some prompts at once, step by step in turn, and add the steps to its course.
+
+    The next step is that of the engine which emitted fewest tokens, so that all of them meet the same machine.
+    """
+    runs, tokens, spent = {}, dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
+    for name, engine in engines.items():
+        started = clock()
+        decoding = plan(engine.target, prompts, max_new_tokens=new_tokens)
+        runs[name] = engine.start([Request(prompt) for prompt in prompts], decoding)
+        spent[name] = clock() - started
+    waiting = list(engines)
+    while waiting:
+        name = min(waiting, key=lambda each: tokens[each])
+        started = clock()
+        step = next(runs[name].steps, None)
+        spent[name] += clock() - started
+        if step is None:
+            waiting.remove(name)
+            continue
+        emitted = sum(map(len, step.tokens))
+        courses[name].add(spent[name], emitted)
+        tokens[name], spent[name] = tokens[name] + emitted, 0.0
+    return {name: run.outputs for name, run in runs.items()}
+
+
+def measure(
+    setting: Setting,
+    make: Callable[[str], tuple[Engine, Drafter]],
+    groups: Sequence[Sequence[Prompt]],
+    clock: Clock,
+    repeats: int,
+) -> Measured:
+    """Run a setting; one group of prompts warms up and is not counted.
+
+    Args:
+        make: engine of `auto` with a cost model of its own, and its drafter, by the drafter's name.
+    """
+    measured = Measured()
+    for number in range(repeats + 1):
+        engine, first = make(setting.drafters[0])
+        _, second = make(setting.drafters[1])
+        plain = Engine(engine.target)
+        courses = {"plain": Course(), "auto": Course(), "again": Course()}
+        counted = groups if number else groups[:1]
+        for index, prompts in enumerate(counted):
+            engine.drafter = first if 2 * index < len(groups) else second
+            engines = {"plain": plain, "auto": engine, "again": plain}
+            names = list(engines)
+            turn = (index + number) % len(names)
+            gc.collect()
+            ordered = {name: engines[name] for name in names[turn:] + names[:turn]}
+            outputs = generate(ordered, prompts, setting.new_tokens, clock, courses)
+            if number:
+                measured.unequal += sum(
+                    a.tokens != b.tokens for a, b in zip(outputs["auto"], outputs["plain"], strict=True)
+                )
+                measured.drafted += sum(o.stats.drafted_tokens for o in outputs["auto"])
+                measured.accepted += sum(o.stats.accepted_tokens for o in outputs["auto"])
+        if number:
+            measured.plain.append(courses["plain"])
+            measured.auto.append(courses["auto"])
+            measured.again.append(courses["again"])
+    return measured
+
+
+def worst(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
+    """The largest of the windows' medians over repeats, with its 95 % bootstrap interval.
+
+    Args:
+        ratios: ``[R, W]`` by repeat and window.
+    """
+    picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
+    low, high = np.percentile(np.median(ratios[picked], axis=1).max(1), [2.5, 97.5])
+    return float(np.median(ratios, axis=0).max()), float(low), float(high)
+
+
+def overall(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
+    """The median of ratios ``[R]``, with its 95 % bootstrap interval."""
+    picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
+    low, high = np.percentile(np.median(ratios[picked], axis=1), [2.5, 97.5])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def line(name: str, measured: Measured) -> str:
+    """A row of the table."""
+    plain, auto, again = (
+        np.stack([course.windows(WINDOW) for course in courses])
+        for courses in (measured.plain, measured.auto, measured.again)
+    )
+    totals = np.array(
+        [
+            2 * own.seconds[-1] / (one.seconds[-1] + two.seconds[-1])
+            for one, own, two in zip(measured.plain, measured.auto, measured.again, strict=True)
+        ]
+    )
+    top, noise = worst(2 * auto / (plain + again)), worst(again / plain)
+    cells = [
+        name,
+        str(measured.auto[0].tokens[-1]),
+        _interval(overall(totals)),
+        f"{_interval(top)}{'' if top[0] <= BOUND else ' OVER'}",
+        _interval(noise),
+        f"{measured.drafted / max(1, sum(c.tokens[-1] for c in measured.auto)):.2f}",
+        f"{measured.accepted / max(1, measured.drafted):.2f}",
+        str(measured.unequal),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = [
+    f"| setting | tokens | all, auto / plain | worst {WINDOW} tokens, auto / plain | plain / plain | "
+    "drafted per token | of these accepted | unequal answers |",
+    "|---|---|---|---|---|---|---|---|",
+]
+
+
+def _interval(found: tuple[float, float, float]) -> str:
+    return f"{found[0]:.3f} ({found[1]:.3f}-{found[2]:.3f})"
+
+
+def drafters(options: argparse.Namespace, target: Target) -> Callable[[str], Target]:
+    """Draft models by name, made when they are first asked for."""
+    made: dict[str, Target] = {}
+
+    def find(name: str) -> Target:
+        if name not in made:
+            torch.manual_seed(0)
+            if name == "large":
+                model = copy.deepcopy(load(options.target, options.target_dtype, options.device))
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        weight.add_(torch.randn_like(weight) * weight.std() * _NOISE)
+            else:
+                model = load(options.draft, options.draft_dtype, options.device)
+            if name == "random":
+                model = AutoModelForImageTextToText.from_config(model.config, dtype=model.dtype)
+            made[name] = Target(model.to(options.device).eval())
+        return made[name]
+
+    return find
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.set_defaults(target_dtype="float32", threads=1)
+    parser.add_argument("--repeats", type=int, default=5, help="courses of each method (default: 5)")
+    parser.add_argument("--clock", default="cpu", choices=("wall", "cpu"), help="(default: cpu)")
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help=f"some of {', '.join(SETTINGS)} (default: all)")
+    options = parser.parse_args()
+    if unknown := set(options.settings or ()) - set(SETTINGS):
+        parser.error(f"unknown settings {sorted(unknown)}; expected some of {list(SETTINGS)}")
+    torch.set_num_threads(options.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    target = Target(load(options.target, options.target_dtype, options.device))
+    find, processor = drafters(options, target), InputProcessor.load(str(options.target))
+    clock = Clock(options.clock, target.device)
+
+    def make(name: str) -> tuple[Engine, Drafter]:
+        engine = methods.build("auto", Parts(target, find(name)))
+        assert engine.drafter is not None
+        return engine, engine.drafter
+
+    print("\n".join(HEADER), flush=True)
+    content: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}}
+    for name in options.settings or SETTINGS:
+        setting = SETTINGS[name]
+        samples = [draw(FIRST_SEED + n, setting.tasks[n % len(setting.tasks)], "dense") for n in range(setting.answers)]
+        prompts = [processor.prompt(sample.messages()) for sample in samples]
+        cuts = [*range(0, len(prompts), setting.rows), len(prompts)]
+        groups = [prompts[a:b] for a, b in pairwise(cuts)]
+        measured = measure(setting, make, groups, clock, options.repeats)
+        print(line(name, measured), flush=True)
+        content[name] = {kind: [vars(c) for c in getattr(measured, kind)] for kind in ("plain", "auto", "again")}
+    if options.json:
+        options.json.write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    main()
