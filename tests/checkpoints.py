@@ -187,8 +187,10 @@ def ready(name: str) -> Path:
 
 @cache
 def vlm(name: str, drafter: str | None = None, method: str | None = None, **options: Any) -> VLM:
-    """A loaded one, shared by the tests of a process."""
-    return load(ready(name), None if drafter is None else ready(drafter), method, **options)
+    """A loaded one, shared by the tests of a process; with a draft model a chain, which drafts in every step."""
+    if drafter is None:
+        return load(ready(name), None, method, **options)
+    return load(ready(name), ready(drafter), method or "chain", **options)
 
 
 @cache

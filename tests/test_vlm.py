@@ -145,7 +145,7 @@ def test_using_another_method_shares_the_models() -> None:
         assert other.method == method
         assert other.target is model.target
         assert other.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
-    assert model.method == "auto"
+    assert model.method == "chain"
     with pytest.raises(MethodError, match="needs a draft model"):
         vlm("llava").using("chain")
 

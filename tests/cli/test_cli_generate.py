@@ -38,7 +38,7 @@ def image(tmp_path: Path) -> str:
 
 def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: str) -> None:
     expected = vlm("llava", "llava-draft").generate("What?", [picture()])
-    result = shell("generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "What?")
+    result = shell("generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-m", "chain", "-i", image, "What?")
     assert (result.code, result.out) == (0, expected.text + "\n")
     assert result.err.startswith("24 tokens in ")
     assert f"block efficiency {expected.stats.block_efficiency:.2f} · method chain" in result.err
@@ -65,7 +65,19 @@ def test_a_drafter_that_falls_back_is_reported_once(
 
 
 def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
-    arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--set", "gamma=7", "What?")
+    arguments = (
+        "-t",
+        ready("llava"),
+        "-d",
+        ready("llava-draft"),
+        "-m",
+        "chain",
+        "--set",
+        "gamma=7",
+        "-i",
+        image,
+        "What?",
+    )
     result = shell("generate", *arguments, "--json")
     answer = json.loads(result.out)
     expected = vlm("llava", "llava-draft", gamma=7).generate("What?", [picture()])
@@ -91,7 +103,7 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "drafter", "head", "option"),
     [
-        ((), draft_path(), None, {"gamma": 5}),
+        ((), draft_path(), None, {"tree": "paced", "gamma": 8}),
         (("-m", "hivis", "--set", "max_depth=3"), head_path("hivis"), "hivis", {"max_depth": 3, "top": 10}),
         (("-d", head_path("eagle2")), head_path("eagle2"), "eagle2", {"max_depth": 6}),
         (("-m", "prompt-lookup"), None, None, {"gamma": 10}),
@@ -130,7 +142,9 @@ def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:
         page += ("‹" if draft else "›") if draft != inside else ""
         page += letter
         inside = draft
-    result = shell("generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-i", image, "--marks", "What?")
+    result = shell(
+        "generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-m", "chain", "-i", image, "--marks", "What?"
+    )
     assert result.out == page + ("›\n" if inside else "\n")
 
 
@@ -214,7 +228,7 @@ def test_ctrl_c_keeps_what_was_generated(
         return stock(self, *args)
 
     monkeypatch.setattr(StepRunner, "run", interrupted)
-    arguments = ("-t", ready("llama"), "-d", ready("llama"), "Tell")
+    arguments = ("-t", ready("llama"), "-d", ready("llama"), "-m", "chain", "Tell")
     result = shell("generate", *arguments, *(["--json"] if form == "json" else []))
     assert result.code == 130
     if form == "json":
@@ -282,7 +296,7 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
             "?",
         ],
         "has another tokenizer than the target": ["-t", llava, "-d", ready("llama-swapped"), "?"],
-        "Method chain has no option size; its options are: draft_with, tree, gamma": [
+        "Method auto has no option size; its options are: draft_with, tree, gamma": [
             "-t",
             llava,
             "-d",
@@ -291,7 +305,7 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
             "size=3",
             "?",
         ],
-        "gamma of method chain must be a whole number": ["-t", llava, "-d", draft, "--set", "gamma=x", "?"],
+        "gamma of method auto must be a whole number": ["-t", llava, "-d", draft, "--set", "gamma=x", "?"],
         "--set takes NAME=VALUE": ["-t", llava, "-d", draft, "--set", "gamma", "?"],
         "max_new_tokens must be": ["-t", llava, "-n", "0", "?"],
         "use do_sample=False for greedy (--temperature 0 on the command line).": [

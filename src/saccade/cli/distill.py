@@ -63,7 +63,7 @@ def distill(
         typer.Option(
             "--method",
             "-m",
-            help="Any lossless one of `saccade methods`; `plain` by default, `chain` with a drafter.",
+            help="Any lossless one of `saccade methods`; `plain` by default, `auto` with a drafter.",
             rich_help_panel="Models",
         ),
     ] = None,
