@@ -127,7 +127,7 @@ def check(
         device_map = default_device()
     target, drafter, given = drafters.with_builtin(target, drafter, method, options, drafters.named(drafter, heads))
     kinds = drafters.kinds_of(given)
-    name = method or drafters.default_method(drafter, kinds, head, options)
+    name = method or drafters.default(drafter, kinds, head, options)
     drafting = None if drafters.is_head(drafter) else drafter
     values = methods.options(name, options)
     methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
@@ -207,8 +207,7 @@ class VLM:
         self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
         self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
-        default = drafters.default_method(drafter, drafters.kinds_of(given), head, options)
-        self._compose(method or default, head, options)
+        self._compose(method or drafters.default(drafter, drafters.kinds_of(given), head, options), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         values = methods.options(method, options)

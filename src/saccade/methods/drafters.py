@@ -137,7 +137,7 @@ def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.
     return loaded
 
 
-def default_method(drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = ()) -> str:
+def default(drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = ()) -> str:
     """Return the default method: the kind of the head, if one is given and no draft model.
 
     Args:
