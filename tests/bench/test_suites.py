@@ -181,6 +181,22 @@ def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(
         prepare(suite(tasks=["video"]), vlm)
 
 
+def test_a_task_whose_prompts_are_longer_than_the_context_is_left_out(
+    vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = vlm.target.traits.context
+    assert context is not None
+    lengths = iter((100, 100, 100, context + 1))
+
+    def measured(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]]) -> Prompt:
+        return Prompt(tuple([20] * next(lengths)))
+
+    monkeypatch.setattr(type(vlm.processor), "prompt", measured)
+    prepared = prepare(suite(tasks=["scene", {"task": "chart", "optional": True}]), vlm)
+    assert f"Task chart: The sequence needs {context + 1} tokens but this model's" in prepared.missing[0]
+    assert list(prepared.questions) == ["scene"]
+
+
 def test_more_turns_than_there_are_is_listed(vlm: saccade.VLM) -> None:
     assert "Task scene, turn 2: its conversations are shorter." in prepare(suite(turns=2), vlm).missing
 

@@ -158,9 +158,10 @@ def head_facts(head: Head, name: str) -> dict[str, Any]:
 
 
 def _refusal(vlm: VLM, group: list[Question]) -> str:
-    """Reason why the model cannot take the first question of a task; empty when it can."""
+    """Reason why the model cannot take a question of a task, its prompt's length included; empty when it can."""
     try:
-        vlm.processor.prompt(group[0].turns[0].messages)
+        for question in group:
+            vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages)))
     except InputError as problem:
         return str(problem)
     return ""
