@@ -1,8 +1,8 @@
 """Exact mode: a token's results are the same bits whatever runs beside it, in every number format.
 
 Verification computes what plain decoding computes, but in passes of other shapes, in which the sums of products and of
-attention round in another order; in bfloat16 that decides about one token in some hundred, where two tie. In exact mode
-it cannot, because nothing that a token's entries and logits depend on knows the pass:
+attention round in another order; in bfloat16 that decides where two tokens nearly tie. In exact mode it cannot, because
+nothing that a token's entries and logits depend on knows the pass:
 
 - Products run in sizes of rows that agree bit for bit (`saccade.target.steady`).
 - Attention sums do not round (`saccade.target.exact_attention`), so that the slots of the keys, masked ones between
