@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FRESH = 10**6
 """Seeds below this are held out from training, which draws from it on."""
+_WARM_UP = 8
+"""New tokens of the answers before the timed ones: prefill, drafts and commits have run by then."""
 READ_WELL = ("caption", "chart", "line", "receipt", "scene")
 """Tasks of one picture on which the built-in target is most accurate."""
 
@@ -36,7 +38,7 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Seed of the picture; by default a new one per run.")] = None,
     method: Annotated[str, typer.Option("--method", "-m", help="See `saccade methods`.")] = "chain",
     save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path("saccade-demo.png"),
-    repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 2,
     threads: args.Threads = None,
     exact: args.Exact = False,
 ) -> None:
@@ -71,7 +73,7 @@ def demo(
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
         for vlm in (plain, ours):
-            _answer(vlm, sample)
+            vlm.generate(sample.question, [sample.image], max_new_tokens=_WARM_UP)
 
     console.print(f"\nQuestion: {sample.question}\nAnswer:   ", end="", markup=False)
     stream = ours.stream(sample.question, [sample.image])
