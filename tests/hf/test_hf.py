@@ -497,7 +497,7 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
             lambda: speculate(model("llama"), gama=3),
             "no option gama; its options are: draft_with, tree, gamma",
         ),
-        (lambda: speculate(model("llama"), gamma="3"), "gamma of method chain must be a whole number"),
+        (lambda: speculate(model("llama"), gamma="3"), "gamma of method auto must be a whole number"),
         (
             lambda: speculate(model("llama"), assistant_model=model("llama")),
             "drafter and assistant_model are two names",
