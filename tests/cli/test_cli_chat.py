@@ -120,7 +120,7 @@ class Terminal:
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
     drafted = ("-d", ready("llama-long"))
-    terminal = Terminal("chat", "-t", ready("llama-long"), *drafted, "-n", "20000", "--marks")
+    terminal = Terminal("chat", "-t", ready("llama-long"), *drafted, "-m", "chain", "-n", "20000", "--marks")
     terminal.read_until("> ")
     terminal.type("Tell me everything\n")
     shown = terminal.read_until("›")
