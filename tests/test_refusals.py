@@ -133,8 +133,8 @@ def test_a_generation_option_out_of_range_is_refused(options: dict[str, Any], wo
     [
         ({"method": "nope"}, "Unknown method 'nope'; expected one of plain, chain"),
         ({"method": "plain", "gamma": 3}, "Method plain has no option gamma; its options are: none"),
-        ({"drafter": "llava-draft", "gamma": 0}, "gamma of method chain must be at least 1, not 0"),
-        ({"drafter": "llava-draft", "gamma": "x"}, "gamma of method chain must be a whole number, not 'x'"),
+        ({"drafter": "llava-draft", "gamma": 0}, "gamma of method auto must be at least 1, not 0"),
+        ({"drafter": "llava-draft", "gamma": "x"}, "gamma of method auto must be a whole number, not 'x'"),
         ({"gamma": 2.5}, "gamma of method prompt-lookup must be a whole number, not 2.5"),
         ({"drafter": "llava-draft", "method": "plain"}, "Method plain takes no drafter"),
         ({"method": "chain"}, "Method chain needs a draft model"),

@@ -47,7 +47,7 @@ def many() -> VLM:
 
 def test_every_method_finds_its_drafter_and_gives_plain_decoding_s_tokens() -> None:
     assert list(many().heads) == ["hivis", "other", "blind"]
-    assert (many().method, many().head_name) == ("chain", None)
+    assert (many().method, many().head_name) == ("auto", None)
     plain = many().using("plain").generate(QUESTION, [picture()]).tokens
     for method, head, used in (
         ("chain", None, None),

@@ -182,7 +182,7 @@ def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: s
     assert outcome.efficiency is not None
     assert outcome.efficiency >= 1
     drafted = load(checkpoint(name), outcome.head)
-    assert drafted.method == "chain"
+    assert drafted.method == "auto"
     assert drafted.draft_model is not None
     last = run.learner.module.state_dict()
     for n, w in drafted.draft_model.model.state_dict().items():
