@@ -140,7 +140,7 @@ def test_models_list_lossy_methods(shared: Live) -> None:
 
 @pytest.fixture(scope="module")
 def pocket() -> Iterator[Live]:
-    with live([(ModelEntry("pocket"), load("pocket")), (TINY, vlm("qwen", "qwen-draft"))]) as found:
+    with live([(ModelEntry("pocket"), load("pocket", method="chain")), (TINY, vlm("qwen", "qwen-draft"))]) as found:
         yield found
 
 
@@ -225,7 +225,7 @@ def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(window: Wind
     page.fill("#text", sample.question)
     page.keyboard.press("Enter")
     answer = window.ended()
-    expected = load("pocket").generate(sample.question, images=[sample.image], max_new_tokens=256)
+    expected = load("pocket", method="chain").generate(sample.question, images=[sample.image], max_new_tokens=256)
     assert shown(answer) == expected.text
     accepted = expected.stats.accepted_tokens
     assert answer.locator("mark.draft").count() in (accepted, accepted - 1)  # the end token has no text
