@@ -10,7 +10,10 @@ import pytest
 from processes import exit_code_of, run_anew
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 
 

@@ -45,6 +45,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 SMALL = {
+    "__main__.py": "what `python -m` runs",
     "errors.py": "imported by every package",
     "formats.py": "text for messages of bench, distill, train, tools and cli, which share no other module",
     "draft/heads/hivis.py": "one head kind per file",
@@ -104,11 +105,11 @@ def _imported(node: ast.AST, late: bool) -> Iterator[tuple[str, bool]]:
 
 
 def upward(root: Path, layers: list[str]) -> dict[tuple[str, str], list[str]]:
-    """Imports against the order, by importing and imported layer; the package's own ``__init__`` is free."""
+    """Imports against the order, by importing and imported layer; its ``__init__`` and ``__main__`` are free."""
     place = {name: number for number, name in enumerate(layers)}
     found = defaultdict(list)
     for entry in imports(root):
-        if entry.importer == root.name:
+        if entry.importer in (root.name, f"{root.name}.__main__"):
             continue
         ours, theirs = ([*name.split("."), "__init__"][1] for name in (entry.importer, entry.imported))
         if (ours != layers[-1]) if theirs == "__init__" else place[theirs] > place[ours]:
@@ -170,7 +171,7 @@ def foreign(root: Path, package: str) -> list[str]:
 
 
 def test_every_package_has_its_place_in_the_order() -> None:
-    assert {name.split(".")[1] for name in modules(SOURCE) if "." in name} == set(LAYERS)
+    assert {name.split(".")[1] for name in modules(SOURCE) if "." in name} == {*LAYERS, "__main__"}
 
 
 def test_no_package_imports_from_a_later_one() -> None:

@@ -90,3 +90,50 @@ except SystemExit:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("saccade be", "bench"),
+        ("saccade bench --per", "--per-task"),
+        ("saccade generate -t po", "pocket"),
+        ("saccade generate -m dyn", "dynamic-tree"),
+        ("saccade generate -m sage --set d_m", "d_min= d_max="),
+        ("saccade bench --suite quick-", ""),
+        ("saccade bench --suite qui", "quick"),
+        ("saccade bench --suite quick --tasks scene,ch", "scene,chart"),
+        ("saccade bench --methods chain,sa", "chain,sage"),
+        ("saccade methods hiv", "hivis"),
+        ("saccade train draft-", "draft-vlm"),
+        ("saccade train eagle", "eagle2 eagle3"),
+        ("saccade serve --dtype b", "bfloat16"),
+    ],
+)
+def test_the_shell_completes_names_that_this_version_knows(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, line: str, offered: str
+) -> None:
+    monkeypatch.setenv("_SACCADE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    assert shell().out.split() == offered.split()
+
+
+def test_completion_loads_no_torch() -> None:
+    """It runs at every press of the key."""
+    code = """
+import os, sys
+os.environ.update(_SACCADE_COMPLETE="complete_bash", COMP_WORDS="saccade generate -m dyn", COMP_CWORD="3")
+from saccade.cli import main
+try:
+    main()
+except SystemExit:
+    print([m for m in ("torch", "transformers", "numpy", "PIL") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["dynamic-tree", "[]"]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "saccade", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{__version__}\n"

@@ -34,7 +34,6 @@ app = typer.Typer(
     help="Speculative decoding for vision-language models: several times faster, with the same answers.",
     epilog="Start with `saccade demo`; it needs no download. `saccade COMMAND --help` explains each command.",
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="markdown",
 )
 app.command("demo")(demo.demo)

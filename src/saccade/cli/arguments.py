@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from saccade.cli import completion
 from saccade.errors import InputError
 
 _model = partial(typer.Option, rich_help_panel="Models")
@@ -18,6 +19,7 @@ Target = Annotated[
         "--target",
         "-t",
         metavar="PATH",
+        autocompletion=completion.checkpoints,
         help="Checkpoint folder or hub id of the target; `pocket` is the built-in pair; a profile of `saccade tune` "
         "brings its drafter and method.",
     ),
@@ -28,6 +30,7 @@ Drafter = Annotated[
         "--drafter",
         "-d",
         metavar="PATH",
+        autocompletion=completion.checkpoints,
         help="A smaller checkpoint with the same tokenizer, or the folder or hub id of a trained head; `pocket` is the "
         "built-in draft model.",
     ),
@@ -46,6 +49,7 @@ MethodName = Annotated[
     _model(
         "--method",
         "-m",
+        autocompletion=completion.methods,
         help="See `saccade methods`. By default `auto` with a draft model (`chain` with options that it lacks), "
         "a head's own method with a head, `prompt-lookup` without a drafter.",
     ),
@@ -55,18 +59,24 @@ Settings = Annotated[
     _model(
         "--set",
         metavar="NAME=VALUE",
+        autocompletion=completion.settings,
         help="Override one of the method's options, for example `--set gamma=7`; may be repeated.",
     ),
 ]
 Dtype = Annotated[
     str,
     _model(
+        autocompletion=completion.formats,
         help="Of the target: float32, bfloat16, float16, or auto: as stored, but float32 on a CPU that is not faster "
-        "in the stored format."
+        "in the stored format.",
     ),
 ]
 DraftDtype = Annotated[
-    str | None, _model(help="Of the drafter; by default as stored, but float32 for a small one on a CPU.")
+    str | None,
+    _model(
+        autocompletion=completion.formats,
+        help="Of the drafter; by default as stored, but float32 for a small one on a CPU.",
+    ),
 ]
 DeviceMap = Annotated[
     str | None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli import arguments as args
-from saccade.cli import screen
+from saccade.cli import completion, screen
 from saccade.errors import InputError
 from saccade.formats import count, duration
 
@@ -35,15 +35,24 @@ def bench(
             "--suite",
             "-s",
             metavar="NAME",
+            autocompletion=completion.suites,
             help="A built-in suite, or the path of a .toml or .yaml file; without it, list the built-in suites.",
         ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="A,B,C", help="Only these: the suite's own labels, or `saccade methods`."),
+        typer.Option(
+            "--methods",
+            metavar="A,B,C",
+            autocompletion=completion.several_methods,
+            help="Only these: the suite's own labels, or `saccade methods`.",
+        ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", metavar="A,B,C", help="Only these of the suite's tasks.")
+        str | None,
+        typer.Option(
+            "--tasks", metavar="A,B,C", autocompletion=completion.tasks, help="Only these of the suite's tasks."
+        ),
     ] = None,
     data: Annotated[
         Path | None,

@@ -7,9 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from saccade.cli import completion
+
 
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show every option of this method.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", autocompletion=completion.methods, help="Show every option of this method."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the methods with summary, losslessness, needed drafter and source.

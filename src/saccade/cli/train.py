@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from saccade.cli import arguments as args
-from saccade.cli import screen
+from saccade.cli import completion, screen
 from saccade.errors import InputError
 from saccade.formats import count
 
@@ -20,6 +20,7 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE",
+            autocompletion=completion.recipes,
             help="The kind of head (`eagle2`, `hivis`, `dream`, ...), `draft-vlm`, or the path of a .toml file.",
         ),
     ],
