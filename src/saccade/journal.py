@@ -66,7 +66,7 @@ class Journal:
         except OSError as problem:
             raise SaccadeError(f"Cannot write to {path}: {problem.strerror}; {self._advice}.") from problem
         try:
-            _lock(self._file)
+            lock(self._file)
         except OSError:
             os.close(self._file)
             raise SaccadeError(f"Another run is writing to {self.path}; wait for it, or end it.") from None
@@ -208,7 +208,7 @@ class Journal:
                 )
 
 
-def _lock(file: int) -> None:
+def lock(file: int) -> None:
     """Keep other runs out until the file is closed, or raise OSError; Windows has no such lock."""
     if sys.platform != "win32":
         import fcntl

@@ -55,7 +55,8 @@ def write_run(folder: Path, **settings: Any) -> Path:
     (folder / "media").mkdir(parents=True)
     for name in {name for record in run.records for name in record.media}:
         picture(name).save(folder / "media" / name)
-    writer = Writer(folder, run.header)
+    writer = Writer(folder)
+    writer.begin(run.header)
     for record in run.records:
         writer.add(record)
     writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from bench_kit import wrong
 from typer.testing import CliRunner
 
 import saccade
+from saccade.bench.metrics import by_method
 from saccade.bench.records import FILE, read
+from saccade.bench.repeating import commands
 from saccade.cli import screen
 from saccade.cli.bench import bench
 
@@ -29,9 +32,9 @@ def invoke(vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> Any:
-        small = ["--per-task", "1", "-n", "8", "--tasks", "scene"] if "--suite" in arguments else []
-        return CliRunner().invoke(app, [*small, *arguments])
+    def call(*arguments: str, small: bool = True) -> Any:
+        sizes = ["--per-task", "1", "-n", "8", "--tasks", "scene"] if "--suite" in arguments and small else []
+        return CliRunner().invoke(app, [*sizes, *arguments])
 
     return call
 
@@ -69,6 +72,36 @@ def test_json_holds_every_method(invoke: Invoke) -> None:
     assert found["methods"]["chain"]["block_efficiency"]["value"] >= 1
     assert found["predictions"][0]["tabed"] > 0
     assert found["run"] == "runs/quick"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--suite", "quick", "--methods", "chain,prompt-lookup", "--tasks", "chart,scene", "--seed", "3"),
+        ("--suite", "quick", "--methods", "chain", "--data", "mine.jsonl", "--turns", "2", "--repeats", "2"),
+        ("--suite", "mine.toml", "--per-task", "2", "-n", "6"),
+    ],
+)
+def test_the_command_that_a_report_gives_repeats_the_run(
+    invoke: Invoke, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    lines = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(2)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "mine.toml").write_text(
+        'tasks = ["scene", {task = "chart", count = 1}]\nsampling = {temperature = 0.7}\n'
+        'methods = ["chain", {name = "chain", gamma = 2, label = "short"}]\n'
+    )
+    given = ("--tasks", "scene,chart") if "mine.toml" in arguments else ()
+    result = invoke(*arguments, *given, "--out", "first", small="--data" not in arguments)
+    assert result.exit_code == 0, result.output
+    first = read(tmp_path / "first")
+    command, _, shown = commands(first.header, by_method(first.records)).partition("\n")
+    assert shown == "saccade report RUN"
+    assert invoke(*shlex.split(command)[2:-1], "second", small=False).exit_code == 0
+    second = read(tmp_path / "second")
+    assert second.header.config == first.header.config
+    assert second.header.models == first.header.models
+    assert [r.tokens for r in second.records] == [r.tokens for r in first.records]
 
 
 def test_own_prompts_replace_the_tasks(invoke: Invoke, tmp_path: Path) -> None:

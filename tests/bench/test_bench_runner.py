@@ -19,11 +19,11 @@ from bench_kit import slow, suite, wrong
 
 import saccade
 from processes import forked
-from saccade.bench import metrics, table
+from saccade.bench import metrics, runner, table
 from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
-from saccade.bench.records import FILE, read
+from saccade.bench.records import FILE, Writer, read
 from saccade.bench.runner import Progress, Runner, balanced, earlier_run
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
@@ -239,6 +239,31 @@ def test_a_complete_run_is_left_as_it_is(prepared: Prepare, folder: Path) -> Non
     Runner(prepared(), folder, seen.append).run()
     assert (folder / FILE).read_bytes() == before
     assert not seen
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_writes(prepared: Prepare, folder: Path) -> None:
+    first = Writer(folder)
+    with pytest.raises(SaccadeError, match=r"Another run is writing to .*; wait for it, or choose another folder"):
+        Runner(prepared(), folder).run()
+    assert (folder / FILE).read_bytes() == b"", "what the first one writes is its own"
+    first.close()
+    assert len(Runner(prepared(), folder).run().records) == 4
+
+
+def test_what_another_run_wrote_before_it_let_go_is_taken_over(
+    prepared: Prepare, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs begin at once: the second one looks before the first one is done, and gets the lock afterwards."""
+
+    class Late(Writer):
+        def __init__(self, folder: Path) -> None:
+            monkeypatch.setattr(runner, "Writer", Writer)
+            Runner(prepared(), folder).run()
+            super().__init__(folder)
+
+    monkeypatch.setattr(runner, "Writer", Late)
+    assert len(Runner(prepared(), folder).run().records) == 4
+    assert len((folder / FILE).read_text().splitlines()) == 5, "one header, four records"
 
 
 def test_another_configuration_in_the_same_folder_is_refused(prepared: Prepare, folder: Path) -> None:

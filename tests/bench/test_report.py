@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -13,9 +14,11 @@ import typer
 from fake_runs import HOSTILE, WAYS, make_run, write_run
 from typer.testing import CliRunner
 
-from saccade.bench import report
+from saccade import files
+from saccade.bench import headline, metrics, report
 from saccade.bench.records import Run
-from saccade.bench.report import content, page, tables, traces
+from saccade.bench.repeating import commands
+from saccade.bench.report import content, tables, traces
 from saccade.cli import report as command
 from saccade.errors import SaccadeError
 
@@ -260,9 +263,51 @@ def test_a_run_without_plain_decoding_scores_or_traces_has_a_report() -> None:
 
 
 def test_the_command_that_repeats_a_run_names_its_settings(run: Run) -> None:
-    said = page.commands(report.contents([run])[0])
-    assert "--suite pocket" in said
-    assert "--max-new-tokens 128 --seed 0 --threads 2 --target pocket --drafter pocket-draft" in said
+    said = commands(run.header, WAYS)
+    assert f"--suite pocket --methods {','.join(WAYS)} --repeats 2 --max-new-tokens 128 --seed 0" in said
+    assert "--target pocket --drafter pocket-draft --dtype float32 --draft-dtype float32 --threads 2 --out RUN" in said
+
+
+def test_a_repeated_run_finds_its_files_where_the_command_line_named_them(run: Run) -> None:
+    places = {"suite": "my suites/a.toml", "target": "models/t", "heads": ["hivis=runs/h"], "device": "cuda:1"}
+    models = {**run.header.models, "target": {**run.header.models["target"], "exact": True}}
+    said = commands(replace(run.header, places=places, models=models), ["plain"])
+    assert "--suite 'my suites/a.toml'" in said
+    assert "--target models/t --drafter pocket-draft --head hivis=runs/h" in said
+    assert "--device cuda:1 --exact --threads 2" in said
+
+
+def test_a_report_opens_with_the_fastest_lossless_method(run: Run) -> None:
+    said = headline.headline(run)
+    results = metrics.by_method(run.records)
+    speeds = {m: r.speedup.value for m, r in results.items() if r.lossless and r.speedup and m != "plain"}
+    best = max(speeds, key=lambda method: speeds[method])
+    assert said.startswith(f"{best} is {speeds[best]:.2f} times (95% interval ")
+    assert "of 3 lossless methods the fastest" in said
+    text = report.html(report.contents([run]))
+    assert text.index('class="headline"') < text.index("Comparison")
+    assert said.split(" (")[0] in report.markdown_tables(report.contents([run]))
+
+
+def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_method() -> None:
+    slow = make_run(prompts=12, methods=("plain", "chain", "lvspec"), slower={"chain": 3.0}, seed=1)
+    said = headline.headline(slow)
+    assert said.startswith("No lossless method is clearly faster than plain decoding; the best, chain, takes ")
+    assert "lvspec, which is lossy, is " in said
+    assert "of the score." in said
+    assert headline.headline(make_run(prompts=4, methods=("plain",))) == ""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [(1, "One prompt"), (5, "Only 5 prompts: from fewer than 6"), (8, "single tasks, which need 6: scene 4, chart 4")],
+)
+def test_few_prompts_are_a_caution(prompts: int, words: str) -> None:
+    small = make_run(prompts=prompts, repeats=1)
+    assert words in " ".join(headline.cautions(small))
+    assert words in report.html(report.contents([small]))
+    assert words in report.markdown_tables(report.contents([small]))
+    assert not list(headline.cautions(make_run(prompts=12, repeats=1)))
 
 
 def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_path: Path) -> None:
@@ -273,6 +318,19 @@ def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_pat
     out = tmp_path / "deep" / "page.html"
     result = CliRunner().invoke(app, ["report", str(folder), str(folder), "-o", str(out)])
     assert out.read_text().count('class="run"') == 2
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "report.html").write_text("the old page")
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "_sync", full)
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert "The disk is full" in str(result.exception)
+    assert (folder / "report.html").read_text() == "the old page"
+    assert not list(folder.glob("*.part"))
 
 
 def test_a_missing_plotting_library_is_named_with_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

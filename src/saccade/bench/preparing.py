@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saccade import methods
@@ -29,6 +29,7 @@ class Prepared:
         questions: by task.
         missing: one sentence per omission.
         names: of target and draft model, as given by the user.
+        places: as in `saccade.bench.records.Header`.
     """
 
     suite: Suite
@@ -37,6 +38,7 @@ class Prepared:
     questions: Mapping[str, list[Question]]
     missing: tuple[str, ...]
     names: tuple[str, str | None]
+    places: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -89,8 +91,13 @@ class Prepared:
         return as_json(environment(self.vlm.target.device))
 
 
-def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) -> Prepared:
+def prepare(
+    suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None), places: Mapping[str, Any] | None = None
+) -> Prepared:
     """Resolve a suite against the loaded models.
+
+    Args:
+        names, places: as in `Prepared`.
 
     Raises:
         SaccadeError: a method or task that is not optional is unavailable, or a prompt cannot be read.
@@ -128,7 +135,7 @@ def prepare(suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None)) 
     ids = [q.id for group in gathered.values() for q in group]
     if len(set(ids)) < len(ids):
         raise SaccadeError(f"Suite {suite.name} contains {next(i for i in ids if ids.count(i) > 1)} twice.")
-    return Prepared(suite, vlm, found, gathered, tuple(missing), names)
+    return Prepared(suite, vlm, found, gathered, tuple(missing), names, places or {})
 
 
 def lacking(entry: MethodEntry) -> str:

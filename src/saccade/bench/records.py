@@ -12,6 +12,7 @@ from typing import Any
 
 from saccade.errors import SaccadeError
 from saccade.files import writing
+from saccade.journal import lock
 
 SCHEMA = 1
 FILE = "records.jsonl"
@@ -32,6 +33,8 @@ class Header:
         started: UTC time, ISO 8601.
         schema: version of this format.
         costs: step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured.
+        places: suite, prompts, models and heads as the command line named them, to repeat the run; another attempt may
+            find them elsewhere. Empty for runs from Python.
     """
 
     suite: str
@@ -41,6 +44,7 @@ class Header:
     started: str
     schema: int = SCHEMA
     costs: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +121,39 @@ class Run:
 
 
 class Writer:
-    """Appends whole lines and syncs each to disk before returning."""
+    """Holds a run's folder against other writers, appends whole lines and syncs each to disk before returning."""
 
-    def __init__(self, folder: Path, header: Header | None) -> None:
-        """Open a run for appending: a new one with its header, a resumed one with None."""
+    def __init__(self, folder: Path) -> None:
+        """Open and lock a folder, and drop what a kill left of a header.
+
+        Raises:
+            SaccadeError: another run writes there, or the folder cannot be written.
+        """
         path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _end_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as problem:
             raise SaccadeError(
                 f"Cannot write records to {path}: {problem.strerror}; choose another folder."
             ) from problem
-        if header is not None:
-            self._line({"kind": "run", **asdict(header)})
+        try:
+            lock(self._file.fileno())
+        except OSError:
+            self.close()
+            raise SaccadeError(f"Another run is writing to {folder}; wait for it, or choose another folder.") from None
+        if lacks_header(path):
+            self._file.truncate(0)
+        else:
+            _end_line(path)
+
+    def begin(self, header: Header) -> None:
+        """Write the header of a new run.
+
+        Raises:
+            SaccadeError: as `add`.
+        """
+        self._line({"kind": "run", **asdict(header)})
 
     def add(self, record: Record) -> None:
         """Append a record.
@@ -151,6 +173,14 @@ class Writer:
             self._file.write(json.dumps(content, ensure_ascii=False) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
+
+
+def lacks_header(path: Path) -> bool:
+    """Whether there is no records file yet, or a kill left less than a header in it."""
+    if not path.is_file():
+        return True
+    with path.open("rb") as file:
+        return not file.readline().endswith(b"\n")
 
 
 def read(folder: Path) -> Run:

@@ -16,7 +16,7 @@ from saccade.bench.answering import Answer, answer_turns
 from saccade.bench.check import compare_with_plain, require_equal
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
-from saccade.bench.records import FILE, Header, Record, Run, Writer, read
+from saccade.bench.records import FILE, Header, Record, Run, Writer, lacks_header, read
 from saccade.bench.suite import BASELINE
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
@@ -28,8 +28,7 @@ def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
     Raises:
         SaccadeError: the folder holds a run of another configuration, other models or another environment.
     """
-    path = folder / FILE
-    if not path.is_file() or _lacks_header(path):
+    if lacks_header(folder / FILE):
         return None
     run = read(folder)
     pairs = (
@@ -44,15 +43,6 @@ def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
                 "choose another folder with --out, or delete that one."
             )
     return run
-
-
-def _lacks_header(path: Path) -> bool:
-    """Whether a kill left less than a header; empties the file if so."""
-    with path.open("rb") as file:
-        if file.readline().endswith(b"\n"):
-            return False
-    path.write_bytes(b"")
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +121,37 @@ class Runner:
             Mismatch: a lossless method differs from plain decoding in float32 or exact mode; its record is on disk.
             SaccadeError: the folder holds another run, or the disk is full; records so far are intact.
         """
-        earlier = earlier_run(self._folder, self._prepared)
+        complete = self._complete(earlier_run(self._folder, self._prepared))
+        if complete is not None:
+            return complete
+        writer = Writer(self._folder)
+        try:
+            earlier = earlier_run(self._folder, self._prepared)  # again, now that nobody else writes
+            complete = self._complete(earlier)
+            if complete is not None:
+                return complete
+            self._answer(writer, resumed=earlier is not None)
+        finally:
+            writer.close()
+        return read(self._folder)
+
+    def _complete(self, earlier: Run | None) -> Run | None:
+        """Take over the records of an earlier attempt; return its run if nothing is left to answer."""
         self._done = {r.key: r for r in earlier.records} if earlier else {}
         for record in self._done.values():
             self._require(record)
-        left = [group for group in self._groups() if self._open(*group[:2])]
-        if earlier is not None and not left:
-            return earlier
+        return earlier if earlier is not None and not any(self._open(*group[:2]) for group in self._groups()) else None
+
+    def _answer(self, writer: Writer, resumed: bool) -> None:
+        """Answer what has no record yet, in a new run behind its header."""
         self._report("warming up")
         started = time.perf_counter()
         self._warm_up()
-        header = None if earlier else self._header()
+        header = None if resumed else self._header()
         self.spent.warmup = time.perf_counter() - started
-        writer = Writer(self._folder, header)
+        if header is not None:
+            writer.begin(header)
+        left = [group for group in self._groups() if self._open(*group[:2])]
         started = time.perf_counter()
         try:
             for question, repeat, order in left:
@@ -151,8 +159,6 @@ class Runner:
             self._report("done")
         finally:
             self.spent.total = time.perf_counter() - started
-            writer.close()
-        return read(self._folder)
 
     def _groups(self) -> Iterator[tuple[Question, int, list[str]]]:
         """Prompt, repeat and ordered methods of every group; tasks alternate."""
@@ -184,6 +190,7 @@ class Runner:
             environment=prepared.environment(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             costs=self._costs().as_dict(),
+            places=dict(prepared.places),
         )
 
     def _costs(self) -> cost.Costs:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from saccade.bench import claims, metrics
 from saccade.bench.cost import Costs
+from saccade.bench.headline import cautions
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import Predicted, predictions
 from saccade.bench.records import Run, warned
@@ -99,7 +100,8 @@ def predicted(run: Run) -> Table | None:
 
 
 def remarks(run: Run) -> Iterator[str]:
-    """Remarks below the tables: verdicts on the paper's orders, definitions, costs, differences and warnings."""
+    """Remarks below the tables: cautions, verdicts on papers' orders, definitions, costs, differences and warnings."""
+    yield from cautions(run)
     yield from claims.sentences(run)
     header = run.header
     repeats, count = header.config["repeats"], len({r.prompt_id for r in run.records})

@@ -133,7 +133,7 @@ def bench(
         threads=threads,
         exact=exact,
     )
-    prepared = prepare(chosen, vlm, (name, drafter))
+    prepared = prepare(chosen, vlm, (name, drafter), places(suite, data, name, drafter, head, device))
     folder = out or Path("runs") / chosen.name
     if plan:
         _plan(prepared, folder)
@@ -168,6 +168,20 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
     if tasks is not None:
         suite = library.choose_tasks(suite, _names(tasks))
     return suite
+
+
+def places(
+    suite: str, data: Path | None, target: str, drafter: str | None, heads: list[str] | None, device: str | None
+) -> dict[str, Any]:
+    """Return what the command line named, as `saccade.bench.records.Header` keeps it."""
+    return {
+        "suite": suite,
+        "data": str(data) if data is not None else None,
+        "target": target,
+        "drafter": drafter,
+        "heads": heads or [],
+        "device": device,
+    }
 
 
 def _names(given: str) -> list[str]:
@@ -246,13 +260,17 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
 
 def show(run: Run, spent: Spent, as_json: bool) -> None:
     from saccade.bench import metrics, predicting, table
+    from saccade.bench.headline import cautions, headline
 
     if as_json:
         results = {label: asdict(result) for label, result in metrics.by_method(run.records).items()}
         predictions = [asdict(p) for p in predicting.predictions(run)]
-        print(json.dumps({"run": str(run.folder), "methods": results, "predictions": predictions}))
+        said = {"headline": headline(run), "cautions": list(cautions(run))}
+        print(json.dumps({"run": str(run.folder), **said, "methods": results, "predictions": predictions}))
         return
     console = screen.out()
+    if first := headline(run):
+        console.print(f"{first}\n", markup=False, soft_wrap=True)
     for part in (table.results(run), table.quality(run), table.times(run), table.predicted(run)):
         if part is not None:
             console.print(part)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saccade.cli import screen
-from saccade.errors import InputError, SaccadeError
+from saccade.errors import InputError
+from saccade.files import write_file
 from saccade.formats import count
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def report(
     _tell([problem for one in content for problem in one.problems])
     out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
     for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
-        _write(path, text)
+        write_file(path, text, advice="choose another file with --out")
         print(path)
 
 
@@ -168,11 +169,3 @@ def _remarks(found: Comparison) -> Iterator[str]:
 def _tell(problems: Sequence[str]) -> None:
     for problem in problems:
         print(f"saccade: {problem}", file=sys.stderr)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise SaccadeError(f"Cannot write {path}: {problem.strerror}; choose another file with --out.") from problem

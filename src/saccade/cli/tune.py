@@ -65,7 +65,7 @@ def tune(
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device, "threads": threads}
     placing["exact"] = exact
     vlm = screen.load_models(name, drafter, None, heads=head or [], **placing)
-    prepared = prepare(suite, vlm, (name, drafter))
+    prepared = prepare(suite, vlm, (name, drafter), bench.places("tune", data, name, drafter, head, device))
     run, spent = bench.run_suite(prepared, out)
     bench.show(run, spent, as_json=False)
     profile = choose(prepared, run, name, drafter, head or [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 from markupsafe import Markup
 
 from saccade.bench.claims import sentences
+from saccade.bench.headline import cautions, headline
 from saccade.bench.records import warned
+from saccade.bench.repeating import commands
 from saccade.bench.report import figures, tables, traces
 from saccade.bench.report.content import Content
 from saccade.bench.report.signal_figures import drawn_signals
@@ -77,6 +78,8 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
     return {
         "id": f"run-{index}",
         "name": content.name,
+        "headline": headline(content.run),
+        "cautions": list(cautions(content.run)),
         "notes": _notes(content),
         "lossy": [m for m, r in results.items() if not r.lossless],
         "unequal": _unequal(content),
@@ -88,7 +91,7 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
         "prompts": shown,
         "marks": {mark for prompt in shown for answer in prompt.answers for mark in answer.marks},
         "methods": [{"name": m, "lossy": not r.lossless, "chosen": m == picked} for m, r in results.items()],
-        "commands": commands(content),
+        "commands": commands(header, everything.results),
         "environment": _facts(header.environment),
         "models": _facts(header.models),
         "config": json.dumps(header.config, indent=2, ensure_ascii=False),
@@ -122,26 +125,6 @@ def _unequal(content: Content) -> list[str]:
             text += f" with logits {what['logits'].get('ours')} and {what['logits'].get('plain')}"
         found.append(text)
     return found
-
-
-def commands(content: Content) -> str:
-    """Commands that repeat the run and show its report."""
-    header = content.run.header
-    config = header.config
-    command = ["saccade", "bench", "--suite", header.suite, "--methods", ",".join(content.groups[0].results)]
-    for option in ("per_task", "repeats", "turns", "max_new_tokens", "seed"):
-        if option in config:
-            command += [f"--{option.replace('_', '-')}", str(config[option])]
-    if "threads" in header.environment:
-        command += ["--threads", str(header.environment["threads"])]
-    models = [m.get("name") if isinstance(m, dict) else None for m in map(header.models.get, ("target", "drafter"))]
-    if models[0]:
-        command += ["--target", str(models[0])]
-    if models[1] and models[1] != models[0]:
-        command += ["--drafter", str(models[1])]
-    if models[0] != "pocket":  # which brings its own
-        command += [word for name in header.models.get("heads", {}) for word in ("--head", f"{name}=FOLDER")]
-    return f"{shlex.join(command)} --out RUN\nsaccade report RUN"
 
 
 def _facts(content: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

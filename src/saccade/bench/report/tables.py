@@ -11,6 +11,7 @@ import numpy as np
 from saccade.bench import signals
 from saccade.bench.claims import sentences
 from saccade.bench.cost import Costs
+from saccade.bench.headline import cautions, headline
 from saccade.bench.metrics import MethodResult
 from saccade.bench.predicting import predictions
 from saccade.bench.records import Run, warned
@@ -326,6 +327,8 @@ def document(contents: Sequence[Content]) -> str:
         header = content.run.header
         parts.append(f"## {escape(content.name)}")
         facts = ", ".join(f"{k} {v}" for k, v in header.environment.items() if isinstance(v, str | int | float))
+        parts += [f"**{escape(first)}**"] if (first := headline(content.run)) else []
+        parts += map(escape, cautions(content.run))
         parts += map(escape, sentences(content.run))
         parts.append(escape(f"Started {header.started}. {facts}."))
         parts += [table(comparison(group)) for group in content.groups]
