@@ -19,7 +19,7 @@ ONLY_HEADS ?=
 ONLY_PAGES ?=
 PAIR = --target $(TARGET) $(if $(DRAFT),--drafter $(DRAFT))
 
-.PHONY: help demo heads results test test-all test-browser test-oldest lint format types clean
+.PHONY: help demo heads results test test-all test-browser test-ray test-oldest lint format types clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -40,14 +40,18 @@ results: $(READY) ## measure every suite on this revision and write docs/results
 	$(BIN)/python -m tools.results $(PAIR) --models $(MODELS) --out $(RESULTS) $(ONLY_PAGES)
 
 test: $(READY) ## the tests, slow ones left out
-	$(PYTEST) -m 'not slow and not browser'
+	$(PYTEST) -m 'not slow and not browser and not ray'
 
-test-all: $(READY) ## every test but those in a browser
-	$(PYTEST) -m 'not browser'
+test-all: $(READY) ## every test but those in a browser and on Ray
+	$(PYTEST) -m 'not browser and not ray'
 
 test-browser: $(READY) ## the server's page in a headless Chromium, which must be installed (Debian: chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[browser]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m browser tests/serve
+
+test-ray: $(READY) ## Ray on loopback, in network namespaces; takes minutes
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[ray]'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m ray
 
 test-oldest: ## the tests on the oldest torch and transformers that are supported
 	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) READY=.venv-oldest/.oldest

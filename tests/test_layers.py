@@ -29,7 +29,21 @@ LAYERS = [
         "output",
     ),
     *("target", "loading", "grammar", "processors", "verify", "draft", "engine", "methods", "stream"),
-    *("tickets", "chat", "profile", "vlm", "hf", "serve", "theory", "bench", "jobs", "distill", "train", "cli"),
+    *(
+        "tickets",
+        "chat",
+        "profile",
+        "vlm",
+        "hf",
+        "cluster",
+        "serve",
+        "theory",
+        "bench",
+        "jobs",
+        "distill",
+        "train",
+        "cli",
+    ),
 ]
 """Packages and modules of `saccade`; each imports only from itself and from those before it."""
 

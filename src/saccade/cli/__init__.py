@@ -26,6 +26,7 @@ from saccade.cli import (
     train,
     tune,
 )
+from saccade.cli.arguments import with_local_ray
 from saccade.errors import SaccadeError
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep; spinning ones starve on busy cores
@@ -69,7 +70,7 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `saccade`, and exit; see `execute`."""
-    execute(app, "saccade", arguments)
+    execute(app, "saccade", with_local_ray(sys.argv[1:] if arguments is None else arguments))
 
 
 def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:

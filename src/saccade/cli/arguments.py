@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -200,3 +201,27 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Run on Ray (`pip install 'saccade[ray]'`): without an address on this machine, `auto` or HOST:PORT is a "
+        "cluster, which belongs into a network of its own.",
+        rich_help_panel="Several machines",
+    ),
+]
+
+
+def with_local_ray(arguments: Sequence[str]) -> list[str]:
+    """Give ``--ray`` its value where it has none: typer knows no options whose value may be left out."""
+    found = list(arguments)
+    for number, word in enumerate(found):
+        if word == "--":
+            break
+        follower = found[number + 1 : number + 2]
+        if word == "--ray" and (not follower or follower[0].startswith("-")):
+            found[number] = "--ray=local"
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,6 +94,15 @@ def batch(
         int | None,
         typer.Option(help="Threads that read media; by default one per core, at most 4.", rich_help_panel=_RUN),
     ] = None,
+    ray: args.Ray = None,
+    actors: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Engines on Ray, each with `--rows` rows: by default one per GPU, without GPUs one per machine.",
+            rich_help_panel="Several machines",
+        ),
+    ] = None,
     drafter: args.Drafter = None,
     method: args.MethodName = None,
     head: args.Heads = None,
@@ -127,6 +138,8 @@ def batch(
     --plan`
 
     `saccade batch "shards/*.tar" -p "Is {txt} a fair caption?" --shard 2/8 -t TARGET -o part-2.jsonl`
+
+    `saccade batch photos -p "Describe the picture." -t TARGET -o captions.jsonl --ray=auto --actors 8`
     """
     if target is None:
         raise InputError(
@@ -167,17 +180,39 @@ def batch(
         check(target, drafter, method, heads=screen.heads_by_name(head or []), **models, **settings)
         _plan(found, out, f"{counted(rows, 'answer')} at once, {_models(target, drafter, method)}")
         return
-    vlm = screen.load_models(target, drafter, method, heads=head, **models, **settings)
-    from saccade.jobs import run
+    running: dict[str, Any] = {"max_rows": rows, "workers": workers, "retry_failed": retry_failed}
+    where = nullcontext() if ray is None else _on_ray(ray, actors)
+    with where as cluster:
+        if cluster is None:
+            vlm = screen.load_models(target, drafter, method, heads=head, **models, **settings)
+            from saccade.jobs import run
 
-    with screen.long_progress("starting") as show:
-        options: dict[str, Any] = {"max_rows": rows, "workers": workers, "retry_failed": retry_failed}
-        try:
-            report = run(vlm, job, found, out, method_options=settings, progress=_shown(show), **options)
-        except KeyboardInterrupt:
-            screen.note(f"Stopped. The answers so far are in {out}.journal; the same command resumes the run.")
-            raise
+            answer = partial(run, vlm, job, found, out, method_options=settings, **running)
+        else:
+            from saccade.cluster import places
+            from saccade.jobs.actors import Models, run_on_ray
+            from saccade.vlm import check
+
+            heads = screen.heads_by_name(head or [])
+            screen.quiet_libraries()
+            check(target, drafter, method, heads=heads, **models, **settings)  # a mistake shows before actors start
+            room = places(cluster, actors, threads, with_gpu=device != "cpu" and target != "pocket")
+            named = {"target": target, "drafter": drafter, "method": method, "heads": heads}
+            loading = Models({**named, **models, **settings}, settings)
+            answer = partial(run_on_ray, cluster, room, loading, job, found, out, **running)
+        with screen.long_progress("starting") as show:
+            try:
+                report = answer(progress=_shown(show))
+            except KeyboardInterrupt:
+                screen.note(f"Stopped. The answers so far are in {out}.journal; the same command resumes the run.")
+                raise
     _show(report)
+
+
+def _on_ray(address: str, actors: int | None) -> AbstractContextManager[Any]:
+    from saccade.cluster import connected
+
+    return connected(address, actors)
 
 
 def _models(target: str, drafter: str | None, method: str | None) -> str:

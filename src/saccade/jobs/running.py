@@ -1,32 +1,26 @@
-"""Run of a job: items join the running batch as others finish, and every record goes to the journal at once."""
+"""Run of a job: every record goes to the journal at once, and the output is written in the end."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
-from saccade.engine import Row
-from saccade.engine.generation import plan
-from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import fingerprint, model_facts
-from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
-from saccade.inputs.prompt import Prompt
-from saccade.jobs.feed import Feed
+from saccade.jobs.answerer import Answer, Answering, Task
 from saccade.jobs.folders import Source
-from saccade.jobs.forms import Form, OwnForm, Prepared, Reading, sentence_of
-from saccade.jobs.items import Asking, Item
+from saccade.jobs.forms import Reading
+from saccade.jobs.items import Asking
 from saccade.jobs.job import SHOWN, Job, Known, Shard, Survey, key_of_item, preview
 from saccade.journal import Journal
 from saccade.stream import GenerationOptions
-from saccade.typed import check_whole
 from saccade.vlm import VLM
 
 SYNC_SECONDS = 2.0
@@ -161,16 +155,12 @@ def run(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Report:
     """Run a job after its `preview`; arguments and errors as of `batch_file`."""
-    workers = min(4, os.cpu_count() or 1) if workers is None else workers
-    check_whole(max_rows, 1, "max_rows", error=InputError)
-    check_whole(workers, 1, "workers", error=InputError)
-    decoding = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
-    vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
+    answering = Answering(vlm, job, max_rows, workers)
     with job.journal(out, facts(vlm, method_options or {})) as journal:
-        known = Known(journal, retry_failed)
-        attempt = _Attempt(vlm, job, journal, known, found, progress)
-        attempt.run(max_rows, workers, out)
-        return attempt.report
+        keeping = Keeping(job, journal, found, progress, retry_failed)
+        if found.kinds["request"]:
+            answering.take_requests(keeping.created)
+        return keeping.run(answering.answers, out)
 
 
 def facts(vlm: VLM, method_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,166 +183,63 @@ def _facts(model: Any) -> dict[str, Any]:
     return model_facts(model, str(model.config._name_or_path))
 
 
-@dataclass(eq=False, slots=True)
-class _Task:
-    """An item on its way through the batch.
+class Keeping:
+    """One attempt at a job whose journal is open: hands out the items without a record, and keeps the answers.
 
-    Attributes:
-        number: place in the output.
-        key: of the item with its content.
-        prepared: None where it cannot be used.
-        problem: one sentence, then.
-        rows: in the batch.
-        alone: whether it runs by itself, after a step failed for several rows.
+    Args:
+        found: as of `preview`.
+        progress: called after every item.
+        retry_failed: as of `batch_file`.
     """
 
-    item: Item
-    number: int
-    key: int
-    prepared: Prepared | None = None
-    problem: str = ""
-    rows: list[Row] = field(default_factory=list)
-    alone: bool = False
-
-
-class _Attempt:
-    """One attempt at a job whose journal is open."""
-
     def __init__(
-        self,
-        vlm: VLM,
-        job: Job,
-        journal: Journal,
-        known: Known,
-        found: Survey,
-        progress: Callable[[Progress], None],
+        self, job: Job, journal: Journal, found: Survey, progress: Callable[[Progress], None], retry_failed: bool
     ) -> None:
-        self._vlm, self._job, self._journal, self._known, self._progress = vlm, job, journal, known, progress
-        self.report = Report(Path(), found.items, found.there, found.failed)
-        own = OwnForm(vlm, job.asking, job.reading, job.seed, job.options)
-        self._forms: dict[bool, Form] = {False: own}
-        if found.kinds["request"]:
-            from saccade.jobs.openai_form import OpenAIForm
-
-            created = int(journal.begin()["created"])
-            self._forms[True] = OpenAIForm(vlm, job.seed, created, job.reading.text_as_text, job.options)
+        self._job, self._journal, self._progress = job, journal, progress
+        self._known = Known(journal, retry_failed)
+        self._report = Report(Path(), found.items, found.there, found.failed)
         self._offsets = array("q")  # of every item's record, in the order of the output; -1 until there is one
-        self._tasks: dict[int, _Task] = {}
-        self._suspects: deque[_Task] = deque()
         self._synced = self._began = time.perf_counter()
+        self.created = int(journal.begin()["created"])
 
-    def run(self, max_rows: int, workers: int, out: Path) -> None:
-        """Answer all items without a record, and write the output."""
-        self.report.out = out
-        kv_memory = int(KV_MEMORY_SHARE * free_memory(self._vlm.target.device))
-        self._batch = self._vlm.engine.open(max_rows, kv_memory=kv_memory)
-        self._feed = Feed(self._new_tasks(), self._prepare, workers, max_rows + workers)
-        self._journal.begin()
+    def run(self, answers: Callable[[Iterator[Task]], Generator[Answer]], out: Path) -> Report:
+        """Answer all items without a record, and write the output.
+
+        Args:
+            answers: yields one answer per task, in any order.
+        """
+        self._report.out = out
         self._show()
         try:
-            while self._tasks or self._suspects or not self._feed.is_empty:
-                self._admit(max_rows)
-                if self._tasks:
-                    self._step()
+            with closing(answers(self._tasks())) as found:
+                for answer in found:
+                    self._keep(answer)
         finally:
-            self._feed.close()
-            self._batch.close()
             self._journal.sync()
         self._write(out)
-        self.report.seconds = time.perf_counter() - self._began
+        self._report.seconds = time.perf_counter() - self._began
+        return self._report
 
-    # -- worker threads ------------------------------------------------------------------------------------
-
-    def _new_tasks(self) -> Iterator[_Task]:
+    def _tasks(self) -> Iterator[Task]:
         """Items without a record; the offsets of the others are noted on the way."""
         for item in self._job.items():
-            key = key_of_item(item)
-            record = self._known.get(key)
+            record = self._known.get(key_of_item(item))
             self._offsets.append(-1 if record is None else record[0])
             if record is None:
-                yield _Task(item, len(self._offsets) - 1, key)
+                yield Task(item, len(self._offsets) - 1)
 
-    def _prepare(self, task: _Task) -> _Task:
-        try:
-            task.prepared = self._form(task).prepare(task.item)
-        except Exception as problem:  # a bad item must not end the job
-            task.problem = sentence_of(problem)
-        return task
-
-    def _form(self, task: _Task) -> Form:
-        return self._forms.get(task.item.is_request, self._forms[False])
-
-    # -- the batch's thread --------------------------------------------------------------------------------
-
-    def _admit(self, max_rows: int) -> None:
-        """Fill free rows with items that are ready; wait for one where no row runs."""
-        if self._suspects:
-            if not self._tasks:
-                self._start(self._suspects.popleft())
-            return
-        while len(self._tasks) < max_rows and (task := self._feed.take(wait=not self._tasks)) is not None:
-            self._start(task)
-
-    def _start(self, task: _Task) -> None:
-        try:
-            if task.prepared is None:
-                raise SaccadeError(task.problem)
-            task.rows = []
-            for start in task.prepared.starts():
-                task.rows.append(self._batch.add(*start))
-        except Exception as problem:
-            self._fail(task, problem)
-            return
-        for row in task.rows:
-            self._tasks[id(row)] = task
-
-    def _step(self) -> None:
-        ended = [row for row, _ in self._batch.step() if row.done]
-        causes = Counter(id(row.error) for row in ended if row.error is not None)
-        for row in ended:
-            task = self._tasks.pop(id(row), None)
-            if task is None:
-                continue  # another row of its item has failed
-            if row.error is not None:
-                if causes[id(row.error)] > 1 and not task.alone:
-                    self._drop(task)
-                    task.alone = True
-                    self._suspects.append(task)
-                else:
-                    self._fail(task, row.error)
-            elif all(each.done for each in task.rows):
-                self._finish(task)
-
-    def _finish(self, task: _Task) -> None:
-        assert task.prepared is not None
-        try:
-            record = task.prepared.record(task.rows)
-        except Exception as problem:
-            self._fail(task, problem)
-            return
-        report = self.report
-        report.answered += 1
-        report.tokens += sum(len(row.output) for row in task.rows)
-        report.finishes.update(row.finish().finish_reason for row in task.rows)
-        self._note(task, record, failed=False)
-
-    def _fail(self, task: _Task, problem: BaseException) -> None:
-        self._drop(task)
-        sentence = sentence_of(problem)
-        self.report.failed += 1
-        if len(self.report.problems) < SHOWN:
-            self.report.problems.append(f"{task.item.id}: {sentence}")
-        self._note(task, self._form(task).failure(task.item, sentence), failed=True)
-
-    def _drop(self, task: _Task) -> None:
-        """Take an item's rows out of the batch."""
-        for row in task.rows:
-            self._batch.cancel(row)
-            self._tasks.pop(id(row), None)
-
-    def _note(self, task: _Task, record: dict[str, Any], failed: bool) -> None:
-        line = {"key": f"{task.key:016x}", "failed": failed, "record": record}
-        self._offsets[task.number] = self._journal.append([line], sync=False)
+    def _keep(self, answer: Answer) -> None:
+        report = self._report
+        if answer.problem:
+            report.failed += 1
+            if len(report.problems) < SHOWN:
+                report.problems.append(f"{answer.name}: {answer.problem}")
+        else:
+            report.answered += 1
+            report.tokens += answer.tokens
+            report.finishes.update(answer.finishes)
+        line = {"key": f"{answer.key:016x}", "failed": bool(answer.problem), "record": answer.record}
+        self._offsets[answer.number] = self._journal.append([line], sync=False)
         now = time.perf_counter()
         if now - self._synced > SYNC_SECONDS:
             self._journal.sync()
@@ -360,7 +247,7 @@ class _Attempt:
         self._show()
 
     def _show(self) -> None:
-        report = self.report
+        report = self._report
         new = report.answered + report.failed
         seconds = time.perf_counter() - self._began
         self._progress(Progress(report.there + new, report.items, report.failed, new, report.tokens, seconds))

@@ -1,0 +1,140 @@
+"""Ray: a cluster of this machine's own, or one by its address, and what an engine reserves there.
+
+Ray's processes talk without passwords: whoever reaches them can run code. A cluster of this machine's own listens on
+loopback; one of several machines belongs into a network of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from saccade.errors import SaccadeError
+
+LOCAL = "local"
+"""Address of a cluster that this process starts and ends."""
+OBJECT_STORE = 256 << 20
+"""Bytes of shared memory of a cluster of this machine's own; records and requests are small."""
+_ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Room for engines in a cluster.
+
+    Attributes:
+        count: of engines.
+        cpus: cores that each one reserves, which are its threads on a CPU.
+        gpus: GPUs that each one reserves, 0 or 1.
+        per_machine: greatest number of engines of one machine, where they are spread evenly.
+    """
+
+    count: int
+    cpus: int
+    gpus: int
+    per_machine: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of an actor."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+def load_ray() -> Any:
+    """Import Ray.
+
+    Raises:
+        SaccadeError: it is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise SaccadeError("Ray is missing; run `pip install 'saccade[ray]'`.") from None
+
+
+def check_address(address: str) -> str:
+    """Return the address of a cluster.
+
+    Raises:
+        SaccadeError: it has another form than ``local``, ``auto`` and HOST:PORT.
+    """
+    if address.startswith("ray://"):
+        raise SaccadeError(
+            "An address ray:// is for Ray's remote client, which streams no answers; run the command on a machine of "
+            "the cluster with --ray=auto, or by `ray job submit`."
+        )
+    if address != LOCAL and not _ADDRESS.fullmatch(address):
+        raise SaccadeError(
+            f"{address!r} is no address of a Ray cluster; expected auto or HOST:PORT, or --ray as the last option for "
+            "one of this machine's own."
+        )
+    return address
+
+
+@contextmanager
+def connected(address: str, engines: int | None = None) -> Iterator[Any]:
+    """Connect to a cluster, or start one of this machine's own, which ends with the context or with the process.
+
+    Args:
+        engines: for which a cluster of this machine's own has room, however few cores it has.
+
+    Yields:
+        The module ``ray``.
+
+    Raises:
+        SaccadeError: Ray is missing, or there is no cluster at the address.
+    """
+    check_address(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = load_ray()
+    quiet = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    try:
+        if address == LOCAL:
+            cores = max(os.cpu_count() or 1, engines or 1)
+            ray.init(
+                address=LOCAL,
+                num_cpus=cores,
+                object_store_memory=OBJECT_STORE,
+                _node_ip_address="127.0.0.1",  # or it would listen on all addresses
+                **quiet,
+            )
+        else:
+            quiet.pop("include_dashboard")
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as problem:
+        reason = " ".join(str(problem).split())[:300].rstrip(".")
+        what = "start" if address == LOCAL else f"reach the cluster at {address}"
+        raise SaccadeError(f"Ray cannot {what}: {reason}.") from problem
+    try:
+        yield ray
+    finally:
+        sys.stdout.flush()
+        ray.shutdown()
+
+
+def places(ray: Any, count: int | None, threads: int | None, with_gpu: bool) -> Places:
+    """Find room for engines: one per GPU; without GPUs one per machine, unless ``count`` says otherwise.
+
+    Args:
+        threads: of an engine on a CPU; None: an even share of the cores.
+        with_gpu: whether the models may run on a GPU.
+
+    Raises:
+        SaccadeError: fewer than one engine.
+    """
+    if count is not None and count < 1:
+        raise SaccadeError(f"The number of engines must be at least 1, not {count}.")
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0)) if with_gpu else 0
+    machines = max(sum(node["Alive"] for node in ray.nodes()), 1)
+    count = count or gpus or machines
+    per_machine = -(-count // machines)
+    cores = int(resources.get("CPU", 1)) // machines
+    cpus = 1 if gpus else threads or max(cores // per_machine, 1)
+    return Places(count, cpus, 1 if gpus else 0, per_machine)

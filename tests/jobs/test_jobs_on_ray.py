@@ -1,0 +1,207 @@
+"""Jobs on Ray: actors that are lost, whose items others answer, and the same file in the end."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import copytree
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isolated import ISOLATED, isolated
+from saccade import cluster
+from saccade.cli.arguments import with_local_ray
+from saccade.errors import SaccadeError
+from saccade.jobs.actors import HOPELESS, Actors, Hello
+from saccade.jobs.answerer import Answer, Task
+from saccade.jobs.items import Item
+
+FACTS: dict[str, Any] = {"method": {}, "target": {"digest": "a"}, "processor": {"digest": "b"}, "drafter": None}
+
+
+class Lost(Exception):
+    """An actor has ended."""
+
+
+class Handle:
+    """A pretended actor, which answers a task per message.
+
+    Args:
+        at_task: called with every task before its answer; may raise `Lost`.
+    """
+
+    def __init__(self, at_task: Callable[[Task], None], facts: dict[str, Any]) -> None:
+        self.given: deque[Task] = deque()
+        self.at_task, self.ended, self.created = at_task, False, 0
+        self.messages: deque[Any] = deque([Hello(facts, "there")])
+        self.put = SimpleNamespace(remote=self._put)
+        self.answers = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda: self))
+
+    def _put(self, given: Any) -> None:
+        if isinstance(given, list):
+            assert self.created, "the time comes first"
+            self.given.extend(given)
+        else:
+            self.created = given
+
+    def __next__(self) -> Callable[[], Any]:
+        if self.messages:
+            message = self.messages.popleft()
+            return lambda: message
+        task = self.given.popleft()
+
+        def work() -> Any:
+            self.at_task(task)
+            return Answer(task.number, 0, task.item.id, {"id": task.item.id}, task.problem)
+
+        return work
+
+
+class Pretended:
+    """What `Actors` uses of Ray."""
+
+    exceptions = SimpleNamespace(RayError=Lost)
+
+    def __init__(self, at_task: Callable[[Task], None] = lambda _: None, facts: Iterator[dict[str, Any]] | None = None):
+        self.started: list[Handle] = []
+        self._at_task, self._facts, self._rng = at_task, facts, random.Random(1)
+
+    def make(self) -> Handle:
+        self.started.append(Handle(self._at_task, next(self._facts) if self._facts else FACTS))
+        return self.started[-1]
+
+    def wait(self, streams: list[Handle], num_returns: int, fetch_local: bool) -> tuple[list[Handle], None]:
+        ready = [s for s in streams if s.messages or s.given]
+        assert ready, "every actor would wait for ever"
+        return [self._rng.choice(ready)], None
+
+    def get(self, reference: Callable[[], Any]) -> Any:
+        return reference()
+
+    def kill(self, handle: Handle) -> None:
+        handle.ended = True
+
+
+def answered(ray: Pretended, count: int, actors: int = 2, ahead: int = 3) -> list[Answer]:
+    found = Actors(ray, ray.make, actors, ahead)
+    assert found.facts()
+    found.begin(created=1)
+    tasks = (Task(Item(str(number), "", {}, Path()), number) for number in range(count))
+    answers = list(found.answers(tasks))
+    found.close()
+    assert all(handle.ended for handle in ray.started)
+    return answers
+
+
+def test_actors_have_a_few_items_at_once_and_answer_each_one_once() -> None:
+    ray = Pretended()
+    assert sorted(answer.number for answer in answered(ray, 20)) == list(range(20))
+    assert len(ray.started) == 2
+
+
+def test_items_of_a_lost_actor_are_answered_by_another_one() -> None:
+    lost = []
+
+    def fail(task: Task) -> None:
+        if task.number in (4, 11) and task.number not in lost:
+            lost.append(task.number)
+            raise Lost
+
+    ray = Pretended(fail)
+    answers = answered(ray, 20)
+    assert sorted(answer.number for answer in answers) == list(range(20))
+    assert not [answer for answer in answers if answer.problem]
+    assert len(ray.started) == 4
+
+
+def test_an_item_that_ends_every_actor_gets_an_error_and_its_neighbours_their_answers() -> None:
+    ends = []
+
+    def fail(task: Task) -> None:
+        if task.number == 7 and not task.problem:
+            ends.append(task.number)
+            raise Lost("a reader has crashed")
+
+    ray = Pretended(fail)
+    answers = {answer.number: answer for answer in answered(ray, 20)}
+    assert len(answers) == 20
+    assert len(ends) == HOPELESS
+    assert [number for number, answer in answers.items() if answer.problem] == [7]
+    assert answers[7].problem == "4 actors ended while they answered it, the last one because a reader has crashed"
+
+
+def test_a_job_whose_actors_all_end_at_once_ends_with_the_reason() -> None:
+    def fail(_: Task) -> None:
+        raise Lost("The actor died.\nThe actor is dead because its node has died.")
+
+    with pytest.raises(SaccadeError, match=r"^13 actors in a row ended .* because its node has died; the answers"):
+        answered(Pretended(fail), 100)
+
+
+def test_a_machine_that_has_loaded_other_weights_is_refused() -> None:
+    other = {**FACTS, "target": {"digest": "c"}}
+    with pytest.raises(SaccadeError, match=r"there has loaded another target .* digest is '[ac]', not '[ac]'"):
+        answered(Pretended(facts=iter([other, FACTS])), 30)
+
+
+def test_bad_addresses_and_a_missing_ray_are_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [cluster.check_address(a) for a in ("auto", "head:6379", "[::1]:6379")]
+    with pytest.raises(SaccadeError, match="'photos' is no address of a Ray cluster; expected auto or HOST:PORT"):
+        cluster.check_address("photos")
+    with pytest.raises(SaccadeError, match="ray job submit"):
+        cluster.check_address("ray://head:10001")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(SaccadeError, match=r"Ray is missing; run `pip install 'saccade\[ray\]'`"),
+        cluster.connected("local"),
+    ):
+        pass
+
+
+def test_the_option_may_stand_without_an_address() -> None:
+    assert with_local_ray(["batch", "a", "--ray"]) == ["batch", "a", "--ray=local"]
+    assert with_local_ray(["batch", "--ray", "-o", "x"]) == ["batch", "--ray=local", "-o", "x"]
+    assert with_local_ray(["batch", "--ray", "auto"]) == ["batch", "--ray", "auto"]
+    assert with_local_ray(["batch", "--ray=auto", "--", "--ray"]) == ["batch", "--ray=auto", "--", "--ray"]
+
+
+def test_engines_are_one_per_gpu_or_one_per_machine() -> None:
+    def ray(machines: int, **resources: float) -> Any:
+        return SimpleNamespace(nodes=lambda: [{"Alive": True}] * machines, cluster_resources=lambda: resources)
+
+    assert cluster.places(ray(2, CPU=64, GPU=8), None, None, True) == cluster.Places(8, 1, 1, 4)
+    assert cluster.places(ray(2, CPU=64, GPU=8), None, None, False) == cluster.Places(2, 32, 0, 1)
+    assert cluster.places(ray(1, CPU=8), 3, None, True) == cluster.Places(3, 2, 0, 3)
+    assert cluster.places(ray(1, CPU=8), 3, 1, True) == cluster.Places(3, 1, 0, 3)
+    with pytest.raises(SaccadeError, match="at least 1, not 0"):
+        cluster.places(ray(1, CPU=8), 0, None, True)
+
+
+@pytest.mark.ray
+@ISOLATED
+@pytest.mark.timeout(1800)
+def test_kills_of_the_command_and_of_an_actor_change_nothing() -> None:
+    isolated([sys.executable, "-m", "benchmarks.ray_jobs", "--pictures", "48", "--kills", "1"], seconds=1700)
+
+
+@pytest.mark.ray
+@ISOLATED
+def test_what_an_actor_cannot_load_is_said_in_a_sentence(tmp_path: Path) -> None:
+    """The pictures are good; the weights are torn, which shows where they are loaded."""
+    weights = Path(cluster.__file__).parent / "pocket" / "weights" / "draft"
+    copytree(weights, tmp_path / "torn")
+    file = next((tmp_path / "torn").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[: 1 << 20])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "What?"}) + "\n")
+    code = "from saccade.cli import main; main()"
+    words = ["batch", str(tmp_path / "rows.jsonl"), "-t", str(tmp_path / "torn"), "-o", str(tmp_path / "out"), "--ray"]
+    found = isolated([sys.executable, "-c", code, *words], seconds=500, code=2)
+    assert "saccade: " in found
+    assert "Traceback" not in found
+    assert not (tmp_path / "out").exists()
