@@ -19,7 +19,7 @@ ONLY_HEADS ?=
 ONLY_PAGES ?=
 PAIR = --target $(TARGET) $(if $(DRAFT),--drafter $(DRAFT))
 
-.PHONY: help demo heads results test test-all test-browser test-ray test-oldest lint format types clean
+.PHONY: help demo heads results test test-all test-browser test-ray test-oldest docs lint format types clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,10 @@ test-oldest: ## the tests on the oldest torch and transformers that are supporte
 		transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
 
+docs: $(READY) ## the documentation as a site that needs no network: site/index.html
+	$(BIN)/python -m tools.docs --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 lint: $(READY) ## style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -75,4 +79,4 @@ types: $(READY) ## static types
 	$(BIN)/mypy
 
 clean: ## the environments and everything that tools leave behind
-	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-oldest build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

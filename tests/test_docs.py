@@ -1,28 +1,35 @@
-"""Code blocks of README and docs run as they are, and their links lead somewhere."""
+"""Code blocks and commands of README and docs run as they are, links lead somewhere, generated parts are up to date."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+import saccade
+from doc_pages import PAGES, README, ROOT, blocks, commands, load, media
 from processes import exit_code_of, run_anew
+from saccade.cli import app, main
+from saccade.methods import METHODS
+from tools.docs import notebook
+from tools.docs.__main__ import generated
 
-ROOT = Path(__file__).parent.parent
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
-HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+HOW_TO = [page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if "```python" in page.read_text()]
+WALK = ROOT / "docs" / "walk-through.md"
 
 
 def test_the_first_example_runs_offline(capsys: pytest.CaptureFixture[str]) -> None:
-    code = blocks((ROOT / "README.md").read_text(encoding="utf-8").partition("## Use it")[2])[0]
+    code = blocks(README.read_text(encoding="utf-8").partition("## Use it")[2], "python")[0]
     assert 'saccade.load("pocket")' in code
     exec(code, {})
     answer, last = capsys.readouterr().out.splitlines()
@@ -33,7 +40,7 @@ def test_the_first_example_runs_offline(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
 def test_how_to_pages_run_from_top_to_bottom(page: Path) -> None:
     """In a process of their own, because they register what they add."""
-    code = "\n".join(blocks(page.read_text(encoding="utf-8")))
+    code = "\n".join(blocks(page.read_text(encoding="utf-8"), "python"))
     assert exit_code_of(lambda: run_anew(code)) == 0
 
 
@@ -48,3 +55,177 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
         if heading:
             titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}, link
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that examples name, in which they run; every model is the built-in one."""
+    media(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(saccade, "load", load, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/methods/index.md", "docs/batch.md", "docs/media.md"])
+def test_examples_run_with_the_built_in_models_in_place_of_yours(page: str, examples: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    from saccade.inputs.processor import InputProcessor
+    from saccade.pocket import draft_path, draw, target_path
+
+    text = (ROOT / page).read_text(encoding="utf-8")
+    given: dict[str, Any] = {"target": "your/target", "draft": "your/draft", "picture": draw(1, "scene").image}
+    if "model.generate(**inputs" in text:
+        prompt = InputProcessor.load(target_path()).prompt(draw(1, "scene").messages())
+        import torch
+
+        given["inputs"] = {"input_ids": torch.tensor([prompt.ids]), **prompt.media[0].tensors}
+        for name, path in (("model", target_path()), ("draft_model", draft_path())):
+            given[name] = AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
+    given["vlm"] = load("pocket")
+    found = blocks(text, "python")
+    assert found
+    for code in found:
+        exec(compile(code, page, "exec"), given)
+    if "custom_generate" in text:
+        saccade.hf.unpatch()
+
+
+SMALL = {
+    "bench": ["--per-task", "1", "-n", "4", "--methods", "chain", "--tasks", "scene"],
+    "tune": ["--per-task", "1", "-n", "4"],
+    "demo": ["--repeats", "1"],
+    "generate": ["-n", "8"],
+    "batch": ["-n", "8"],
+    "serve": ["--plan"],
+}
+"""What makes a command short enough for a test."""
+BEFORE = {
+    "saccade.toml": ["tune", "-t", "pocket", "--data", "prompts.jsonl", *SMALL["tune"]],
+    "runs/quick": ["bench", "--suite", "quick", *SMALL["bench"]],
+    "runs/before": ["bench", "--suite", "quick", *SMALL["bench"], "--out", "runs/before"],
+    "runs/after": ["bench", "--suite", "quick", *SMALL["bench"], "--out", "runs/after"],
+}
+"""Commands that make what other commands read."""
+
+
+def command_lines() -> Iterator[Any]:
+    """Commands of README and terminal page with the built-in models; a server's client needs the server's own tests."""
+    for page in (README, ROOT / "docs" / "how-to" / "terminal.md"):
+        for words in commands(page):
+            if words[0] == "saccade" and "--url" not in words:
+                line = [{"TARGET": "pocket", "DRAFTER": "pocket"}.get(word, word) for word in words[1:]]
+                line += SMALL.get(words[1], []) if len(line) > 1 or words[1] != "bench" else []
+                takes_long = words[1] == "tune" or (words[1] == "bench" and len(line) > 1) or set(line) & BEFORE.keys()
+                marks = [pytest.mark.slow] if takes_long else []
+                yield pytest.param(line, id=" ".join([page.stem, *words[1:4]]), marks=marks)
+
+
+@pytest.mark.parametrize("words", list(command_lines()))
+def test_commands_that_pages_show_work(
+    words: list[str], examples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # of the stand-in for loading: commands name the built-in models
+    monkeypatch.chdir(examples)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    for line in (*(BEFORE[word] for word in words if word in BEFORE), words):
+        with pytest.raises(SystemExit) as left:
+            main(line)
+        assert not left.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_options_targets_and_extras_that_exist(page: Path) -> None:
+    """Every command line of every page, those included that would take hours or need another program."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = re.search(
+        r"\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    assert extras
+    for words in commands(page):
+        if words[0] == "make":
+            for target in (word for word in words[1:] if "=" not in word):
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE), words
+        elif words[0] == "pip":
+            for extra in ",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(","):
+                assert not extra or re.search(rf"^{extra} = ", extras[1], re.MULTILINE), words
+        elif "saccade" in words and words[0] != "sudo":
+            understood(words[words.index("saccade") + 1 :])
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), words
+
+
+def understood(words: list[str]) -> None:
+    """Let the command line read the words, without running the command."""
+    words = [word for word in words if not word.startswith("$")]
+    if "[OPTIONS]" in words:
+        return  # of the reference, which the commands themselves make
+    command: Any = typer.main.get_command(app)
+    path = ["saccade"]
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        assert words[0] in command.commands, words
+        command = command.commands[words[0]]
+        path.append(words.pop(0))
+    if not hasattr(command, "commands"):
+        command.make_context(" ".join(path), list(words))
+    else:
+        assert all(any(word in p.opts for p in command.params) for word in words), words
+
+
+def test_a_misspelt_option_in_a_page_would_be_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        understood(["generate", "-t", "x", "--imag", "a.png", "What?"])
+    with pytest.raises(AssertionError):
+        understood(["generat", "What?"])
+
+
+def test_generated_parts_are_those_of_the_code() -> None:
+    for path, text in generated():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is old; run `python -m tools.docs`"
+
+
+def test_every_method_has_a_page_of_its_own() -> None:
+    folder = ROOT / "docs" / "methods"
+    assert {page.stem for page in folder.glob("*.md")} == {*METHODS, "index"}
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for name in METHODS:
+        text = (folder / f"{name}.md").read_text(encoding="utf-8")
+        for part in (
+            f"generated: facts {name} ",
+            f"generated: options {name} ",
+            "## Idea",
+            "](../pictures/",
+            "## When",
+        ):
+            assert part in text, (name, part)
+        assert f"methods/{name}.md" in site
+
+
+def test_the_walk_through_runs_and_prints_what_it_shows() -> None:
+    """In other words where the built-in models are others, but as many lines; its own asserts hold on any machine."""
+    page = WALK.read_text(encoding="utf-8")
+    shown, printed = (list(map(str.splitlines, notebook.outputs(text))) for text in (page, notebook.executed(page)))
+    assert [len(lines) for lines in shown] == [len(lines) for lines in printed], "run `python -m tools.docs --run`"
+
+
+def test_the_notebook_has_the_code_of_the_walk_through() -> None:
+    found = json.loads(WALK.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in found["cells"] if cell["cell_type"] == "code"]
+    assert code == [block.rstrip() for block in blocks(WALK.read_text(encoding="utf-8"), "python")]
+    assert found["nbformat"] == 4
+    assert all(cell["cell_type"] in ("code", "markdown") and cell["id"] for cell in found["cells"])
+
+
+def test_the_site_builds_with_strict_links_and_asks_no_other_host(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="the site needs the extra `docs`")
+    pytest.importorskip("material", reason="the site needs the extra `docs`")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//", text), page
+        assert not re.search(r"<link[^>]* rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?(?:https?:)?//", text), (
+            page
+        )

@@ -1,0 +1,74 @@
+"""Code blocks and commands of README and docs, found and made runnable with the models that come with the package."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import saccade
+from saccade.pocket import draw, head_paths
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+PROGRAMS = ("saccade", "python", "make", "pip", "torchrun", "docker", "sudo")
+"""First words of lines that are commands."""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Code blocks of a page in a language; empty for blocks without one."""
+    return [
+        code for name, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if name == language
+    ]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Commands of a page as words: lines of blocks without a language, comments left out."""
+    text = "".join(blocks(page.read_text(encoding="utf-8"), "")).replace("\\\n", " ")
+    lines = (shlex.split(line, comments=True) for line in text.splitlines() if line.split()[:1] and _is_command(line))
+    return [words for line in lines for words in _single(line)]
+
+
+def _is_command(line: str) -> bool:
+    return line.split()[0] in PROGRAMS
+
+
+def _single(words: list[str]) -> Iterator[list[str]]:
+    """The commands of a line: those that ``&&`` joins."""
+    command: list[str] = []
+    for word in [*words, "&&"]:
+        if word == "&&":
+            yield command
+            command = []
+        else:
+            command.append(word)
+
+
+def media(folder: Path) -> None:
+    """Draw the files that examples name."""
+    from saccade.pocket.contact_sheet import write_video
+
+    for number, name in enumerate(("photo.jpg", "receipt.png", "a.png", "b.png", "picture.png", "cat.png")):
+        draw(number, "receipt" if name == "receipt.png" else "scene").image.save(folder / name)
+    draw(5, "chart").image.save(folder / "saccade-demo.png")
+    (folder / "photos").mkdir()
+    for number in range(2):
+        draw(number, "scene").image.save(folder / "photos" / f"{number}.png")
+    write_video(folder / "clip.mp4", draw(1, "video").video, 4.0)
+    (folder / "prompts.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, '
+        '{"type": "text", "text": "Describe the picture in detail."}]}]}\n'
+    )
+
+
+def load(target: Any, drafter: Any = None, method: str | None = None, **options: Any) -> saccade.VLM:
+    """Stand-in for `saccade.load`: the built-in pair, with heads under the names that were asked for."""
+    kinds = head_paths()
+    heads = {name: kinds.get(name, kinds["eagle2"]) for name in options.get("heads", {})}
+    return saccade.vlm.load("pocket", None, method, dtype="float32", **({"heads": heads} if heads else {}))
