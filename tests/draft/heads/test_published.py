@@ -124,7 +124,7 @@ def test_a_head_of_the_whole_vocabulary(tmp_path: Path) -> None:
     same(whole, load_head(tmp_path, target("llava")))
     reweigh(tmp_path, lambda w: w.pop("lm_head.weight"))
     shared = load_head(tmp_path, target("llava"))
-    assert shared.config.options == {"own_vocabulary": 0}
+    assert shared.config.options == {**Eagle3.defaults, "own_vocabulary": 0}
     assert not shared.has_lm_head
 
 
@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "has the architecture Eagle3DeepseekV2ForCausalLM, which is not known; expected LlamaForCausalLMEagle3",
     ),
     "two layers": (lambda d: edit(d, num_hidden_layers=2), "has num_hidden_layers 2, .*; expected 1"),
-    "residual": (lambda d: edit(d, norm_before_residual=True), "has norm_before_residual True"),
+    "logits without a norm": (lambda d: edit(d, norm_output=False), "has norm_output False"),
     "no size": (lambda d: drop(d, "hidden_size"), "has hidden_size None in its config.json"),
     "hidden size": (lambda d: edit(d, hidden_size=48), "hidden size is 48 but this target's is 64"),
     "target's size": (lambda d: edit(d, target_hidden_size=96), "hidden size is 96 but this target's is 64"),

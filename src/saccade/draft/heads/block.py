@@ -27,10 +27,11 @@ class Rotary:
 
     Args:
         head_dim: even.
-        rope: as in `HeadConfig`, without M-RoPE sections: a head's positions count its own entries.
+        rope: as in `HeadConfig`; with ``mrope_section`` (and ``mrope_interleaved``) frequencies belong to the three
+            axes of M-RoPE positions as in transformers' Qwen2-VL (and Qwen3-VL).
 
     Raises:
-        ModelError: unknown type of scaling.
+        ModelError: unknown type of scaling, or sections that do not fit ``head_dim``.
     """
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any]) -> None:
@@ -45,16 +46,22 @@ class Rotary:
             raise ModelError(f"The rope type {kind!r} is not known to drafter heads; expected default.")
         # By device [D], once for each half that is rotated; the sines' signs, scaled.
         self._frequencies = {torch.device("cpu"): frequencies.float().repeat(2)}
+        self._axes = _axes(rope, len(frequencies))
         signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))
         self._signs = {torch.device("cpu"): signs}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``, for `turn`."""
+        """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``, or ``[3, B, N]``, for `turn`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
             self._signs[device] = self._signs[torch.device("cpu")].to(device)
-        angles = positions[:, None, :, None] * self._frequencies[device]
+        if positions.dim() == 3:
+            assert self._axes is not None
+            places = positions[self._axes.to(device)].permute(1, 2, 0)[:, None]  # [B, 1, N, D]
+        else:
+            places = positions[:, None, :, None]
+        angles = places * self._frequencies[device]
         cos = angles.cos() if self._scale == 1 else angles.cos() * self._scale
         return cos, angles.sin_() * self._signs[device]
 
@@ -63,6 +70,22 @@ def turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """``x`` ``[B, H, N, D]`` rotated, in its own dtype."""
     cos, sin = angles
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def _axes(rope: Mapping[str, Any], count: int) -> Tensor | None:
+    """The position axis of each of ``count`` frequencies, twice (``[2 * count]``); None without M-RoPE sections."""
+    sections = rope.get("mrope_section")
+    if sections is None:
+        return None
+    if not (isinstance(sections, (list, tuple)) and len(sections) == 3 and sum(sections) == count):
+        raise ModelError(f"The mrope_section {sections!r} of a head does not divide its {count} frequencies in three.")
+    axes = torch.zeros(count, dtype=torch.long)
+    if rope.get("mrope_interleaved"):
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    else:
+        axes = torch.arange(3).repeat_interleave(torch.tensor(sections))
+    return axes.repeat(2)
 
 
 def _stretched(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, float]:

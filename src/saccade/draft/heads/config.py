@@ -15,6 +15,36 @@ MARK = "saccade_head"
 """Key of the kind in a head's config.json; no other checkpoint has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """Facts of a target that a head must fit.
+
+    Attributes:
+        model_class: class name of the model.
+        hidden_size: of its text decoder.
+        vocab_size: rows of its LM head.
+        layers: decoder layers.
+        uses_mrope: its positions have three axes (M-RoPE).
+    """
+
+    model_class: str
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    uses_mrope: bool = False
+
+    @classmethod
+    def of(cls, target: Target) -> TargetShape:
+        """Return the shape of a loaded target."""
+        return cls(
+            type(target.model).__name__,
+            target.text_config.hidden_size,
+            target.vocab_size,
+            len(target.layers),
+            target.has_rope_index,
+        )
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """Shape of a head and of its target.
@@ -166,13 +196,13 @@ def rope_of(text: Any) -> dict[str, Any]:
     return rope
 
 
-def check_fit(config: HeadConfig, target: Target) -> None:
+def check_fit(config: HeadConfig, shape: TargetShape) -> None:
     """Raise `ModelError`, naming what differs, unless the head was made for a target of this shape."""
     ours = {
-        "model class": (config.target_class, type(target.model).__name__),
-        "hidden size": (config.hidden_size, target.text_config.hidden_size),
-        "vocabulary": (config.vocab_size, target.vocab_size),
-        "number of layers": (config.target_layers, len(target.layers)),
+        "model class": (config.target_class, shape.model_class),
+        "hidden size": (config.hidden_size, shape.hidden_size),
+        "vocabulary": (config.vocab_size, shape.vocab_size),
+        "number of layers": (config.target_layers, shape.layers),
     }
     for what, (made_for, found) in ours.items():
         if made_for != found:
@@ -180,9 +210,9 @@ def check_fit(config: HeadConfig, target: Target) -> None:
                 f"The {config.kind} head was made for another target: its {what} is {made_for} but this target's is "
                 f"{found}; give the target that it was trained with."
             )
-    absent = [layer for layer in config.layers if not 0 <= layer <= len(target.layers)]
+    absent = [layer for layer in config.layers if not 0 <= layer <= shape.layers]
     if absent:
         raise ModelError(
             f"The {config.kind} head reads layer {absent[0]} of its target, which has states 0 to "
-            f"{len(target.layers)}; give the target that it was trained with."
+            f"{shape.layers}; give the target that it was trained with."
         )

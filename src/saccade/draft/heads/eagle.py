@@ -15,6 +15,13 @@ from saccade.errors import ModelError
 
 NORMS = ("all", "block", "none")
 FEATURES = ("target", "none")
+_CHOICES = {
+    "residual": ("raw", "normed"),
+    "state_norms": ("none", "each", "joint"),
+    "feeds": ("raw", "normed"),
+    "positions": ("entries", "target"),
+}
+"""Options of `Eagle3` with their values."""
 
 
 class Eagle2(Head):
@@ -22,7 +29,7 @@ class Eagle2(Head):
 
     Every token has an entry; embeddings of visual tokens are the visual features that the target's decoder gets.
     Positions are token indices. Both inputs are normalised: embeddings and features differ in scale by orders of
-    magnitude, and training stalls otherwise. Released heads have no such norms (`saccade.draft.heads.published_eagle`).
+    magnitude, and training stalls otherwise. Released heads have no such norms (`published.first_eagle`).
 
     Options:
         text_only: hide the visual tokens.
@@ -93,7 +100,15 @@ class Eagle3(Head):
 
     Options:
         own_vocabulary: 0 for the target's LM head; N for its own over N of the target's tokens, as in released heads
-            (`saccade.draft.heads.published`).
+            (`saccade.draft.heads.published.eagle3`).
+        residual: the residual stream is the feature as it is (``raw``), or behind its norm (``normed``;
+            ``norm_before_residual`` of speculators).
+        state_norms: norms of the target's states ahead of the layer that mixes them: ``none``, of ``each``, or of all
+            three side by side (``joint``).
+        feeds: what takes the feature's place while drafting: the block's output (``raw``), or that behind the last
+            norm (``normed``; ``norm_output`` of speculators).
+        positions: of entries: their number (``entries``), or the target's M-RoPE positions of the tokens before
+            (``target``).
 
     Attributes:
         lm_head: its own, if any.
@@ -101,14 +116,25 @@ class Eagle3(Head):
     """
 
     kind: ClassVar[str] = "eagle3"
-    defaults: ClassVar[Mapping[str, Any]] = {"own_vocabulary": 0}
-    loaded_only: ClassVar[tuple[str, ...]] = ("own_vocabulary",)
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "own_vocabulary": 0,
+        "residual": "raw",
+        "state_norms": "none",
+        "feeds": "raw",
+        "positions": "entries",
+    }
+    loaded_only: ClassVar[tuple[str, ...]] = ("own_vocabulary", *_CHOICES)
     default_steps: ClassVar[int] = 7
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        width, eps = config.hidden_size, config.norm_eps
-        self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
+        width, eps, states = config.hidden_size, config.norm_eps, len(config.layers)
+        for name, choices in _CHOICES.items():
+            if config.options[name] not in choices:
+                raise ModelError(f"{name} must be one of {', '.join(choices)}, not {config.options[name]!r}.")
+        self.fc = nn.Linear(states * width, width, bias=False)
+        norms = {"none": [], "each": [width] * states, "joint": [states * width]}[config.options["state_norms"]]
+        self.state_norms = nn.ModuleList(RMSNorm(size, eps) for size in norms)
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
         self.self_attn = Attention(config, 2 * width)
@@ -137,24 +163,34 @@ class Eagle3(Head):
     def has_lm_head(self) -> bool:
         return bool(self.config.options["own_vocabulary"])
 
+    @property
+    def has_target_positions(self) -> bool:
+        return bool(self.config.options["positions"] == "target")
+
     def fuse(self, states: Tensor) -> Tensor:
+        if len(self.state_norms):
+            parts = states.chunk(len(self.state_norms), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], -1)
         out: Tensor = self.fc(states)
         return out
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
-        both = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], -1)
-        x = features + self.self_attn(both, self._rotary(at.positions), at, 0)
+        normed = self.feature_norm(features)
+        x = normed if self.config.options["residual"] == "normed" else features
+        both = torch.cat([self.embedding_norm(embeddings), normed], -1)
+        x = x + self.self_attn(both, self._rotary(at.positions), at, 0)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return self.norm(out) if self.config.options["feeds"] == "normed" else out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """Return logits ``[B, N, V]`` of this head's own outputs ``[B, N, d]``, not of the target's states.
 
         With its own LM head, ``lm_head`` is ignored, and tokens outside the head's vocabulary get -inf.
         """
+        normed = hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
         if not self.has_lm_head:
-            return lm_head(self.norm(hidden))
-        known: Tensor = self.lm_head(self.norm(hidden))
+            return lm_head(normed)
+        known: Tensor = self.lm_head(normed)
         logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
         return logits.index_copy(-1, self.token_ids, known)
 

@@ -123,6 +123,11 @@ class Head(nn.Module, ABC):
         return not self.hides_visual
 
     @property
+    def has_target_positions(self) -> bool:
+        """Entries have the target's M-RoPE positions of the token before, not the number of entries before them."""
+        return False
+
+    @property
     def reach(self) -> int | None:
         """Most tokens that it can draft after the last emitted one; None for no limit."""
         return None

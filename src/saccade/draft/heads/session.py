@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.block import Placement
-from saccade.draft.heads.config import check_fit
+from saccade.draft.heads.config import TargetShape, check_fit
 from saccade.draft.heads.head import Head, logits_scale, read_at
 from saccade.draft.heads.registry import session_class
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
@@ -46,7 +46,7 @@ class HeadDrafter(TreeDrafter):
     """
 
     def __init__(self, head: Head, target: Target, policy: TreePolicy) -> None:
-        check_fit(head.config, target)
+        check_fit(head.config, TargetShape.of(target))
         if head.reach is not None and policy.max_depth > head.reach:
             raise ModelError(
                 f"This {head.kind} head drafts {head.reach} tokens ahead, but the tree has up to {policy.max_depth} "
@@ -100,6 +100,8 @@ class HeadDraftSession:
         # among them those of the last verification.
         self._known, self._fed = [0] * rows, [0] * rows
         self._prompts = [0] * rows  # length of each row's last prompt
+        # Per row: offset from the number of entries to the next one's position, and [3, S] M-RoPE positions, if used.
+        self._ahead, self._axes = [0] * rows, [torch.empty(0)] * rows
         weight = next(self._head.parameters())
         width = self._head.config.hidden_size
         # Per row [S, d], of the target's states at every token.
@@ -116,7 +118,7 @@ class HeadDraftSession:
 
     def forget(self, row: int) -> None:
         self.cache.release(row)
-        self._known[row] = self._fed[row] = self._prompts[row] = 0
+        self._known[row] = self._fed[row] = self._prompts[row] = self._ahead[row] = 0
         self._features[row] = self._features[row][:0]
         self._shaping.restart(row)
 
@@ -131,6 +133,7 @@ class HeadDraftSession:
             )
         self._features[row][start:count] = self._head.fuse(states)
         tokens, sources = self._entries(row, prompt, prefill)
+        self._place(row, prompt, tokens)
         self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < start).sum()))
         self.cache.crop(row, held)
@@ -197,10 +200,24 @@ class HeadDraftSession:
         """As `Head.entries`, for a prompt that the target has read."""
         return self._head.entries(self._visual(prompt))
 
+    def _place(self, row: int, prompt: Prompt, tokens: Tensor) -> None:
+        """Prepare the positions of a prompt's entries (tokens ``[E]``), and of those behind it."""
+        if self._head.has_target_positions:
+            ids = torch.tensor([prompt.ids], device=self._device)
+            positions, self._ahead[row] = self._drafter.target.positions(ids, prompt)
+            if positions is not None:
+                self._axes[row] = positions[:, 0]
+
+    def _places(self, row: int, tokens: Tensor) -> Tensor:
+        """Positions ``[1, N]``, or ``[3, 1, N]`` with M-RoPE, of the next entries of a row's prompt."""
+        if self._head.has_target_positions:
+            return self._axes[row][:, None, tokens.to(self._device) - self.lag]
+        at = self.cache.lengths[row]
+        return torch.arange(at, at + len(tokens), device=self._device)[None]
+
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
         """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]``."""
-        at, count = self.cache.lengths[row], len(tokens)
-        positions = torch.arange(at, at + count, device=self._device)[None]
+        count, positions = len(tokens), self._places(row, tokens)
         features = read_at(self._features[row], sources.to(self._device))[None]
         self._lay(self.cache, [row], count, None)
         self._head(features, embedded, Placement(positions, cache=self.cache))
@@ -227,6 +244,9 @@ class HeadDraftSession:
                 lengths = [cache.lengths[row] for row in rows]
                 parts += [cache.ends(rows), cache.ends(rows, counts), tuple(lengths)]
                 parts.append(tuple(held + more for held, more in zip(lengths, counts, strict=True)))
+            if any(self._ahead[row] for row in rows):
+                firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
+                parts += [tuple(firsts), tuple(at + more for at, more in zip(firsts, counts, strict=True))]
         self._numbers.send(parts)
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
@@ -269,12 +289,12 @@ class HeadDraftSession:
 
     def _placed(self, cache: RowCache, rows: Sequence[int], offset: int | Tensor) -> Tensor:
         """Return positions ``[A or 1, N or 1]``, ``offset`` after the rows' committed entries."""
-        lengths = [cache.lengths[row] for row in rows]
-        if min(lengths) < max(lengths):
-            return self._numbers.get(lengths)[:, None] + offset
+        firsts = [cache.lengths[row] + self._ahead[row] for row in rows]
+        if min(firsts) < max(firsts):
+            return self._numbers.get(firsts)[:, None] + offset
         if isinstance(offset, int):
-            return torch.full((1, 1), lengths[0] + offset, device=self._device)
-        return (offset + lengths[0])[None]
+            return torch.full((1, 1), firsts[0] + offset, device=self._device)
+        return (offset + firsts[0])[None]
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._words(tokens)

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from saccade.draft.heads import published, published_eagle
-from saccade.draft.heads.config import MARK, HeadConfig, check_fit
+from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
-from saccade.draft.heads.published import FILES
+from saccade.draft.heads.published import eagle3, first_eagle
+from saccade.draft.heads.published.translation import Form
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of
@@ -27,18 +27,8 @@ _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
 """Exceptions from reading a damaged weight file."""
 
 
-class _Form(Protocol):
-    """Module that reads one layout of published heads."""
-
-    def kind(self, values: Mapping[str, Any]) -> type[Head]: ...
-
-    def translate(
-        self,
-        folder: str | Path,
-        values: Mapping[str, Any],
-        weights: Mapping[str, torch.Tensor],
-        target: Target,
-    ) -> tuple[HeadConfig, dict[str, torch.Tensor]]: ...
+FORMS: tuple[Form, ...] = (eagle3, first_eagle)
+"""Layouts of released heads; the first that fits reads a folder."""
 
 
 def save_head(head: Head, folder: str | Path) -> None:
@@ -54,22 +44,21 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     """Load a head for a target, onto its device.
 
     Args:
-        folder: of `save_head` or of a published head (`saccade.draft.heads.published`, `published_eagle`); a local
-            folder or a hub id.
+        folder: of `save_head` or of a released head (`FORMS`); a local folder or a hub id.
         dtype: of the head; when None the target's, but float32 for a small head on a CPU.
 
     Raises:
         ModelError: there is no head, the hub cannot be reached, the head was made for another target, its weights are
             damaged, missing, unknown or of the wrong shape, or a published head differs from its known layout.
     """
-    values = _values(folder)
-    form = _form(folder, values)
+    values, shape = read_values(folder), TargetShape.of(target)
+    form = form_of(folder, values)
     if form is not None:
-        config, weights = form.translate(folder, values, _read_weights(folder, FILES), target)
-        check_fit(config, target)
+        config, weights = form.translate(folder, values, _read_weights(folder, form.FILES), shape)
+        check_fit(config, shape)
     else:
         config = read_config(folder)
-        check_fit(config, target)
+        check_fit(config, shape)
         weights = _read_weights(folder, [WEIGHTS])
     head = build_head(config)
     expected = head.state_dict()
@@ -98,8 +87,8 @@ def kind_at(folder: str | Path) -> str:
     Raises:
         ModelError: there is none, or its configuration was changed.
     """
-    values = _values(folder)
-    form = _form(folder, values)
+    values = read_values(folder)
+    form = form_of(folder, values)
     return read_config(folder).kind if form is None else form.kind(values).kind
 
 
@@ -111,23 +100,25 @@ def kind_in(folder: Any) -> str | None:
     """
     if not isinstance(folder, (str, Path)):
         return None
-    values = _values(folder)
-    form = _form(folder, values)
+    values = read_values(folder)
+    form = form_of(folder, values)
     if form is not None:
         return form.kind(values).kind
     return head_class(values[MARK]).kind if MARK in values else None
 
 
-def _form(folder: str | Path, values: Mapping[str, Any]) -> _Form | None:
-    """Return the layout of the published head in a folder; None for ours and for other folders."""
-    if published.is_eagle3(values):
-        return published
-    if MARK not in values and published_eagle.is_eagle(values, partial(_shapes, folder)):
-        return published_eagle
-    return None
+def form_of(folder: str | Path, values: Mapping[str, Any]) -> Form | None:
+    """Return the layout of the released head in a folder; None for ours and for other folders.
+
+    Args:
+        values: of `read_values`.
+    """
+    if MARK in values:
+        return None
+    return next((form for form in FORMS if form.fits(values, partial(_shapes, folder, form.FILES))), None)
 
 
-def _values(folder: str | Path) -> dict[str, Any]:
+def read_values(folder: str | Path) -> dict[str, Any]:
     """Return the contents of a folder's config.json; empty if it cannot be read."""
     file = file_of(folder, "config.json")
     try:
@@ -137,9 +128,9 @@ def _values(folder: str | Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+def _shapes(folder: str | Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights in a folder without reading them; empty if unreadable."""
-    file = next((file for file in (file_of(folder, name) for name in FILES) if file is not None), None)
+    file = next((file for file in (file_of(folder, name) for name in names) if file is not None), None)
     try:
         if file is not None and file.suffix == ".safetensors":
             with safe_open(file, "pt") as stored:

@@ -14,17 +14,27 @@ MSD's fork of it read it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.config import HeadConfig, TargetShape
 from saccade.draft.heads.eagle import Eagle2, Msd
-from saccade.draft.heads.published import block_config, check_settings, check_target, number, rename_weights
+from saccade.draft.heads.published.translation import (
+    MODEL_FILES,
+    Shapes,
+    Weights,
+    block_config,
+    check_settings,
+    check_target,
+    number,
+    rename_weights,
+)
 from saccade.inputs.families import is_multimodal
-from saccade.target.adapter import Target
+
+FILES = MODEL_FILES
 
 _BLOCK = "layers.0."
 _NEEDED = {
@@ -40,13 +50,13 @@ _NAMES = {**_NEEDED, **_BIASES, _BIAS: _BIAS, _NORM: "stack.0.input_layernorm.we
 _NOT_NEEDED = ("embed_tokens.weight", f"{_BLOCK}self_attn.rotary_emb.inv_freq")
 
 
-def is_eagle(values: Mapping[str, Any], shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> bool:
-    """Whether a folder holds a published head of EAGLE's first layout, supported or not.
+def name(values: Mapping[str, Any]) -> str:
+    """Return the layout's name for a person."""
+    return "MSD" if kind(values) is Msd else "EAGLE"
 
-    Args:
-        values: its config.json.
-        shapes: returns the shapes of its weights; called only if config.json fits.
-    """
+
+def fits(values: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Whether a folder holds a published head of EAGLE's first layout, supported or not; arguments as of `Form`."""
     if _text(values).get("num_hidden_layers") != 1:
         return False
     found = shapes()
@@ -60,9 +70,9 @@ def kind(values: Mapping[str, Any]) -> type[Eagle2]:
 
 
 def translate(
-    folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target
+    folder: str | Path, values: Mapping[str, Any], weights: Weights, shape: TargetShape
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Return configuration and weights of an `Eagle2` or `Msd` head; arguments as of `published.translate`.
+    """Return configuration and weights of an `Eagle2` or `Msd` head; arguments as of `Form`.
 
     The target's class, depth and vocabulary are not in config.json.
 
@@ -73,15 +83,15 @@ def translate(
     check_settings(name, text)
     theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
     ours = rename_weights(name, theirs, _NAMES, _NEEDED, _NOT_NEEDED)
-    check_target(name, "hidden size", number(name, text, "hidden_size"), target.text_config.hidden_size)
+    check_target(name, "hidden size", number(name, text, "hidden_size"), shape.hidden_size)
     head = kind(values)
     norms = "block" if _NORM in theirs else "none"
     config = block_config(
         name,
         text,
-        target,
+        shape,
         head,
-        layers=head.reads(len(target.layers)),
+        layers=head.reads(shape.layers),
         qkv_bias=any(key in theirs for key in _BIASES),
         options={**head.defaults, "norms": norms, "bias": _BIAS in theirs},
     )

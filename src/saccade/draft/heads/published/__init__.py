@@ -1,0 +1,1 @@
+"""Heads in the layouts in which others release them, translated to ours at load."""

@@ -1,0 +1,228 @@
+"""EAGLE-3 heads as EAGLE, SpecForge, SGLang and speculators write them (Li et al. 2025, EAGLE-3, Section 3.1).
+
+Facts of the layout, as EAGLE's own code (SafeAILab/EAGLE), SGLang, SpecForge (sgl-project) and vLLM read it:
+
+- config.json is a Llama's, of one layer; ``draft_vocab_size`` says how many tokens the head knows.
+- ``fc`` mixes three states of the target. The block, ``midlayer``, norms the embedding (``input_layernorm``) and the
+  feature (``hidden_norm``), and attends over both side by side, embedding first. The feature as it was is the residual
+  stream, or behind its norm with ``norm_before_residual``. What leaves the block takes the feature's place while
+  drafting; ``norm`` and ``lm_head`` read tokens from it. ``fc_norm`` says that each state has a norm ahead of ``fc``.
+- Draft token i is the target's token i + ``d2t[i]``. ``t2d`` is the same the other way round, and ``embed_tokens`` a
+  copy of the target's; neither is needed.
+- The states are those that enter layers 2, L/2 and L - 3 of the target. ``eagle_config`` may name others by the
+  layers that they leave (SGLang, SpecForge), or the top level of config.json by those that they enter (vLLM).
+- Positions are token indices, of the token before. With ``mrope_section`` they are the target's M-RoPE positions.
+
+Speculators (vllm-project/speculators) nests the block's settings in ``transformer_layer_config``, of which those with
+transformers' default may be left out, and names the block ``layers.0``. ``norm_before_fc`` says that one norm covers
+all states ahead of ``fc``, ``norm_output`` that what leaves the last norm is fed back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.draft.heads.config import HeadConfig, TargetShape
+from saccade.draft.heads.eagle import Eagle3
+from saccade.draft.heads.published.translation import (
+    MODEL_FILES,
+    Shapes,
+    Weights,
+    block_config,
+    check_settings,
+    check_target,
+    number,
+    rename_weights,
+    rope_settings,
+)
+from saccade.errors import ModelError
+
+FILES = MODEL_FILES
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS = "speculators_model_type"
+NAMES = {
+    "fc.weight": "fc.weight",
+    "midlayer.input_layernorm.weight": "embedding_norm.weight",
+    "midlayer.hidden_norm.weight": "feature_norm.weight",
+    "midlayer.self_attn.q_proj.weight": "self_attn.q_proj.weight",
+    "midlayer.self_attn.k_proj.weight": "self_attn.k_proj.weight",
+    "midlayer.self_attn.v_proj.weight": "self_attn.v_proj.weight",
+    "midlayer.self_attn.o_proj.weight": "self_attn.o_proj.weight",
+    "midlayer.post_attention_layernorm.weight": "post_attention_layernorm.weight",
+    "midlayer.mlp.gate_proj.weight": "mlp.gate_proj.weight",
+    "midlayer.mlp.up_proj.weight": "mlp.up_proj.weight",
+    "midlayer.mlp.down_proj.weight": "mlp.down_proj.weight",
+    "norm.weight": "norm.weight",
+}
+"""Theirs -> ours; every head has these."""
+BIASES = {f"midlayer.self_attn.{part}_proj.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+QK_NORMS = {f"midlayer.self_attn.{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+_NOT_NEEDED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
+
+
+def name(values: Mapping[str, Any]) -> str:
+    """Return the layout's name for a person."""
+    return "speculators" if SPECULATORS in values else "EAGLE-3 (EAGLE, SpecForge, SGLang)"
+
+
+def fits(values: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Whether a config.json belongs to a head of this layout or to a speculator, supported or not."""
+    names = _architectures(values)
+    return (
+        SPECULATORS in values
+        or any("eagle3" in known.lower() for known in names)
+        or ("LlamaForCausalLM" in names and "draft_vocab_size" in values)
+    )
+
+
+def kind(values: Mapping[str, Any]) -> type[Eagle3]:
+    """Return the class of the head.
+
+    Raises:
+        ModelError: a speculator of another algorithm.
+    """
+    algorithm = values.get(SPECULATORS)
+    if algorithm not in (None, "eagle3"):
+        raise ModelError(f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is.")
+    return Eagle3
+
+
+def translate(
+    folder: str | Path, values: Mapping[str, Any], weights: Weights, shape: TargetShape
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """Return configuration and weights of a published head under our names; arguments and errors as of `Form`.
+
+    Returns:
+        The weights are those of an `Eagle3` head of the configuration, whose ``lm_head.weight`` is ``[N, d]`` and
+        ``token_ids`` ``[N]``; without these two if the head was released to be used with the target's LM head.
+    """
+    name = f"The EAGLE-3 head {folder}"
+    kind(values)
+    if SPECULATORS in values:
+        values = _unnested(name, values)
+    else:
+        known = _architectures(values)
+        if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(known):
+            raise ModelError(
+                f"{name} has the architecture {', '.join(known)}, which is not known; expected {ARCHITECTURES[0]}."
+            )
+        check_settings(name, values, norm_before_fc=False, norm_output=True)  # true: logits are read behind the norm
+        values = {**values, "norm_output": False}
+    check_settings(name, values, partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
+    if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
+        raise ModelError(f"{name} has attention in a sliding window, which is not supported; expected full attention.")
+    norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
+    ours, vocabulary = _rename(name, values, weights, norms)
+    made_for = values.get("target_hidden_size") or number(name, values, "hidden_size")
+    check_target(name, "hidden size", made_for, shape.hidden_size)
+    check_target(name, "vocabulary", number(name, values, "vocab_size"), shape.vocab_size)
+    mrope = shape.uses_mrope and "mrope_section" in rope_settings(values)
+    config = block_config(
+        name,
+        values,
+        shape,
+        Eagle3,
+        layers=_layers(name, values, shape.layers),
+        qkv_bias=any(ours_name in ours for ours_name in BIASES.values()),
+        qk_norm=any(ours_name in ours for ours_name in QK_NORMS.values()),
+        mrope=mrope,
+        options={
+            "own_vocabulary": vocabulary,
+            "residual": "normed" if values.get("norm_before_residual") else "raw",
+            "state_norms": norms,
+            "feeds": "normed" if values.get("norm_output") else "raw",
+            "positions": "target" if mrope else "entries",
+        },
+    )
+    if vocabulary:
+        ours["token_ids"] = _token_ids(name, ours.pop("token_ids", None), config)
+    return config, ours
+
+
+def _unnested(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a speculator's settings beside those of its block, with transformers' defaults for absent ones."""
+    from transformers import CONFIG_MAPPING
+
+    nested = values.get("transformer_layer_config")
+    model_type = nested.get("model_type") if isinstance(nested, Mapping) else None
+    if model_type not in ("llama", "qwen3"):
+        raise ModelError(
+            f"{name} has a transformer_layer_config of the model type {model_type!r}; expected llama or qwen3."
+        )
+    if not isinstance(values.get("norm_before_residual"), bool):
+        raise ModelError(
+            f"{name} does not say norm_before_residual in its config.json, for which speculators and vLLM assume "
+            "different values; add true or false."
+        )
+    given = {key: value for key, value in dict(nested or {}).items() if key != "model_type"}
+    block = CONFIG_MAPPING[model_type](**given).to_dict()
+    return {**block, **values}
+
+
+def _architectures(values: Mapping[str, Any]) -> list[str]:
+    names = values.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _rename(name: str, values: Mapping[str, Any], weights: Weights, norms: str) -> tuple[dict[str, Tensor], int]:
+    """The weights under our names, ``d2t`` as token_ids, and how many tokens an LM head of its own knows."""
+    theirs = {re.sub(r"^(model\.)?(layers\.0\.)?", _unprefixed, key): weight for key, weight in weights.items()}
+    names = {**NAMES, **BIASES, **QK_NORMS, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
+    state_norms = norm_names(norms)
+    names |= state_norms
+    known = values.get("draft_vocab_size")
+    # Heads without both use the target's LM head.
+    shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
+    needed = (*NAMES, *state_norms, *([] if shares else ["lm_head.weight"]))
+    ours = rename_weights(name, theirs, names, needed, _NOT_NEEDED)
+    if shares:
+        ours.pop("token_ids", None)
+        return ours, 0
+    return ours, len(theirs["lm_head.weight"]) if known is None else number(name, values, "draft_vocab_size")
+
+
+def norm_names(norms: str) -> dict[str, str]:
+    """Names of the norms ahead of ``fc``, theirs -> ours, with ``state_norms`` of `Eagle3`."""
+    if norms == "each":
+        return {f"fc_norm.{i}.weight": f"state_norms.{i}.weight" for i in range(3)}
+    return {"input_norm.weight": "state_norms.0.weight"} if norms == "joint" else {}
+
+
+def _unprefixed(prefix: re.Match[str]) -> str:
+    return "midlayer." if prefix[2] else ""
+
+
+def _layers(name: str, values: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """The target's states that it reads, of a target of ``count`` layers."""
+    usual = Eagle3.reads(count)
+    nested = values.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise ModelError(f"{name} reads the last layer alone, which is not supported; expected three layers.")
+    entered = values.get(LAYERS) or [layer + 1 for layer in nested.get(LAYERS) or ()]
+    found = tuple(entered) or usual
+    if len(found) != len(usual):
+        raise ModelError(f"{name} reads {len(found)} layers of its target; expected {len(usual)}.")
+    return found
+
+
+def _token_ids(name: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
+    """``[N]`` the target's id of every draft token."""
+    count: int = config.options["own_vocabulary"]
+    if shifts is None and count != config.vocab_size:
+        raise ModelError(f"{name} lacks the weight d2t, which maps its {count} tokens; copy the whole folder again.")
+    if shifts is None:
+        return torch.arange(count)
+    fits = shifts.shape == (count,) and not shifts.is_floating_point()
+    ids = shifts.long() + torch.arange(len(shifts)) if fits else shifts
+    if not fits or ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < count:
+        raise ModelError(
+            f"{name} has a d2t that does not name {count} different ones of {config.vocab_size} tokens; copy it again."
+        )
+    return ids
