@@ -23,6 +23,8 @@ from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
+STACKS = ("mlp", "residual")
+
 
 class StackedHead(Head):
     """Stacks of layers; stack i predicts the token i + 1 after the last emitted one from the state before that one.
@@ -30,13 +32,38 @@ class StackedHead(Head):
     `HeadConfig.steps` is the number of stacks, and `Head.forward`'s ``step`` selects one. Entries do not attend to each
     other, so that there is no cache.
 
+    Options of all kinds:
+        layers: residual layers of each stack.
+        own_heads: each stack has an LM head of its own, as in released heads (`saccade.draft.heads.published.stacks`).
+
     Attributes:
         follows: a stack also gets the draft tokens so far.
+        biased: LM heads of its own have a bias.
+        lm_heads: one per stack, if any.
     """
 
     default_steps: ClassVar[int] = 5
     gated: ClassVar[bool] = False
     follows: ClassVar[bool] = False
+    biased: ClassVar[bool] = False
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        if config.options["layers"] < 1:
+            raise ModelError(
+                f"layers must be at least 1 in each stack of a {self.kind} head, not {config.options['layers']}."
+            )
+        stacks, width = config.steps if self.has_lm_head else 0, config.hidden_size
+        self.lm_heads = nn.ModuleList(nn.Linear(width, config.vocab_size, bias=self.biased) for _ in range(stacks))
+
+    @property
+    def has_lm_head(self) -> bool:
+        return bool(self.config.options["own_heads"])
+
+    def own_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Return logits ``[..., V]`` of a stack's output ``[..., d]`` by the stack's own LM head."""
+        logits: Tensor = self.lm_heads[step](hidden)
+        return logits
 
     @property
     def blocks(self) -> int:
@@ -48,37 +75,39 @@ class StackedHead(Head):
 
 
 class ResidualLayer(nn.Module):
-    """``x + SiLU(linear(x))``, initialised to the identity."""
+    """``x + SiLU(linear(x))``, initialised to the identity; a wider x is projected for the sum.
 
-    def __init__(self, width: int) -> None:
+    Args:
+        given: width of x; that of the output when None.
+    """
+
+    def __init__(self, width: int, given: int | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(given or width, width)
+        self.projection = nn.Linear(given, width) if given else nn.Identity()
         for weight in self.linear.parameters():
             nn.init.zeros_(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
+        out: Tensor = self.projection(x) + F.silu(self.linear(x))
+        return out
 
 
 class Medusa(StackedHead):
     """Residual layers on the target's last state, one stack per draft token (Cai et al. 2024, Medusa, Section 2.1.1).
 
     From the state before the last emitted token, stack i predicts the token i + 1 after it, regardless of the tokens in
-    between. Stacks predict states for the target's LM head, which all share; the paper gives each a copy of its own.
-    A new stack is the identity.
-
-    Options:
-        layers: residual layers of each stack.
+    between. Stacks predict states for the target's LM head, which all share; the paper gives each a copy of its own
+    (``own_heads``). A new stack is the identity.
     """
 
     kind: ClassVar[str] = "medusa"
-    defaults: ClassVar[Mapping[str, Any]] = {"layers": 1}
+    defaults: ClassVar[Mapping[str, Any]] = {"layers": 1, "own_heads": False}
+    loaded_only: ClassVar[tuple[str, ...]] = ("own_heads",)
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         layers, width = config.options["layers"], config.hidden_size
-        if layers < 1:
-            raise ModelError(f"layers must be at least 1 in each stack of a medusa head, not {layers}.")
         self.stacks = nn.ModuleList(
             nn.Sequential(*(ResidualLayer(width) for _ in range(layers))) for _ in range(config.steps)
         )
@@ -103,14 +132,30 @@ class Hydra(StackedHead):
     embeddings of it and of the i draft tokens since. A stack is an MLP with one hidden layer over both, normalised, and
     adds to the state, for the target's LM head. `HeadConfig.steps` is the number of stacks. Hydra++'s prefix attention
     is left out.
+
+    Options:
+        stack: ``mlp``, or residual layers without norms as released (``residual``), the first of which projects state
+            and embeddings.
     """
 
     kind: ClassVar[str] = "hydra"
+    defaults: ClassVar[Mapping[str, Any]] = {"stack": "mlp", "layers": 1, "own_heads": False}
+    loaded_only: ClassVar[tuple[str, ...]] = ("stack", "layers", "own_heads")
     follows: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        width = config.hidden_size
+        width, layers = config.hidden_size, config.options["layers"]
+        if config.options["stack"] not in STACKS:
+            raise ModelError(f"stack must be one of {', '.join(STACKS)}, not {config.options['stack']!r}.")
+        self._is_residual = config.options["stack"] == "residual"
+        if self._is_residual:
+            self.stacks = nn.ModuleList(
+                nn.Sequential(ResidualLayer(width, (i + 2) * width), *(ResidualLayer(width) for _ in range(layers - 1)))
+                for i in range(config.steps)
+            )
+            return
         self.embedding_norm = RMSNorm(width, config.norm_eps)
         self.feature_norm = RMSNorm(width, config.norm_eps)
         self.inner = nn.ModuleList(nn.Linear((i + 2) * width, width) for i in range(config.steps))
@@ -125,6 +170,9 @@ class Hydra(StackedHead):
             step: index of the stack, below `reach`.
         """
         index = int(step)
+        if self._is_residual:
+            guess: Tensor = self.stacks[index](torch.cat([features[..., None, :], embeddings], -2).flatten(-2))
+            return guess
         state = self.feature_norm(features)[..., None, :]
         given = torch.cat([state, self.embedding_norm(embeddings)], -2).flatten(-2)
         out: Tensor = features + self.outer[index](F.silu(self.inner[index](given)))
@@ -203,7 +251,8 @@ class AheadDraftSession:
             guess = self._head(self._going[:, None].expand(-1, width, -1), embedded, step=count - 1)
         else:
             guess = self._head(self._going[:, None], step=count - 1)
-        return self._drafter.logits(guess).expand(-1, width, -1)
+        own = self._head.own_logits(guess, count - 1) if self._head.has_lm_head else self._drafter.logits(guess)
+        return own.expand(-1, width, -1)
 
 
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from saccade.draft.heads.published.translation import (
 )
 from saccade.errors import ModelError
 
-FILES = MODEL_FILES
+FILES: tuple[str, ...] = MODEL_FILES
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = "speculators_model_type"

@@ -34,7 +34,7 @@ from saccade.draft.heads.published.translation import (
 )
 from saccade.inputs.families import is_multimodal
 
-FILES = MODEL_FILES
+FILES: tuple[str, ...] = MODEL_FILES
 
 _BLOCK = "layers.0."
 _NEEDED = {

@@ -58,7 +58,7 @@ class Form(Protocol):
         """
 
 
-MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
+MODEL_FILES: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
 
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 """Settings of all layouts whose other values would need another module."""

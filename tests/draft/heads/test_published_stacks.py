@@ -1,0 +1,168 @@
+"""Medusa and Hydra heads in their released layout draft as their files say, or are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads_kit import POLICIES, Text, prompts, recorded, target
+from published_kit import drop, edit
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from families import FAMILIES
+from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
+from saccade.errors import ModelError
+
+D, V, STACKS = 64, 192, 5
+
+
+def medusa(folder: Path, layers: int = 1, own: bool = True, file: str = "medusa_lm_head.pt", prefix: str = "") -> Path:
+    """A folder as FasterDecoding's code writes it."""
+    torch.manual_seed(2)
+    weights = {}
+    for i in range(STACKS):
+        for j in range(layers):
+            weights |= {f"{i}.{j}.linear.weight": torch.randn(D, D) / 8, f"{i}.{j}.linear.bias": torch.randn(D)}
+        if own:
+            weights[f"{i}.{layers}.weight"] = torch.randn(V, D)
+    values = {"medusa_num_heads": STACKS, "medusa_num_layers": layers, "base_model_name_or_path": "x", "version": "2"}
+    return _written(folder, values, {prefix + k: w for k, w in weights.items()}, file)
+
+
+def hydra(folder: Path, layers: int = 1, **settings: Any) -> Path:
+    """A folder as zankner's code writes it."""
+    torch.manual_seed(3)
+    weights = {}
+    for i in range(STACKS):
+        given = (i + 2) * D
+        for part, shape in (("linear", given), ("res_connection", given)):
+            weights[f"hydra_mlp.{i}.0.{part}.weight"] = torch.randn(D, shape) / shape**0.5
+            weights[f"hydra_mlp.{i}.0.{part}.bias"] = torch.randn(D)
+        for j in range(1, layers):
+            weights |= {f"hydra_mlp.{i}.{j}.linear.weight": torch.randn(D, D) / 8}
+            weights |= {f"hydra_mlp.{i}.{j}.linear.bias": torch.randn(D)}
+        weights |= {f"hydra_lm_head.{i}.weight": torch.randn(V, D), f"hydra_lm_head.{i}.bias": torch.randn(V)}
+    values = {"hydra_num_heads": STACKS, "hydra_num_layers": layers, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return _written(folder, {**values, "hidden_state_offset": 0, **settings}, weights, "hydra_lm_head.pt")
+
+
+def _written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor], file: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    if file.endswith(".pt"):
+        torch.save(weights, folder / file)
+    else:
+        save_file(weights, folder / file)
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    (file,) = (file for file in folder.iterdir() if file.name != "config.json")
+    found: dict[str, Tensor] = torch.load(file) if file.suffix == ".pt" else load_file(file)
+    return {name.removeprefix("medusa_head."): weight for name, weight in found.items()}
+
+
+def by_hand(folder: Path, text: Text, length: int, path: tuple[int, ...]) -> Tensor:
+    """Logits ``[V]`` behind the first ``length`` tokens and a path of guesses, by the released formulas."""
+    values, weights = json.loads((folder / "config.json").read_text()), weights_of(folder)
+    model, depth = target("llava").model, len(path)
+    layer = len(text.streams) - 1 - values.get("hidden_state_offset", 0)
+    x = text.streams[layer][length - 2]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    if "medusa_num_heads" in values:
+        for j in range(values["medusa_num_layers"]):
+            x = x + F.silu(linear(x, f"{depth}.{j}.linear"))
+        own = weights.get(f"{depth}.{values['medusa_num_layers']}.weight")
+        return model.get_output_embeddings()(x) if own is None else own @ x
+    words = model.get_input_embeddings()(torch.tensor([int(text.ids[length - 1]), *path]))
+    x = torch.cat([x, words.flatten()])
+    x = linear(x, f"hydra_mlp.{depth}.0.res_connection") + F.silu(linear(x, f"hydra_mlp.{depth}.0.linear"))
+    for j in range(1, values["hydra_num_layers"]):
+        x = x + F.silu(linear(x, f"hydra_mlp.{depth}.{j}.linear"))
+    return linear(x, f"hydra_lm_head.{depth}")
+
+
+CASES: dict[str, Callable[[Path], Path]] = {
+    "medusa": medusa,
+    "medusa of two layers": lambda d: medusa(d, layers=2, file="medusa_lm_head.safetensors"),
+    "medusa without LM heads": lambda d: medusa(d, own=False),
+    "medusa in a whole model": lambda d: medusa(d, file="model.safetensors", prefix="medusa_head."),
+    "hydra": hydra,
+    "hydra of two layers": lambda d: hydra(d, layers=2),
+    "hydra of an earlier state": lambda d: hydra(d, hidden_state_offset=1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_answers_and_drafts(case: str, tmp_path: Path) -> None:
+    folder, family = CASES[case](tmp_path), FAMILIES["llava"]
+    kind = case.split()[0]
+    assert kind_in(folder) == kind_at(folder) == kind
+    head = load_head(folder, target("llava"))
+    asked = prompts(family, family.inputs("image", rows=2))
+    outputs, steps = recorded("llava", head, POLICIES["static"], asked, n=12)
+    assert [o.tokens for o in outputs] == family.reference("image", rows=2, n=12)
+    for row in range(2):
+        inputs = family.row_inputs("image", row)
+        text, start = Text.of("llava", inputs, outputs[row].tokens), inputs["input_ids"].shape[1]
+        for step in steps[:3]:
+            for path, logits in step.nodes(row):
+                expected = by_hand(folder, text, start + len(step.emitted[row]), path)
+                torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+    save_head(head, tmp_path / "ours")
+    again = load_head(tmp_path / "ours", target("llava"))
+    assert again.config == head.config
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
+
+
+def reweigh(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    (file,) = folder.glob("*.pt")
+    weights = torch.load(file)
+    change(weights)
+    torch.save(weights, file)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
+    "more stacks": (
+        medusa,
+        lambda d: edit(d, medusa_num_heads=4),
+        "has the weight 4.0.linear.weight, .* config.json names 4 stacks of 1 layers",
+    ),
+    "fewer stacks": (medusa, lambda d: edit(d, medusa_num_heads=6), "lacks the weight 5.0.linear.weight"),
+    "vocabulary": (
+        medusa,
+        lambda d: reweigh(d, lambda w: w.update({"0.1.weight": torch.ones(191, D)})),
+        "vocabulary is 191 but this target's is 192",
+    ),
+    "width": (
+        medusa,
+        lambda d: reweigh(d, lambda w: w.update({"0.0.linear.weight": torch.ones(96, 96)})),
+        "hidden size is 96 but this target's is 64",
+    ),
+    "no weights": (medusa, lambda d: (d / "medusa_lm_head.pt").unlink(), "has no medusa_lm_head.safetensors or"),
+    "Hydra++": (hydra, lambda d: edit(d, hydra_head_arch="prefix-mlp"), r"\(prefix-mlp is Hydra\+\+\), which is not"),
+    "not grounded": (hydra, lambda d: drop(d, "grounded_heads"), "has grounded_heads None, which is not supported"),
+    "no projection": (
+        hydra,
+        lambda d: reweigh(d, lambda w: w.pop("hydra_mlp.2.0.res_connection.bias")),
+        "lacks the weight hydra_mlp.2.0.res_connection.bias; copy the whole folder again",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_not_known_is_refused(damage: str, tmp_path: Path) -> None:
+    make, harm, message = DAMAGE[damage]
+    harm(make(tmp_path))
+    with pytest.raises(ModelError, match=message):
+        load_head(tmp_path, target("llava"))
