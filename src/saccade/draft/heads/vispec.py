@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Block, Placement, RMSNorm
@@ -19,6 +20,8 @@ from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
 from saccade.target.prefill import PrefillResult
+
+FORMS = ("normed", "released")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,27 @@ class Adaptor(nn.Module):
         return out
 
 
+class ReleasedAdaptor(nn.Module):
+    """The adaptor as ViSpec was released: attention of learned queries, without norms and MLP."""
+
+    def __init__(self, config: HeadConfig, queries: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self._heads = config.heads
+        self.queries = nn.Parameter(torch.randn(queries, width))
+        self.k_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the vectors ``[queries, d]`` of an image's decoder inputs ``[N, d]``."""
+        parts = (self.queries.to(tokens.dtype), self.k_proj(tokens), self.v_proj(tokens))
+        q, k, v = (part.unflatten(-1, (self._heads, -1)).transpose(0, 1)[None] for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v)[0]  # [heads, queries, d / heads]
+        out: Tensor = self.o_proj(mixed.transpose(0, 1).flatten(1))
+        return out
+
+
 class ViSpec(Head):
     """EAGLE-2's head with images compressed (Kang et al. 2025, ViSpec, Sections 3.2 and 3.3).
 
@@ -62,16 +86,30 @@ class ViSpec(Head):
 
     Options:
         queries: vectors per image, the last one included; 2 as released.
+        form: ``normed``, or ``released``: no norms of the inputs and before the block's attention, the global vector
+            mixed into the feature by a layer of its own, an adaptor without norms and MLP, and token positions.
+        bias: of the layers that mix, in the released form.
     """
 
     kind: ClassVar[str] = "vispec"
-    defaults: ClassVar[Mapping[str, Any]] = {"queries": 2}
+    defaults: ClassVar[Mapping[str, Any]] = {"queries": 2, "form": "normed", "bias": False}
+    loaded_only: ClassVar[tuple[str, ...]] = ("form", "bias")
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         width, queries = config.hidden_size, config.options["queries"]
         if queries < 2:
             raise ModelError(f"A vispec head needs at least 2 queries, not {queries}.")
+        if config.options["form"] not in FORMS:
+            raise ModelError(f"form must be one of {', '.join(FORMS)}, not {config.options['form']!r}.")
+        self.is_released = config.options["form"] == "released"
+        if self.is_released:
+            bias = bool(config.options["bias"])
+            self.adaptor: Adaptor | ReleasedAdaptor = ReleasedAdaptor(config, queries)
+            self.image_fc = nn.Linear(2 * width, width, bias=bias)
+            self.fc = nn.Linear(2 * width, width, bias=bias)
+            self.block = Block(config, normed=False)
+            return
         self.adaptor = Adaptor(config, queries)
         self.embedding_norm = RMSNorm(width, config.norm_eps)
         self.feature_norm = RMSNorm(width, config.norm_eps)
@@ -123,6 +161,13 @@ class ViSpec(Head):
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `with_images`."""
         words, global_vectors = embeddings.chunk(2, -1)
+        if self.is_released:
+            features = torch.where(
+                features.any(-1, keepdim=True), self.image_fc(torch.cat([features, global_vectors], -1)), 0
+            )
+            both = self.fc(torch.cat([words, features], -1))
+            joint: Tensor = self.block(torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype)), at)
+            return joint
         words = self.embedding_norm(words)
         both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(global_vectors)
         fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
@@ -160,6 +205,15 @@ class ViSpecDraftSession(HeadDraftSession):
     def forget(self, row: int) -> None:
         super().forget(row)
         self._images[row] = []
+
+    def _place(self, row: int, prompt: Prompt, tokens: Tensor) -> None:
+        if self._vispec.is_released:
+            self._ahead[row] = len(prompt) - 1 - len(tokens)
+
+    def _places(self, row: int, tokens: Tensor) -> Tensor:
+        if self._vispec.is_released:
+            return (tokens.to(self._device) - 1)[None]
+        return super()._places(row, tokens)
 
     def _runs(self, prompt: Prompt) -> Sequence[tuple[int, int]]:
         # A later turn may start between two adjacent images: each is compressed separately.

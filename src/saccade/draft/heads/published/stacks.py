@@ -63,6 +63,7 @@ def translate(
     stacks = number(name, values, f"{'medusa' if is_medusa else 'hydra'}_num_heads")
     layers = number(name, values, f"{'medusa' if is_medusa else 'hydra'}_num_layers", 1)
     read = shape.layers
+    options: dict[str, Any]
     if is_medusa:
         has_heads = any(re.fullmatch(r"\d+\.\d+\.weight", key) for key in theirs)
         names, options = _medusa_names(stacks, layers, has_heads), {"layers": layers, "own_heads": has_heads}
@@ -101,7 +102,7 @@ def translate(
 
 
 def _medusa_names(stacks: int, layers: int, has_heads: bool) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for i in range(stacks):
         for j in range(layers):
             found |= {f"{i}.{j}.linear.{part}": f"stacks.{i}.{j}.linear.{part}" for part in ("weight", "bias")}
@@ -111,7 +112,7 @@ def _medusa_names(stacks: int, layers: int, has_heads: bool) -> dict[str, str]:
 
 
 def _hydra_names(stacks: int, layers: int) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for i in range(stacks):
         for part in ("weight", "bias"):
             for j in range(layers):
