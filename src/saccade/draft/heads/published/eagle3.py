@@ -44,7 +44,14 @@ from saccade.draft.heads.published.translation import (
 from saccade.errors import ModelError
 
 FILES: tuple[str, ...] = MODEL_FILES
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+)
+"""Of EAGLE-3 heads of one such block, which vLLM reads by the same code."""
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = "speculators_model_type"
 NAMES = {
