@@ -28,7 +28,7 @@ LAYERS = [
         "text",
         "output",
     ),
-    *("target", "loading", "grammar", "processors", "verify", "draft", "engine", "methods", "stream"),
+    *("target", "loading", "grammar", "processors", "verify", "draft", "checkpoints", "engine", "methods", "stream"),
     *(
         "tickets",
         "chat",

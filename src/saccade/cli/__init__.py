@@ -17,7 +17,9 @@ from saccade.cli import (
     demo,
     distill,
     doctor,
+    export,
     generate,
+    inspect,
     methods,
     pocket,
     predict,
@@ -49,6 +51,8 @@ app.command("report")(report.report)
 app.command("compare")(report.compare)
 app.command("distill")(distill.distill)
 app.command("train")(train.train)
+app.command("inspect")(inspect.inspect)
+app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("doctor")(doctor.doctor)
 app.add_typer(pocket.app)

@@ -54,12 +54,12 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     values, shape = read_values(folder), TargetShape.of(target)
     form = form_of(folder, values)
     if form is not None:
-        config, weights = form.translate(folder, values, _read_weights(folder, form.FILES), shape)
+        config, weights = form.translate(folder, values, read_weights(folder, form.FILES), shape)
         check_fit(config, shape)
     else:
         config = read_config(folder)
         check_fit(config, shape)
-        weights = _read_weights(folder, [WEIGHTS])
+        weights = read_weights(folder, [WEIGHTS])
     head = build_head(config)
     expected = head.state_dict()
     for name in (*expected, *weights):
@@ -142,8 +142,12 @@ def _shapes(folder: str | Path, names: Sequence[str]) -> dict[str, tuple[int, ..
     return {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
 
 
-def _read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the weights of the first file that exists."""
+def read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the weights of the first file that exists.
+
+    Raises:
+        ModelError: there is none, or it is damaged or holds more than weights.
+    """
     for file in (file_of(folder, name) for name in names):
         if file is None:
             continue

@@ -71,6 +71,7 @@ NAMES = {
 """Theirs -> ours; every head has these."""
 BIASES = {f"midlayer.self_attn.{part}_proj.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
 QK_NORMS = {f"midlayer.self_attn.{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+_OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
 _NOT_NEEDED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
@@ -181,6 +182,8 @@ def _architectures(values: Mapping[str, Any]) -> list[str]:
 def _rename(name: str, values: Mapping[str, Any], weights: Weights, norms: str) -> tuple[dict[str, Tensor], int]:
     """The weights under our names, ``d2t`` as token_ids, and how many tokens an LM head of its own knows."""
     theirs = {re.sub(r"^(model\.)?(layers\.0\.)?", _unprefixed, key): weight for key, weight in weights.items()}
+    if not theirs.get(_OUTPUT_BIAS, torch.zeros(1)).any():  # transformers' attention_bias brings one
+        theirs.pop(_OUTPUT_BIAS, None)
     names = {**NAMES, **BIASES, **QK_NORMS, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
     state_norms = norm_names(norms)
     names |= state_norms

@@ -1,0 +1,228 @@
+"""Heads written in the layouts of speculators (vLLM), EAGLE and SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from saccade.checkpoints.card import model_card
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
+from saccade.draft.heads.head import Head, logits_scale
+from saccade.draft.heads.published.eagle3 import BIASES, LAYERS, NAMES, QK_NORMS, norm_names
+from saccade.errors import ModelError
+from saccade.files import write_folder
+from saccade.target.adapter import Target
+
+EXPORTS = ("speculators", "eagle", "sglang")
+"""Layouts that can be written."""
+
+_READERS = {"speculators": "vLLM and speculators", "eagle": "EAGLE's code", "sglang": "SGLang"}
+_TOKENS = 5
+"""Draft tokens per step that a speculator's configuration suggests."""
+
+
+def export_head(head: Head, target: Target, folder: str | Path, to: str, *, target_name: str) -> None:
+    """Write a head in another engine's layout, with a model card.
+
+    Args:
+        head: of any kind.
+        target: that it was trained for; its LM head and embedding are copied where the layout needs them.
+        folder: new or empty.
+        to: one of `EXPORTS`.
+        target_name: folder or hub id of the target, which speculators and the card name.
+
+    Raises:
+        ModelError: the layout is unknown or cannot hold the head, or the folder is not empty.
+    """
+    if to not in EXPORTS:
+        raise ModelError(f"There is no layout {to!r} to export to; choose one of {', '.join(EXPORTS)}.")
+    place = Path(folder)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ModelError(f"{folder} exists and is not an empty folder; give a new one.")
+    reason = obstacle(head, target, to)
+    if reason:
+        raise ModelError(f"The layout {to} cannot hold this {head.kind} head: {reason}.")
+    if isinstance(head, Eagle3):
+        values, weights = _eagle3(head, target, to, target_name)
+    else:
+        assert isinstance(head, Eagle2)
+        values, weights = _first_eagle(head, target)
+
+    def write(part: Path) -> None:
+        stored = {name: weight.detach().contiguous().cpu().clone() for name, weight in weights.items()}
+        save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (part / "README.md").write_text(model_card(head, to, target_name), encoding="utf-8")
+
+    write_folder(place, write, error=ModelError)
+
+
+def obstacle(head: Head, target: Target, to: str) -> str | None:
+    """Return why a layout cannot hold a head, as a clause; None if it can."""
+    options = head.config.options
+    if to != "eagle" and not isinstance(head, Eagle3):
+        return f"{_READERS[to]} know eagle3 heads alone; train one, or serve this one with `saccade serve`"
+    if not isinstance(head, (Eagle2, Eagle3)):
+        return "EAGLE's code knows eagle2, eagle3 and msd heads alone; serve this one with `saccade serve`"
+    if isinstance(head, Eagle2):
+        return _first_obstacle(head)
+    if to == "speculators":
+        return None
+    for name, usual in (("residual", "raw"), ("state_norms", "none"), ("feeds", "raw")):
+        if options[name] != usual:
+            return f"it has {name} {options[name]!r}, which {_READERS[to]} would read as {usual!r}"
+    if head.config.qk_norm:
+        return f"its queries and keys have norms, which {_READERS[to]} would leave out; export to speculators"
+    if head.config.qkv_bias and to == "sglang":
+        return "its queries, keys and values have biases, which SGLang would leave out; export to speculators"
+    usual_layers = (2, len(target.layers) // 2, len(target.layers) - 3)
+    if to == "eagle" and head.layers != usual_layers:
+        return f"it reads the layers {head.layers}, where EAGLE's code reads {usual_layers}; export to speculators"
+    if to == "sglang" and min(head.layers) < 1:
+        return "it reads the embeddings, which SGLang cannot name; export to speculators"
+    if not _embeds_plainly(target):
+        return f"the target scales its embeddings, which {_READERS[to]} would not; export to speculators"
+    return None
+
+
+def _first_obstacle(head: Eagle2) -> str | None:
+    """As `obstacle`, of EAGLE's first layout."""
+    options = head.config.options
+    if options["norms"] == "all":
+        return (
+            "both inputs have norms, without which it does not train here, and the layout has none; train an eagle3 "
+            "head, which every layout holds"
+        )
+    if options.get("text_only") or options.get("features", "target") != "target" or options.get("blocks", 1) != 1:
+        return "text_only, features and blocks have no place in it"
+    return None
+
+
+def _embeds_plainly(target: Target) -> bool:
+    """Whether the target's embeddings are rows of its weight, unscaled."""
+    ids = torch.arange(min(8, target.vocab_size), device=target.device)
+    weight = target.model.get_input_embeddings().weight
+    return torch.equal(target.embed(ids), weight[ids])
+
+
+def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
+    """Return a Llama's config.json of one layer, in the older form of its rotary settings."""
+    text = target.text_config
+    rope = dict(config.rope)
+    theta, longest = rope.pop("rope_theta"), rope.pop("max_position_embeddings", None)
+    scaling = None if rope == {"rope_type": "default"} else rope
+    ids = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": longest or getattr(text, "max_position_embeddings", None) or 2048,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+        **({"qkv_bias": True} if config.qkv_bias else {}),
+        **{name: value for name, value in ids.items() if value is not None},
+    }
+
+
+def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, state = head.config, head.state_dict()
+    block = "layers.0." if to == "speculators" else "midlayer."
+    names = {**NAMES, **BIASES, **QK_NORMS, **norm_names(config.options["state_norms"])}
+    weights = {name.replace("midlayer.", block): state[ours] for name, ours in names.items() if ours in state}
+    dtype = next(head.parameters()).dtype
+    weights["lm_head.weight"] = state["lm_head.weight"] if head.has_lm_head else _lm_head(target, dtype)
+    count = len(weights["lm_head.weight"])
+    if count < config.vocab_size or to == "sglang":
+        ids = head.token_ids.cpu() if head.has_lm_head else torch.arange(count)
+        weights["d2t"] = ids - torch.arange(count)
+        weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    if to == "speculators":
+        return _speculator(head, target, count, weights, target_name)
+    values = {**_llama(config, target), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count}
+    values["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if to == "sglang":
+        left = [layer - 1 for layer in config.layers]
+        values["eagle_config"] = {LAYERS: left, "use_aux_hidden_state": True}
+    return values, weights
+
+
+def _speculator(
+    head: Eagle3, target: Target, count: int, weights: dict[str, Tensor], target_name: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, dtype = head.config, next(head.parameters()).dtype
+    with torch.no_grad():
+        everything = torch.arange(config.vocab_size, device=target.device)
+        weights["embed_tokens.weight"] = target.embed(everything).to(dtype)
+    if config.qkv_bias:  # transformers' setting covers the output projection too
+        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size, dtype=dtype)
+    block = _llama(config, target)
+    for name in ("rope_theta", "rope_scaling", "qkv_bias"):
+        block.pop(name, None)
+    rope = {name: value for name, value in config.rope.items() if name != "max_position_embeddings"}
+    block |= {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": config.qkv_bias,
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "rope_parameters": rope,
+    }
+    options = config.options
+    values = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "draft_vocab_size": count,
+        LAYERS: list(config.layers),
+        "target_hidden_size": config.hidden_size,
+        "norm_before_residual": options["residual"] == "normed",
+        "norm_before_fc": options["state_norms"] == "joint",
+        "fc_norm": options["state_norms"] == "each",
+        "norm_output": options["feeds"] == "normed",
+        "embed_requires_grad": False,
+        "has_no_defaults_at_init": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "transformer_layer_config": block,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": _TOKENS,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target_name, "architectures": [config.target_class]},
+        },
+    }
+    return values, weights
+
+
+def _lm_head(target: Target, dtype: torch.dtype) -> Tensor:
+    """The target's LM head ``[V, d]``, with the scale of its logits."""
+    weight = target.model.get_output_embeddings().weight
+    return (weight.float() * logits_scale(target)).to(dtype)
+
+
+def _first_eagle(head: Eagle2, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    weights = {name.replace("stack.", "layers."): weight for name, weight in head.state_dict().items()}
+    values = {**_llama(head.config, target), "bias": bool(head.config.options["bias"])}
+    if isinstance(head, Msd):
+        values["model_type"] = target.config.model_type
+    return values, weights

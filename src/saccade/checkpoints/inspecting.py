@@ -1,0 +1,238 @@
+"""What a folder holds: a head and its layout, or a model; for which target; and whether it fits a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
+from saccade.draft.heads.published.translation import Form, rope_settings
+from saccade.draft.heads.store import WEIGHTS, form_of, read_config, read_values, read_weights
+from saccade.errors import ModelError
+from saccade.loading import check_checkpoint
+
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison of a head with a target.
+
+    Attributes:
+        what: is compared.
+        head, target: values.
+        fits: whether they agree; None where only a person can tell.
+        note: what follows.
+    """
+
+    what: str
+    head: Any
+    target: Any
+    fits: bool | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a folder holds.
+
+    Attributes:
+        path: as given.
+        holds: ``head`` or ``model``.
+        layout: ``saccade``, another engine's, or ``transformers``.
+        kind: of the head, or the model's class.
+        facts: name -> value, for a person and for programs.
+        problem: why a head cannot be loaded; None if it can.
+        checks: of a head against a given target.
+    """
+
+    path: str
+    holds: str
+    layout: str
+    kind: str
+    facts: Mapping[str, Any]
+    problem: str | None = None
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a head can be loaded for the given target; None without one."""
+        if not self.checks and self.problem is None:
+            return None
+        return self.problem is None and all(check.fits is not False for check in self.checks)
+
+
+def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> Inspection:
+    """Describe a head or a model; no model is run, and of a target only the configuration is read.
+
+    Args:
+        path: folder or hub id.
+        target: folder or hub id of the target that a head is to be used with.
+
+    Raises:
+        ModelError: the folder holds neither a head nor a model, or the target no model.
+    """
+    values = read_values(path)
+    form = form_of(path, values)
+    if form is None and MARK not in values:
+        if target is not None:
+            raise ModelError(f"{path} holds no head, so it is not compared with a target; leave --target out.")
+        return _model(path)
+    shape = None if target is None else shape_of(target)
+    if form is None:
+        config, weights = read_config(path), read_weights(path, [WEIGHTS])
+        own = TargetShape(config.target_class, config.hidden_size, config.vocab_size, config.target_layers)
+        found = Inspection(str(path), "head", "saccade", config.kind, _facts(config, weights, own))
+    else:
+        found, config = _released(path, values, form, shape)
+    if shape is None or config is None:
+        return found
+    return _compared(found, config, shape, target)
+
+
+def shape_of(target: str | Path) -> TargetShape:
+    """Return the shape of a target by its configuration alone.
+
+    Raises:
+        ModelError: it holds no model that generates text.
+    """
+    config = check_checkpoint(target)
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return TargetShape(
+        _class_name(config), text.hidden_size, text.vocab_size, text.num_hidden_layers, "mrope_section" in rope
+    )
+
+
+def _class_name(config: Any) -> str:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return str((found[0] if isinstance(found, tuple) else found).__name__)
+    raise ModelError(f"{type(config).__name__} is not the configuration of a model that generates text.")
+
+
+def _model(path: str | Path) -> Inspection:
+    try:
+        config = check_checkpoint(path)
+    except ModelError as problem:
+        raise ModelError(f"{path} holds neither a head that is known nor a model: {problem}") from None
+    shape, text = shape_of(path), config.get_text_config(decoder=True)
+    facts = {
+        "model type": config.model_type,
+        "reads images": text is not config,
+        "hidden size": shape.hidden_size,
+        "vocabulary": shape.vocab_size,
+        "layers": shape.layers,
+        "positions": "M-RoPE" if shape.uses_mrope else "one per token",
+        "norms' epsilon": getattr(text, "rms_norm_eps", None),
+    }
+    return Inspection(str(path), "model", "transformers", shape.model_class, facts)
+
+
+def _released(
+    path: str | Path, values: Mapping[str, Any], form: Form, shape: TargetShape | None
+) -> tuple[Inspection, HeadConfig | None]:
+    """Describe a released head; its configuration is None if it cannot be loaded."""
+    weights = read_weights(path, form.FILES)
+    guessed = _guess(values, weights)
+    facts: dict[str, Any] = {}
+    try:
+        config, ours = form.translate(path, values, weights, guessed)
+    except ModelError as problem:
+        facts |= {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": _named(values)}
+        kind = _kind(form, values)
+        return Inspection(str(path), "head", form.name(values), kind, facts, problem=str(problem)), None
+    facts = _facts(config, ours, guessed) | {"target": _named(values)}
+    found = Inspection(str(path), "head", form.name(values), config.kind, facts)
+    if shape is None:
+        return found, None
+    try:  # anew: vocabulary, layers and positions follow the target where the files leave them open
+        config, _ = form.translate(path, values, weights, shape)
+    except ModelError as problem:
+        return replace(found, problem=str(problem)), None
+    return found, config
+
+
+def _kind(form: Form, values: Mapping[str, Any]) -> str:
+    try:
+        return form.kind(values).kind
+    except ModelError:
+        return str(values.get(SPECULATORS, _UNKNOWN))
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    """The target that a released head names, if it does."""
+    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    return str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
+
+
+def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetShape:
+    """A target as a released head's files describe it; its depth is the least that they allow."""
+    nested = {**values, **(values.get("transformer_layer_config") or {}), **(values.get("text_config") or {})}
+    hidden = nested.get("target_hidden_size") or nested.get("hidden_size")
+    vocabulary = nested.get("vocab_size")
+    for key, weight in weights.items():
+        if weight.dim() == 2 and (key.endswith(("0.0.linear.weight", "fc.weight"))):
+            hidden = hidden or len(weight)
+        if weight.dim() == 2 and (key.endswith(("0.1.weight", "hydra_lm_head.0.weight"))):
+            vocabulary = vocabulary or len(weight)
+    nested_ids = (values.get("eagle_config") or {}).get(LAYERS) or ()
+    read = [*(values.get(LAYERS) or ()), *(layer + 1 for layer in nested_ids)]
+    uses_mrope = "mrope_section" in rope_settings(nested)
+    return TargetShape(_UNKNOWN, hidden or 1, vocabulary or 1, max(read, default=8), uses_mrope)
+
+
+def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetShape) -> dict[str, Any]:
+    head = build_head(config)
+    is_named = made_for.model_class != _UNKNOWN
+    own = config.options.get("own_vocabulary") or 0
+    facts: dict[str, Any] = {
+        "target class": made_for.model_class if is_named else None,
+        "hidden size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "target layers": config.target_layers if is_named else None,
+        "reads layers": list(config.layers) if is_named or config.kind == "eagle3" else ["last"],
+        "drafts tokens": own or config.vocab_size,
+        "positions": "target" if head.has_target_positions else "entries",
+        "norms' epsilon": config.norm_eps,
+        "rotary": dict(config.rope),
+        "options": dict(config.options),
+        "reach": head.reach,
+        "parameters": sum(weight.numel() for weight in weights.values()),
+        "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _compared(found: Inspection, config: HeadConfig, shape: TargetShape, target: Any) -> Inspection:
+    problem = None
+    try:
+        check_fit(config, shape)
+    except ModelError as told:
+        problem = str(told)
+    head, text = build_head(config), check_checkpoint(target).get_text_config(decoder=True)
+    checks = [
+        Check("hidden size", config.hidden_size, shape.hidden_size, config.hidden_size == shape.hidden_size),
+        Check("vocabulary", config.vocab_size, shape.vocab_size, config.vocab_size == shape.vocab_size),
+        Check("layers", config.target_layers, shape.layers, config.target_layers == shape.layers),
+        Check("model class", config.target_class, shape.model_class, config.target_class == shape.model_class),
+    ]
+    ours = "target" if head.has_target_positions else "entries"
+    theirs = "M-RoPE" if shape.uses_mrope else "one per token"
+    open_question = shape.uses_mrope and ours == "entries" and found.layout != "saccade"
+    note = "right only if it was trained so; files with mrope_section are read with the target's positions"
+    checks.append(Check("positions", ours, theirs, None if open_question else True, note if open_question else ""))
+    eps = getattr(text, "rms_norm_eps", None)
+    same = eps is None or eps == config.norm_eps
+    note = "" if same else "heads usually have their target's; a wrong one shows in long answers at most"
+    checks.append(Check("norms' epsilon", config.norm_eps, eps, True if same else None, note))
+    return replace(found, problem=problem, checks=checks)

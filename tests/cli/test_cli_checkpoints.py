@@ -1,0 +1,51 @@
+"""`saccade inspect` and `saccade export` on folders as people have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from commands import Shell
+
+import checkpoints
+from checkpoints import ready
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.store import save_head
+
+
+def own_head(folder: Path, kind: str = "eagle3") -> Path:
+    torch.manual_seed(0)
+    save_head(build_head(HeadConfig.from_target(checkpoints.vlm("llava").target, kind)), folder)
+    return folder
+
+
+def test_a_head_goes_out_and_is_described(shell: Shell, tmp_path: Path) -> None:
+    head, out = own_head(tmp_path / "head"), tmp_path / "out"
+    done = shell("export", head, "--to", "speculators", "-t", ready("llava"), "-o", out)
+    assert done.code == 0
+    assert "it loads here again" in done.out
+    assert (out / "README.md").read_text().startswith("---\nlibrary_name: speculators\n")
+    shown = shell("inspect", out, "-t", ready("llava"))
+    assert shown.code == 0
+    assert "a eagle3 head, layout of speculators" in shown.out.replace("\n", " ")
+    assert "vocabulary" in shown.out
+    found = json.loads(shell("inspect", out, "-t", ready("llava"), "--json").out)
+    assert (found["fits"], found["layout"], found["kind"]) == (True, "speculators", "eagle3")
+    answer = shell("generate", "-t", ready("llava"), "-d", out, "-n", "8", "--json", "What is this?")
+    assert json.loads(answer.out)["method"] == "eagle3"
+
+
+def test_a_head_that_does_not_fit_ends_with_1(shell: Shell, tmp_path: Path) -> None:
+    shown = shell("inspect", own_head(tmp_path / "head"), "-t", "pocket")
+    assert shown.code == 1
+    assert "was made for another target" in shown.out.replace("\n", " ")
+
+
+def test_what_cannot_be_written_or_read_is_one_sentence(shell: Shell, tmp_path: Path) -> None:
+    head = own_head(tmp_path / "head", "hivis")
+    refused = shell("export", head, "--to", "speculators", "-t", ready("llava"), "-o", tmp_path / "out").complaint
+    assert "The layout speculators cannot hold this hivis head: vLLM and speculators know eagle3 heads alone" in refused
+    assert "Give the target" in shell("export", head, "--to", "eagle", "-o", tmp_path / "out").complaint
+    assert "holds neither a head that is known nor a model" in shell("inspect", tmp_path).complaint
