@@ -29,7 +29,7 @@ def test_a_head_goes_out_and_is_described(shell: Shell, tmp_path: Path) -> None:
     assert (out / "README.md").read_text().startswith("---\nlibrary_name: speculators\n")
     shown = shell("inspect", out, "-t", ready("llava"))
     assert shown.code == 0
-    assert "a eagle3 head, layout of speculators" in shown.out.replace("\n", " ")
+    assert "head of the kind eagle3, layout of speculators" in shown.out
     assert "vocabulary" in shown.out
     found = json.loads(shell("inspect", out, "-t", ready("llava"), "--json").out)
     assert (found["fits"], found["layout"], found["kind"]) == (True, "speculators", "eagle3")

@@ -216,7 +216,7 @@ def _speculator(
 
 def _lm_head(target: Target, dtype: torch.dtype) -> Tensor:
     """The target's LM head ``[V, d]``, with the scale of its logits."""
-    weight = target.model.get_output_embeddings().weight
+    weight: Tensor = target.model.get_output_embeddings().weight
     return (weight.float() * logits_scale(target)).to(dtype)
 
 

@@ -85,10 +85,12 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
             raise ModelError(f"{path} holds no head, so it is not compared with a target; leave --target out.")
         return _model(path)
     shape = None if target is None else shape_of(target)
+    config: HeadConfig | None
     if form is None:
-        config, weights = read_config(path), read_weights(path, [WEIGHTS])
-        own = TargetShape(config.target_class, config.hidden_size, config.vocab_size, config.target_layers)
-        found = Inspection(str(path), "head", "saccade", config.kind, _facts(config, weights, own))
+        ours = read_config(path)
+        own = TargetShape(ours.target_class, ours.hidden_size, ours.vocab_size, ours.target_layers)
+        facts = _facts(ours, read_weights(path, [WEIGHTS]), own)
+        found, config = Inspection(str(path), "head", "saccade", ours.kind, facts), ours
     else:
         found, config = _released(path, values, form, shape)
     if shape is None or config is None:

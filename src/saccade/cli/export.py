@@ -34,6 +34,7 @@ def export(
     import torch
 
     from saccade.checkpoints import export_head
+    from saccade.cli import screen
     from saccade.draft.heads.store import load_head
     from saccade.errors import InputError
     from saccade.loading import adapt, check_dtype, load_model, path_of
@@ -41,6 +42,7 @@ def export(
 
     if target is None:
         raise InputError("Give the target that the head was trained for with --target.")
+    screen.quiet_libraries()
     place = str(target_path()) if target == "pocket" else path_of(target)
     owner = adapt(load_model(place))
     found = check_dtype(dtype)

@@ -40,7 +40,8 @@ def inspect(
         print(json.dumps({**asdict(found), "fits": found.fits}))
     else:
         console = out()
-        console.print(f"{found.path}: a {found.kind} {found.holds}, layout of {found.layout}", markup=False)
+        heading = f"{found.path}: {found.holds} of the kind {found.kind}, layout of {found.layout}"
+        console.print(heading, markup=False, soft_wrap=True)
         for name, value in found.facts.items():
             console.print(f"  {name:<15} {_text(value)}", markup=False, soft_wrap=True)
         if found.checks:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -133,6 +133,13 @@ class Answers:
             )
             return None
         return Sample(str(row.get("id", number)), prompt, answer)
+
+    def answers(self) -> Iterator[Sequence[int]]:
+        """Yield the answers' ids, with end tokens, of the lines that were usable when the file was indexed."""
+        with self._path.open("rb") as file:
+            for offset in self._offsets:
+                file.seek(offset)
+                yield self._answer(_row(file.readline()))[: self._max_tokens]
 
     def _each_line(self, use: Callable[[int, int, bytes], None], also: Callable[[bytes], None]) -> None:
         try:

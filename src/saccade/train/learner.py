@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from saccade.draft.heads.config import MARK
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.registry import feeder_class
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
@@ -26,6 +27,7 @@ from saccade.train.objectives.losses import Tally, terms_of
 from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import EngineMeasure, Measure
+from saccade.train.vocabulary import choose_vocabulary
 from saccade.train.warm_start import new_head, weights_digest
 
 
@@ -142,6 +144,8 @@ class HeadLearner:
     ) -> None:
         self._target, self._recipe, self._say = target, recipe, say
         self.module = new_head(target, recipe, begin)
+        if begin is None and isinstance(self.module, Eagle3) and self.module.has_lm_head:
+            say(choose_vocabulary(self.module, target, source))
         self._objective, self._lm_head = recipe.objective, lm_head_of(target)
         if getattr(self._objective, "k", 1) > target.vocab_size:
             raise TrainingError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class Source(Protocol):
         """Return one sample; None to skip an unusable one."""
         ...
 
+    def answers(self) -> Iterator[Sequence[int]]:
+        """Yield the answers' token ids without preparing any prompt."""
+        ...
+
 
 class Listed:
     """Samples in memory.
@@ -76,3 +80,6 @@ class Listed:
 
     def sample(self, index: int) -> Sample:
         return self._samples[index]
+
+    def answers(self) -> Iterator[Sequence[int]]:
+        return (sample.answer for sample in self._samples)

@@ -250,10 +250,11 @@ def test_a_llama_is_no_head(tmp_path: Path) -> None:
         kind_at(tmp_path)
 
 
-def test_small_vocabularies_are_not_trained() -> None:
+@pytest.mark.parametrize("option", [{"residual": "normed"}, {"state_norms": "each"}, {"feeds": "normed"}])
+def test_forms_of_others_are_not_trained(option: dict[str, str]) -> None:
     from saccade.train.recipe import read_recipe
     from saccade.train.warm_start import new_head
 
-    recipe = replace(read_recipe("eagle3"), head={"own_vocabulary": 8})
-    with pytest.raises(TrainingError, match=r"not trained here; leave out head\.own_vocabulary"):
-        new_head(target("llava"), recipe)
+    (name,) = option
+    with pytest.raises(TrainingError, match=rf"not trained here; leave out head\.{name}"):
+        new_head(target("llava"), replace(read_recipe("eagle3"), head=option))

@@ -99,8 +99,8 @@ class Eagle3(Head):
     of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
 
     Options:
-        own_vocabulary: 0 for the target's LM head; N for its own over N of the target's tokens, as in released heads
-            (`saccade.draft.heads.published.eagle3`).
+        own_vocabulary: 0 for the target's LM head; N for its own over N of the target's tokens, in training those that
+            are most frequent in the answers (`saccade.train.vocabulary`).
         residual: the residual stream is the feature as it is (``raw``), or behind its norm (``normed``;
             ``norm_before_residual`` of speculators).
         state_norms: norms of the target's states ahead of the layer that mixes them: ``none``, of ``each``, or of all
@@ -123,7 +123,7 @@ class Eagle3(Head):
         "feeds": "raw",
         "positions": "entries",
     }
-    loaded_only: ClassVar[tuple[str, ...]] = ("own_vocabulary", *_CHOICES)
+    loaded_only: ClassVar[tuple[str, ...]] = tuple(_CHOICES)
     default_steps: ClassVar[int] = 7
 
     def __init__(self, config: HeadConfig) -> None:
@@ -187,12 +187,34 @@ class Eagle3(Head):
 
         With its own LM head, ``lm_head`` is ignored, and tokens outside the head's vocabulary get -inf.
         """
-        normed = hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
         if not self.has_lm_head:
-            return lm_head(normed)
-        known: Tensor = self.lm_head(normed)
+            return lm_head(self._normed(hidden))
+        known = self.known_logits(hidden)
         logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
         return logits.index_copy(-1, self.token_ids, known)
+
+    @property
+    def known_tokens(self) -> Tensor | None:
+        return self.token_ids if self.has_lm_head else None
+
+    def known_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self._normed(hidden))
+        return logits
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
+        return out
+
+    @torch.no_grad()
+    def use_tokens(self, ids: Tensor, rows: Tensor) -> None:
+        """Set the tokens of its own vocabulary, and initial rows of its LM head.
+
+        Args:
+            ids: ``[N]`` the target's, ascending.
+            rows: ``[N, d]``.
+        """
+        self.token_ids.copy_(ids)
+        self.lm_head.weight.copy_(rows)
 
 
 class Msd(Eagle2):

@@ -138,6 +138,15 @@ class Head(nn.Module, ABC):
         return False
 
     @property
+    def known_tokens(self) -> Tensor | None:
+        """``[N]`` the target's ids of the only tokens that it can draft; None if it can draft all."""
+        return None
+
+    def known_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[..., N]`` of `known_tokens` alone, of a head that has them."""
+        raise NotImplementedError
+
+    @property
     def blocks(self) -> int:
         """Layers of its KV cache."""
         return 1

@@ -94,6 +94,9 @@ def draft_loss(
         early_stop: an example counts only if the answer's token was among the head's top K in every earlier
             step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
         decay: weight of every further step, relative to the one before.
+
+    With a vocabulary of the head's own (`Head.known_tokens`) the teacher's distribution is that of these tokens alone,
+    and places where its likeliest token is another have no such term, as released for EAGLE-3.
     """
     window = Window.of(entries.supervised)
     states, following = window.take(entries.states), window.take(entries.following)
@@ -108,6 +111,18 @@ def draft_loss(
         if not alive.any():
             break
 
+        def measure_known(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            known = head.known_tokens
+            assert known is not None
+            logits = head.known_logits(guess).float()  # [M, N]
+            right = (known[logits.argmax(-1)] == tokens).sum()
+            with torch.no_grad():
+                teacher = lm_head(true).float()
+                counts = torch.isin(teacher.argmax(-1), known)
+            found = _terms(guess, true, logits, teacher[:, known], weights, top_k)
+            sums_here = ((found[name] * counts if name != "states" else found[name]).sum() for name in sums)
+            return torch.ones_like(tokens, dtype=torch.bool), right, *sums_here
+
         def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             logits = head.logits(guess, lm_head).float()  # [M, V]
             right = (logits.argmax(-1) == tokens).sum()
@@ -120,7 +135,11 @@ def draft_loss(
         kept = []
         counts[1, step] = alive.sum()
         for stays, right, *values in in_chunks(
-            measure, head.config.vocab_size, guess[alive], states[alive], following[alive]
+            measure if head.known_tokens is None else measure_known,
+            head.config.vocab_size,
+            guess[alive],
+            states[alive],
+            following[alive],
         ):
             kept.append(stays)
             counts[2, step] += right
