@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -61,6 +62,12 @@ def media(folder: Path) -> None:
     for number in range(2):
         draw(number, "scene").image.save(folder / "photos" / f"{number}.png")
     write_video(folder / "clip.mp4", draw(1, "video").video, 4.0)
+    (folder / "images").mkdir()
+    (folder / "images" / "a.png").write_bytes((folder / "a.png").read_bytes())
+    asked = (f"<image>\nHow many of shape {number} are there?" for number in range(8))
+    turns = [[{"from": "human", "value": text}, {"from": "gpt", "value": "Two."}] for text in asked]
+    rows = [{"id": str(number), "image": "a.png", "conversations": turn} for number, turn in enumerate(turns)]
+    (folder / "llava.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "prompts.jsonl").write_text(
         '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, '
         '{"type": "text", "text": "Describe the picture in detail."}]}]}\n'

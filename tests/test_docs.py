@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,16 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/methods/index.md", "docs/batch.md", "docs/media.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/methods/index.md",
+        "docs/batch.md",
+        "docs/media.md",
+        "docs/training.md",
+    ],
+)
 def test_examples_run_with_the_built_in_models_in_place_of_yours(page: str, examples: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
@@ -111,11 +121,15 @@ BEFORE = {
 
 def command_lines() -> Iterator[Any]:
     """Commands of README and terminal page with the built-in models; a server's client needs the server's own tests."""
+    seen = []
     for page in (README, ROOT / "docs" / "how-to" / "terminal.md"):
         for words in commands(page):
             if words[0] == "saccade" and "--url" not in words:
                 line = [{"TARGET": "pocket", "DRAFTER": "pocket"}.get(word, word) for word in words[1:]]
                 line += SMALL.get(words[1], []) if len(line) > 1 or words[1] != "bench" else []
+                if line in seen:
+                    continue
+                seen.append(line)
                 takes_long = words[1] == "tune" or (words[1] == "bench" and len(line) > 1) or set(line) & BEFORE.keys()
                 marks = [pytest.mark.slow] if takes_long else []
                 yield pytest.param(line, id=" ".join([page.stem, *words[1:4]]), marks=marks)
@@ -170,6 +184,26 @@ def understood(words: list[str]) -> None:
         command.make_context(" ".join(path), list(words))
     else:
         assert all(any(word in p.opts for p in command.params) for word in words), words
+
+
+def test_suites_and_recipes_that_pages_show_are_read() -> None:
+    """The server's configuration has its own test."""
+    from saccade.bench import preparing, suite
+    from saccade.train.recipe import from_dict
+
+    found = []
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8"), "toml"):
+            content = tomllib.loads(block)
+            if "methods" in content:
+                entries = suite.parse(content, page.stem, page.name).methods
+                assert not any(map(preparing.lacking, entries)), page
+            elif "stages" in content:
+                assert from_dict(content).kind == content["kind"]
+            else:
+                assert "server" in content, page
+            found.append(page.stem)
+    assert {"small-trees", "training"} <= set(found)
 
 
 def test_a_misspelt_option_in_a_page_would_be_found() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from live_server import WORDS, Live, asks, live, uri
 
 from checkpoints import tokenizer, vlm
 from saccade import load
+from saccade.serve.configuration import ModelEntry
 
 
 def test_a_picture_is_answered_whole_and_streamed_alike(shared: Live) -> None:
@@ -33,6 +35,19 @@ def test_a_picture_is_answered_whole_and_streamed_alike(shared: Live) -> None:
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + 20
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 0
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_the_example_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```\w*\n(from openai import OpenAI\n.*?)```", page, re.DOTALL)
+    with live([(ModelEntry("pocket"), load("pocket", dtype="float32"))]) as server:
+        code = code.replace("http://127.0.0.1:8000/v1", server.url).replace(
+            "data:image/png;base64,...", uri(3, (64, 64))
+        )
+        exec(code, {})
+    text, accepted = capsys.readouterr().out.rsplit(" ", 1)
+    assert text
+    assert int(accepted) > 0
 
 
 def test_a_second_turn_reuses_the_first_ones_cache(shared: Live) -> None:
