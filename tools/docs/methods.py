@@ -91,7 +91,8 @@ def _comparison(name: str, results: Path) -> Iterator[str]:
     kept = any("kept" in row for row in content["row"])
     paper += [("paper, score kept", "kept")] * kept
     here = ["speed-up", measure, *(["score kept"] if kept or content.get("kept") else [])]
-    yield f"*Paper*: {content['paper']}.  " if "paper" in content else "Measured on no paper's models:  "
+    if "paper" in content:
+        yield f"*Paper*: {content['paper']}.  "
     yield f"*Here*: the built-in pair, [{page}](../results/{page}.md), 95 % intervals.\n"
     heads = ["", *(column for column, _ in paper), *(f"here, {column}" for column in here)]
     yield "| " + " | ".join(heads) + " |\n|---" + "|--:" * (len(heads) - 1) + "|"
