@@ -45,9 +45,9 @@ test: $(READY) ## the tests, slow ones left out
 test-all: $(READY) ## every test but those in a browser and on Ray
 	$(PYTEST) -m 'not browser and not ray'
 
-test-browser: $(READY) ## the server's page in a headless Chromium, which must be installed (Debian: chromium)
+test-browser: $(READY) ## the server's page and the docs in a headless Chromium, which must be installed (Debian: chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[browser]'
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m browser tests/serve
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m browser tests/serve tests/test_site.py
 
 test-ray: $(READY) ## Ray on loopback, in network namespaces; takes minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[ray]'
