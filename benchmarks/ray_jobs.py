@@ -70,7 +70,7 @@ def actors(process: int) -> list[int]:
             name = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
-        if name.startswith(b"ray::EngineActor"):
+        if name.startswith((b"ray::JobActor", b"ray::DistillActor")):
             found.append(child)
     return sorted(found)
 

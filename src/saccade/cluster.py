@@ -13,9 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from saccade.cpu import SMALL_MODEL
 from saccade.errors import SaccadeError
+
+if TYPE_CHECKING:
+    from saccade.vlm import VLM
 
 LOCAL = "local"
 """Address of a cluster that this process starts and ends."""
@@ -116,6 +122,16 @@ def connected(address: str, engines: int | None = None) -> Iterator[Any]:
     finally:
         sys.stdout.flush()
         ray.shutdown()
+
+
+def limit_threads(vlm: VLM, threads: int | None) -> None:
+    """Let a small model on a CPU run on one thread, however many cores Ray has reserved for its process.
+
+    Args:
+        threads: as given by the user, which stay.
+    """
+    if threads is None and vlm.target.model.num_parameters() < SMALL_MODEL:
+        torch.set_num_threads(1)
 
 
 def places(ray: Any, count: int | None, threads: int | None, with_gpu: bool) -> Places:

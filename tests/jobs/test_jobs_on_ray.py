@@ -91,7 +91,7 @@ class Pretended:
 def answered(ray: Pretended, count: int, actors: int = 2, ahead: int = 3) -> list[Answer]:
     found = Actors(ray, ray.make, actors, ahead)
     assert found.facts()
-    found.begin(created=1)
+    found.begin(1)
     tasks = (Task(Item(str(number), "", {}, Path()), number) for number in range(count))
     answers = list(found.answers(tasks))
     found.close()

@@ -190,7 +190,8 @@ def batch(
             answer = partial(run, vlm, job, found, out, method_options=settings, **running)
         else:
             from saccade.cluster import places
-            from saccade.jobs.actors import Models, run_on_ray
+            from saccade.jobs.actors import Models
+            from saccade.jobs.ray_job import run_on_ray
             from saccade.vlm import check
 
             heads = screen.heads_by_name(head or [])

@@ -70,6 +70,15 @@ def serve(
             rich_help_panel="Server",
         ),
     ] = None,
+    ray: args.Ray = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Replicas on Ray: by default one per GPU, without GPUs one per machine.",
+            rich_help_panel="Several machines",
+        ),
+    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Check everything, print what would be served, and load nothing.")
     ] = False,
@@ -87,6 +96,8 @@ def serve(
     `saccade serve -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --api-key-file keys.txt --host 0.0.0.0`
 
     `saccade serve --config serve.toml --plan`
+
+    `saccade serve --config serve.toml --ray=auto --replicas 4`
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
@@ -127,6 +138,15 @@ def serve(
         for model in found.models:
             model.check()
         print(describe(found))
+        return
+    if ray is not None:
+        from saccade.cluster import check_address, load_ray
+
+        check_address(ray)
+        load_ray()
+        from saccade.serve.replicas import serve_on_ray
+
+        serve_on_ray(found, ray, replicas)
         return
     from saccade.serve import server
 

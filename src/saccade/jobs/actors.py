@@ -1,36 +1,30 @@
-"""Jobs on Ray: one engine per actor; what a lost actor had not answered goes to another one.
+"""Actors on Ray that answer tasks, one engine each; what a lost actor had not answered goes to another one.
 
-Actors stream their answers item by item to the process of the command, which alone writes the journal. So a kill of
-either side loses nothing that has an answer, and an item is in the output once, whoever answered it.
+Actors stream their answers to the process of the command, which alone writes the journal. So a kill of either side
+loses nothing that has an answer, and a task is answered once, whoever did it.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from saccade.cluster import Places
-from saccade.cpu import SMALL_MODEL
-from saccade.engine.slots import KV_MEMORY_SHARE
+from saccade.cluster import Places, limit_threads
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
-from saccade.jobs.answerer import Answer, Answering, Task, media_threads
 from saccade.jobs.forms import sentence_of
-from saccade.jobs.job import Job, Survey
-from saccade.jobs.running import Keeping, Progress, Report, facts
 from saccade.vlm import VLM, load
 
 SUSPECT, HOPELESS = 2, 4
 """Lost actors after which an item is answered alone, and after which it is given up."""
+COMPARED = ("method", "target", "processor", "drafter")
+"""Groups of facts about the models of a job."""
 _LOST_IN_A_ROW = 6
 """Actors that may be lost without an answer in between, per actor of the job, before it ends."""
 
@@ -63,8 +57,7 @@ class Models:
                 "all machines share."
             ) from None
         vlm = load(**self.arguments)
-        if self.arguments.get("threads") is None and vlm.target.model.num_parameters() < SMALL_MODEL:
-            torch.set_num_threads(1)  # Ray gives it as many as it has reserved cores
+        limit_threads(vlm, self.arguments.get("threads"))
         return vlm
 
 
@@ -73,7 +66,7 @@ class Hello:
     """First message of an actor: its models are loaded.
 
     Attributes:
-        facts: as of `saccade.jobs.running.facts`.
+        facts: groups of facts about them.
         machine: name for messages.
     """
 
@@ -81,41 +74,39 @@ class Hello:
     machine: str
 
 
-class EngineActor:
-    """Actor: a running batch, and the queue of its tasks.
+class EngineActor(ABC):
+    """Actor: models, and the queue of their tasks."""
 
-    Args:
-        has_requests: whether some items are requests of OpenAI's batch format.
-        max_rows, workers, kv_share: as of `Answering`.
-    """
-
-    def __init__(
-        self, models: Models, job: Job, has_requests: bool, max_rows: int, workers: int, kv_share: float
-    ) -> None:
-        self._models, self._job, self._has_requests = models, job, has_requests
-        self._numbers = max_rows, workers, kv_share
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._given: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def put(self, given: Any) -> None:
-        """Take the time of OpenAI's answers first, and lists of tasks from then on."""
+        """Take what all actors begin with first, and lists of tasks from then on."""
         self._given.put(given)
 
-    def answers(self) -> Iterator[Hello | Answer | str]:
-        """Yield `Hello` and then answers; a sentence instead of `Hello` where it cannot work."""
+    def answers(self) -> Iterator[Any]:
+        """Yield `Hello` and then answers; a sentence instead where it cannot work."""
         try:
             vlm = self._models.load()
-            answering = Answering(vlm, self._job, *self._numbers)
-            hello = Hello(facts(vlm, self._models.method_options), os.uname().nodename)
+            yield Hello(self.open(vlm), os.uname().nodename)
+            yield from self.work(self._given.get(), self._tasks())
         except SaccadeError as problem:
             yield sentence_of(problem)
-            return
-        yield hello
-        created = self._given.get()
-        if self._has_requests:
-            answering.take_requests(created)
-        yield from answering.answers(self._tasks())
 
-    def _tasks(self) -> Iterator[Task]:
+    @abstractmethod
+    def open(self, vlm: VLM) -> dict[str, Any]:
+        """Prepare, and return the facts of the models.
+
+        Raises:
+            SaccadeError: the run is impossible.
+        """
+
+    @abstractmethod
+    def work(self, begin: Any, tasks: Iterator[Any]) -> Iterator[Any]:
+        """Yield one answer per task, with its ``number``; ``tasks`` waits for the next one."""
+
+    def _tasks(self) -> Iterator[Any]:
         while True:
             yield from self._given.get()
 
@@ -133,29 +124,33 @@ class _Actor:
 
     handle: Any
     stream: Any
-    tasks: dict[int, Task] = field(default_factory=dict)
+    tasks: dict[int, Any] = field(default_factory=dict)
     is_ready: bool = False
     is_alone: bool = False
 
 
 class Actors:
-    """Actors of a job.
+    """Actors of a run. Tasks are dataclasses with a ``number`` of their own and a ``problem``; answers have the number.
 
     Args:
         ray: the module, connected.
-        make: starts an actor.
+        make: starts an `EngineActor`.
         count: of actors.
         ahead: tasks that an actor has at once.
+        compared: groups of facts that must be the same on all machines.
     """
 
-    def __init__(self, ray: Any, make: Callable[[], Any], count: int, ahead: int) -> None:
+    def __init__(
+        self, ray: Any, make: Callable[[], Any], count: int, ahead: int, compared: tuple[str, ...] = COMPARED
+    ) -> None:
+        self._compared = compared
         self._ray, self._make, self._ahead = ray, make, ahead
         self._most_lost = _LOST_IN_A_ROW * count
         self._actors = [self._started() for _ in range(count)]
         self._facts: dict[str, Any] | None = None
-        self._created: int | None = None
-        self._again: deque[Task] = deque()
-        self._suspects: deque[Task] = deque()
+        self._begin: Any = None
+        self._again: deque[Any] = deque()
+        self._suspects: deque[Any] = deque()
         self._losses: Counter[int] = Counter()
         self._lost_in_a_row = 0
 
@@ -170,18 +165,14 @@ class Actors:
                 raise AssertionError("no actor has a task yet")
         return self._facts
 
-    def begin(self, created: int) -> None:
-        """Let actors work.
-
-        Args:
-            created: as of `Answering.take_requests`.
-        """
-        self._created = created
+    def begin(self, begin: Any) -> None:
+        """Let actors work, with what `EngineActor.work` gets first; not None."""
+        self._begin = begin
         for actor in self._actors:
             if actor.is_ready:
-                actor.handle.put.remote(created)
+                actor.handle.put.remote(begin)
 
-    def answers(self, tasks: Iterator[Task]) -> Generator[Answer]:
+    def answers(self, tasks: Iterator[Any]) -> Generator[Any]:
         """Yield one answer per task, as they end.
 
         Raises:
@@ -204,12 +195,12 @@ class Actors:
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
-    def _has_more(self, tasks: Iterator[Task]) -> bool:
+    def _has_more(self, tasks: Iterator[Any]) -> bool:
         if not (self._again or self._suspects):
             self._again.extend(islice(tasks, 1))
         return bool(self._again or self._suspects)
 
-    def _supply(self, tasks: Iterator[Task]) -> None:
+    def _supply(self, tasks: Iterator[Any]) -> None:
         """Give every actor as many tasks as it may have."""
         ready = [actor for actor in self._actors if actor.is_ready]
         for actor in ready:
@@ -221,7 +212,7 @@ class Actors:
         for actor in ready:
             if actor.is_alone or actor is drained:
                 continue
-            found: list[Task] = []
+            found: list[Any] = []
             while len(actor.tasks) + len(found) < self._ahead:
                 task = self._again.popleft() if self._again else next(tasks, None)
                 if task is None:
@@ -230,13 +221,13 @@ class Actors:
             if found:
                 self._give(actor, found)
 
-    def _give(self, actor: _Actor, tasks: list[Task]) -> None:
+    def _give(self, actor: _Actor, tasks: list[Any]) -> None:
         actor.tasks.update((task.number, task) for task in tasks)
         actor.handle.put.remote(tasks)
 
     # -- messages ------------------------------------------------------------------------------------------
 
-    def _messages(self) -> Iterator[Answer]:
+    def _messages(self) -> Iterator[Any]:
         """Wait for messages of actors, and yield the answers among them."""
         by_stream = {actor.stream: actor for actor in self._actors}
         found, _ = self._ray.wait(list(by_stream), num_returns=1, fetch_local=False)
@@ -253,14 +244,14 @@ class Actors:
                 if answer is not None:
                     yield answer
 
-    def _read(self, actor: _Actor, message: Hello | Answer | str) -> Answer | None:
+    def _read(self, actor: _Actor, message: Any) -> Any:
         if isinstance(message, str):
             raise SaccadeError(message)
         if isinstance(message, Hello):
             self._compare(message)
             actor.is_ready = True
-            if self._created is not None:
-                actor.handle.put.remote(self._created)
+            if self._begin is not None:
+                actor.handle.put.remote(self._begin)
             return None
         self._lost_in_a_row = 0
         actor.tasks.pop(message.number)
@@ -271,7 +262,7 @@ class Actors:
         """Refuse machines whose models differ: answers would depend on the machine."""
         if self._facts is None:
             self._facts = hello.facts
-        for group in ("method", "target", "processor", "drafter"):
+        for group in self._compared:
             for key, other, own in differences(self._facts[group], hello.facts[group]):
                 if key == "name":
                     continue
@@ -300,47 +291,19 @@ class Actors:
         self._actors[self._actors.index(actor)] = self._started()
 
 
+def start(ray: Any, places: Places, kind: type[EngineActor], arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return the function that starts an actor.
+
+    Args:
+        ray: the module, connected.
+        arguments: of ``kind``.
+    """
+    made = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **places.options)(kind)
+    return lambda: made.remote(*arguments)
+
+
 def _reason(problem: BaseException) -> str:
     """Last line of Ray's error: the others are the traceback and where it happened."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     words = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1] if lines else "")
     return (words.removeprefix("The actor is dead because ") or type(problem).__name__)[:300].rstrip(".")
-
-
-def run_on_ray(
-    ray: Any,
-    places: Places,
-    models: Models,
-    job: Job,
-    found: Survey,
-    out: Path,
-    *,
-    max_rows: int = 8,
-    workers: int | None = None,
-    retry_failed: bool = False,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Report:
-    """Run a job after its `preview` by engines in a cluster; its journal and output are those of one process.
-
-    Args:
-        ray: the module, connected.
-        places: of the engines.
-        max_rows, workers: of every engine.
-
-    Raises:
-        SaccadeError: as `saccade.jobs.batch_file`, or the cluster cannot do it.
-    """
-    threads = media_threads(workers)
-    job.journal(out, None)  # a mistake shows before models are loaded
-    kv_share = KV_MEMORY_SHARE / (1 if places.gpus else places.per_machine)
-    kind = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **places.options)(EngineActor)
-    arguments = (models, job, bool(found.kinds["request"]), max_rows, threads, kv_share)
-    actors = Actors(ray, lambda: kind.remote(*arguments), places.count, max_rows + threads)
-    try:
-        loaded = {**actors.facts(), "created": int(time.time())}
-        with job.journal(out, loaded) as journal:
-            keeping = Keeping(job, journal, found, progress, retry_failed)
-            actors.begin(keeping.created)
-            return keeping.run(actors.answers, out)
-    finally:
-        actors.close()

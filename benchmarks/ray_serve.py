@@ -1,0 +1,247 @@
+"""Replicas on Ray Serve: answers, follow-up questions that find their caches, and a replica that is killed.
+
+    unshare --net sh -c 'ip link set lo up && python -m benchmarks.ray_serve'
+
+The client is the openai package, the model the built-in draft model. The first part asks follow-up questions about
+pictures, at random replicas and with affinity, and counts those that came to the replica of the turn before. The second
+part kills a replica (SIGKILL) under several streams. Exit code 1: an answer was wrong, a stream ended without an error
+and without its end, or less than the aim was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import openai
+from PIL import Image
+
+from benchmarks.ray_jobs import below
+
+PORT = 8731
+AIM = 0.8
+"""Share of follow-up questions that must come to the replica of the turn before."""
+
+
+@contextmanager
+def serving(options: argparse.Namespace) -> Iterator[tuple[openai.OpenAI, int]]:
+    """A client of two replicas, and the process of the command."""
+    words = [sys.executable, "-c", "from saccade.cli import main; main()", "serve", "-t", options.target, "--ray"]
+    words += ["--replicas", "2", "--name", "m", "--port", str(PORT), "--max-rows", str(options.rows), "--threads", "1"]
+    process = subprocess.Popen(words)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=300)
+    try:
+        while len(replicas_in(client)) < 2:
+            if process.poll() is not None:
+                raise SystemExit("The server has ended.")
+            time.sleep(0.5)
+        yield client, process.pid
+    finally:
+        process.terminate()
+        if process.wait(120):
+            raise SystemExit(f"The server ended with {process.returncode}.")
+
+
+def replicas_in(client: openai.OpenAI) -> list[str]:
+    """Replicas that answer the collection of metrics."""
+    try:
+        text = client.get("/../metrics", cast_to=str)
+    except openai.APIError:
+        return []
+    return [line.split('"')[1] for line in text.splitlines() if line.startswith("saccade:engine_steps_total{")]
+
+
+def picture(number: int) -> dict[str, Any]:
+    """A part of a message with a picture of its own."""
+    rng, file = random.Random(number), io.BytesIO()
+    Image.new("RGB", (56, 56), tuple(rng.randrange(256) for _ in range(3))).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+# -- follow-up questions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answered turn of a conversation."""
+
+    replica: str
+    prompt_tokens: int
+    cached_tokens: int
+    text: str
+
+
+def converse(client: openai.OpenAI, number: int, turns: int, at_random: bool) -> list[Turn]:
+    """Several questions about a picture, one after the other."""
+    rng = random.Random(number)
+    messages: list[Any] = []
+    found = []
+    for turn in range(turns):
+        text = {"type": "text", "text": f"What is in the corner number {turn}?"}
+        messages.append({"role": "user", "content": [picture(number), text] if not turn else [text]})
+        headers = {"x-saccade-affinity": str(rng.random())} if at_random else {}
+        response = client.chat.completions.with_raw_response.create(
+            model="m", messages=messages, max_tokens=8, temperature=0, extra_headers=headers
+        )
+        answer = response.parse()
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        name = response.headers["x-saccade-replica"]
+        found.append(Turn(name, answer.usage.prompt_tokens, cached, messages[-1]["content"]))
+    return found
+
+
+def follow_up(
+    client: openai.OpenAI, options: argparse.Namespace, numbers: Sequence[int], at_random: bool
+) -> tuple[dict[str, float], list[list[str]]]:
+    """Shares of follow-up questions at the replica of the turn before, and of their prompts that were cached."""
+    with ThreadPoolExecutor(options.clients) as pool:
+        work = [pool.submit(converse, client, number, options.turns, at_random) for number in numbers]
+        conversations = [each.result() for each in work]
+    pairs = [pair for turns in conversations for pair in pairwise(turns)]
+    later = [turn for turns in conversations for turn in turns[1:]]
+    shares = {
+        "same replica": sum(a.replica == b.replica for a, b in pairs) / len(pairs),
+        "cached tokens": sum(turn.cached_tokens for turn in later) / sum(turn.prompt_tokens for turn in later),
+        "replicas": len({turn.replica for turns in conversations for turn in turns}),
+    }
+    return shares, [[turn.text for turn in turns] for turns in conversations]
+
+
+# -- a killed replica --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """A streamed answer as its client saw it: its end is ``whole``, ``error`` or ``cut``."""
+
+    text: str = ""
+    tokens: int = 0
+    end: str = "cut"
+    error: str = ""
+
+
+def stream(client: openai.OpenAI, number: int, tokens: int, found: Stream) -> None:
+    """Read one answer."""
+    messages: list[Any] = [{"role": "user", "content": [picture(number), {"type": "text", "text": "Describe it."}]}]
+    try:
+        answer = client.chat.completions.create(
+            model="m",
+            messages=messages,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"min_tokens": tokens},
+        )
+        for chunk in answer:
+            if chunk.choices and chunk.choices[0].delta.content:
+                found.text += chunk.choices[0].delta.content
+                found.tokens += 1
+            if chunk.choices and chunk.choices[0].finish_reason:
+                found.end = "whole"
+    except openai.APIError as problem:
+        found.end, found.error = "error", problem.message
+
+
+def replicas_of(process: int) -> list[int]:
+    """Processes of the replicas, the oldest first."""
+    found = []
+    for child in below(process):
+        try:
+            name = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if name.startswith(b"ray::ServeReplica:saccade:Replica"):
+            found.append(child)
+    return sorted(found)
+
+
+def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Kill a replica once half of the streams have begun; the ends of all, and the times of recovery."""
+    expected = [Stream() for _ in range(options.streams)]
+    for number, each in enumerate(expected):
+        stream(client, number, options.tokens, each)
+    found = [Stream() for _ in range(options.streams)]
+    threads = [
+        threading.Thread(target=stream, args=(client, number, options.tokens, each))
+        for number, each in enumerate(found)
+    ]
+    for thread in threads:
+        thread.start()
+    while sum(each.tokens > 0 for each in found) < options.streams // 2:
+        time.sleep(0.01)
+    victim, begun = replicas_of(process)[0], [each.tokens > 0 for each in found]
+    os.kill(victim, signal.SIGKILL)
+    killed = time.perf_counter()
+    stream(client, 10_000, 1, Stream())
+    answered = time.perf_counter() - killed
+    for thread in threads:
+        thread.join()
+    while True:
+        if victim not in replicas_of(process) and len(replicas_in(client)) == 2:
+            break
+        time.sleep(0.2)
+    back = time.perf_counter() - killed
+    right = sum(each.end == "whole" and each.text == e.text for each, e in zip(found, expected, strict=True))
+    return {
+        "whole and equal to before": right,
+        "ended by an error event": sum(each.end == "error" for each in found),
+        "of these without output": sum(each.end == "error" and not each.tokens for each in found),
+        "cut without an error": sum(each.end == "cut" for each in found),
+        "with output at the kill": sum(begun),
+        "error": next((each.error for each in found if each.error), ""),
+        "seconds to the next answer": round(answered, 2),
+        "seconds to two replicas": round(back, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    weights = Path(__file__).parents[1] / "src" / "saccade" / "pocket" / "weights" / "draft"
+    parser.add_argument("--target", default=str(weights), help="checkpoint (default: the built-in draft model)")
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=2, help="conversations at once")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=100, help="of every stream")
+    options = parser.parse_args()
+    count = options.conversations
+    begin = time.perf_counter()
+    with serving(options) as (client, process):
+        print(f"two replicas {time.perf_counter() - begin:.0f} s after the start", flush=True)
+        chance, _ = follow_up(client, options, range(count, 2 * count), at_random=True)
+        print(f"at random: {chance}", flush=True)
+        shares, texts = follow_up(client, options, range(count), at_random=False)
+        print(f"affinity: {shares}", flush=True)
+        _, again = follow_up(client, options, range(4), at_random=True)
+        ends = kill_under_streams(client, process, options)
+        print("\n".join(f"  {key}: {value}" for key, value in ends.items()), flush=True)
+    if again != texts[:4]:
+        raise SystemExit("The answers depend on the replica.")
+    if shares["same replica"] < AIM:
+        raise SystemExit(f"Fewer than {AIM:.0%} of the follow-up questions found their replica.")
+    if ends["of these without output"] or ends["cut without an error"]:
+        raise SystemExit("Streams were lost that should have been repeated, or ended without a word.")
+    if ends["whole and equal to before"] + ends["ended by an error event"] != options.streams:
+        raise SystemExit("A repeated answer differs.")
+
+
+if __name__ == "__main__":
+    main()
