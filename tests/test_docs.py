@@ -19,6 +19,7 @@ import saccade
 from doc_pages import PAGES, README, ROOT, blocks, commands, load, media
 from processes import exit_code_of, run_anew
 from saccade.cli import app, main
+from saccade.cli.arguments import with_local_ray
 from saccade.methods import METHODS
 from tools.docs import notebook
 from tools.docs.__main__ import generated
@@ -169,7 +170,7 @@ def test_commands_name_options_targets_and_extras_that_exist(page: Path) -> None
 
 def understood(words: list[str]) -> None:
     """Let the command line read the words, without running the command."""
-    words = [word for word in words if not word.startswith("$")]
+    words = with_local_ray([word for word in words if not word.startswith("$")])
     if "[OPTIONS]" in words:
         return  # of the reference, which the commands themselves make
     command: Any = typer.main.get_command(app)

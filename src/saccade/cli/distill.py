@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ from saccade.formats import count as counted
 from saccade.formats import duration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from saccade.distill import Preview, Progress, Report
 
 _POCKET = "Pocket sources"
@@ -57,6 +60,15 @@ def distill(
     on_bad_line: Annotated[str, typer.Option(help="`stop` at a line that cannot be used, or `skip` it.")] = "stop",
     plan: Annotated[bool, typer.Option("--plan", help="Show the number of questions and the estimated time.")] = False,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Questions per batch.")] = 8,
+    ray: args.Ray = None,
+    actors: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Engines on Ray: by default one per GPU, without GPUs one per machine.",
+            rich_help_panel="Several machines",
+        ),
+    ] = None,
     drafter: args.Drafter = None,
     method: Annotated[
         str | None,
@@ -116,6 +128,8 @@ def distill(
     `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
 
     `saccade distill llava.jsonl --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -n 512 -b 32 -o answers --plan`
+
+    `saccade distill llava.jsonl --media-root images -t TARGET -o answers --ray=auto --actors 8`
     """
     if target is None:
         raise InputError(
@@ -143,18 +157,30 @@ def distill(
     from saccade.distill.planning import check_source
 
     check_source(source, Options(**chosen))  # before models are loaded
-    vlm = screen.load_models(
-        target,
-        drafter,
-        name,
-        dtype=dtype,
-        draft_dtype=draft_dtype,
-        device_map=device,
-        threads=threads,
-        exact=exact,
-        **settings,
-    )
-    shared = {"media_root": media_root, "on_bad_line": on_bad_line, "method_options": settings, **chosen}
+    models: dict[str, Any] = {
+        "dtype": dtype,
+        "draft_dtype": draft_dtype,
+        "device_map": device,
+        "threads": threads,
+        "exact": exact,
+    }
+    shared = {"media_root": media_root, "on_bad_line": on_bad_line, **chosen}
+    if ray is not None and not plan:
+        from saccade.cluster import connected, places
+        from saccade.distill.ray_run import distill_on_ray
+        from saccade.jobs.actors import Models
+        from saccade.vlm import check
+
+        screen.quiet_libraries()
+        check(target, drafter, name, **models, **settings)  # a mistake shows before actors start
+        loading = Models({"target": target, "drafter": drafter, "method": name, **models, **settings}, settings)
+        with connected(ray, actors) as cluster:
+            room = places(cluster, actors, threads, with_gpu=device != "cpu" and target != "pocket")
+            report = _shown(partial(distill_on_ray, cluster, room, loading, source, out, **shared), out)
+        _show(report)
+        return
+    vlm = screen.load_models(target, drafter, name, **models, **settings)
+    shared["method_options"] = settings
     if plan:
         from saccade.distill import preview
 
@@ -164,6 +190,11 @@ def distill(
         return
     from saccade.distill import distill as run
 
+    _show(_shown(partial(run, vlm, source, out, **shared), out))
+
+
+def _shown(run: Callable[..., Report], out: Path) -> Report:
+    """Run behind a bar."""
     with screen.long_progress("reading the prompts") as show:
 
         def update(progress: Progress) -> None:
@@ -171,11 +202,10 @@ def distill(
             show(progress.done, progress.total, rate)
 
         try:
-            report = run(vlm, source, out, progress=update, **shared)
+            return run(progress=update)
         except KeyboardInterrupt:
             screen.note(f"Stopped. The answers so far are in {out}; the same command resumes the run.")
             raise
-    _show(report)
 
 
 def _plan(expected: Preview, out: Path) -> None:

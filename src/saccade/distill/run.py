@@ -1,133 +1,22 @@
-"""Distillation run: check arguments, plan, generate batch by batch, resume."""
+"""Distillation run: plan, generate batch by batch, resume."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from saccade.distill import pocket_source
 from saccade.distill.folder import Folder
 from saccade.distill.generating import Generator
-from saccade.distill.options import Options
-from saccade.distill.planning import Item, Plan, Prompts, make_plan, refuse
-from saccade.environment import model_facts
-from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.target.adapter import Target
+from saccade.distill.planning import Item, Plan, Prompts, make_plan
+from saccade.distill.setup import Setup, models_of
+from saccade.errors import SaccadeError
 from saccade.vlm import VLM
-
-_POCKET_ONLY = ("count", "first_seed", "grammar")
-
-
-def header(
-    vlm: VLM, prompts: str, source: Mapping[str, Any], options: Options, method_options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Content of ``distill.json``.
-
-    Args:
-        prompts: name of the prompt set.
-        source: what identifies the prompt set.
-        method_options: those that differ from the method's defaults.
-    """
-    chosen = asdict(options)
-    if "pocket" not in source:
-        chosen = {name: value for name, value in chosen.items() if name not in _POCKET_ONLY}
-    drafts = vlm.draft_model if vlm.method != "plain" else None
-    return {
-        "prompts": prompts,
-        "source": dict(source),
-        "target": _facts(vlm.target),
-        "processor": {"digest": vlm.processor.digest},
-        "drafter": None if drafts is None else _facts(drafts),
-        "options": {**chosen, "method": vlm.method, "method_options": dict(method_options)},
-        "versions": {name: metadata.version(name) for name in ("saccade", "torch", "transformers")},
-    }
-
-
-def _facts(target: Target) -> dict[str, Any]:
-    model = target.model
-    facts = model_facts(model, str(model.config._name_or_path))
-    return facts | ({"exact": True} if target.exact else {})
-
-
-class Setup:
-    """The arguments of `saccade.distill.distill`.
-
-    Raises:
-        SaccadeError: one of them cannot be used.
-    """
-
-    def __init__(
-        self,
-        vlm: VLM,
-        source: str | Path,
-        out: Path,
-        media_root: str | Path | None,
-        on_bad_line: str,
-        method_options: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        if not vlm.lossless:
-            raise MethodError(
-                f"Method {vlm.method} is lossy, so its answers are not the target's; choose a lossless one."
-            )
-        if on_bad_line not in ("stop", "skip"):
-            raise InputError(f"on_bad_line must be stop or skip, not {on_bad_line!r}.")
-        unknown = sorted(set(options) - set(Options.__slots__))
-        if unknown:
-            raise InputError(f"Unknown option {unknown[0]}; expected {', '.join(Options.__slots__)}.")
-        self.vlm, self.out, self.on_bad_line = vlm, out, on_bad_line
-        self.options = Options(**options)
-        self.tasks: list[str] = []
-        self._prompts: Prompts | None = None
-        name = str(source)
-        if name.startswith(pocket_source.PREFIX):
-            if media_root is not None:
-                raise InputError("A pocket source draws its own media; leave out media_root.")
-            self.tasks = pocket_source.tasks_of(name, self.options.grammar)
-            identity: dict[str, Any] = {"pocket": self.tasks, "media_root": "."}
-        else:
-            for word in ("count", "first_seed", "grammar"):
-                if word in options and options[word] != getattr(Options(), word):
-                    raise InputError(f"{word} is for pocket sources; leave it out, or use limit for a file.")
-            path = Path(source).expanduser()
-            root = (path.parent if media_root is None else Path(media_root).expanduser()).resolve()
-            self._prompts = Prompts(path, root)
-            identity = {"content": self._prompts.digest, "media_root": str(root)}
-            name = path.name
-        self._header = header(vlm, name, identity, self.options, method_options)
-
-    def folder(self) -> Folder:
-        """The output folder, not opened yet."""
-        return Folder(self.out, self._header)
-
-    def prompts(self, folder: Path) -> Prompts:
-        """Return the prompt set: the file, or the samples drawn into a folder."""
-        return self._prompts or Prompts(folder / pocket_source.FILE, folder)
-
-    @contextmanager
-    def drawn(self) -> Iterator[Path]:
-        """Open a temporary folder with the pocket samples, or the output folder where they are drawn already."""
-        if not self.tasks or (self.out / pocket_source.FILE).is_file():
-            yield self.out
-            return
-        with TemporaryDirectory() as name:
-            pocket_source.write_prompts(Path(name), self.tasks, self.options)
-            yield Path(name)
-
-    def generator(self, prompts: Prompts, answers: Mapping[str, str], problems: list[str]) -> Generator:
-        """Return the generator of answers; unusable questions are recorded in ``problems``, or end the run."""
-
-        def bad(item: Item, reason: str) -> None:
-            refuse(problems, f"{prompts.where(item.line)}, question {item.id}: {reason}.", self.on_bad_line)
-
-        return Generator(self.vlm, prompts, self.options, answers, bad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +108,17 @@ def distill(
     Raises:
         SaccadeError: no usable question, a line that cannot be used, an output folder of another run, or wrong options.
     """
-    setup = Setup(vlm, source, Path(out).expanduser(), media_root, on_bad_line, method_options or {}, options)
-    with setup.folder() as folder:
-        if setup.tasks:
-            folder.begin()
-            pocket_source.write_prompts(folder.path, setup.tasks, setup.options)
-        prompts = setup.prompts(folder.path)
-        plan = make_plan(prompts, setup.options, on_bad_line)
-        folder.begin()
-        return _Attempt(setup, folder, prompts, plan, progress).run()
+    models = models_of(vlm)
+    setup = Setup(models, source, Path(out).expanduser(), media_root, on_bad_line, method_options or {}, options)
+    with opened(setup) as attempt:
+        generator = setup.generator(vlm, attempt.prompts, attempt.answers, attempt.plan.problems)
+
+        def answers(batches: Iterator[Batch]) -> Iterator[Lines]:
+            for batch in batches:
+                lines = [line for item, line in generator.answer(batch.items, batch.wanted) if item in batch.wanted]
+                yield Lines(batch.number, lines)
+
+        return attempt.run(answers, progress)
 
 
 def preview(
@@ -245,35 +136,88 @@ def preview(
     Raises:
         SaccadeError: as `distill`.
     """
-    setup = Setup(vlm, source, Path(out).expanduser(), media_root, on_bad_line, method_options or {}, options)
+    models = models_of(vlm)
+    setup = Setup(models, source, Path(out).expanduser(), media_root, on_bad_line, method_options or {}, options)
     folder = setup.folder()
     there = dict(folder.answers())
     with setup.drawn() as drawn:
         prompts = setup.prompts(drawn)
         plan = make_plan(prompts, setup.options, on_bad_line)
-        generator = setup.generator(prompts, there, plan.problems)
+        generator = setup.generator(vlm, prompts, there, plan.problems)
         left = [b for b in plan.batches if any(i.id not in there for i in b)]
         return Preview(plan, _known(plan, there), _expected(generator, left))
 
 
-class _Attempt:
-    """One attempt at a run whose folder is open."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Questions that are generated together.
 
-    def __init__(
-        self, setup: Setup, folder: Folder, prompts: Prompts, plan: Plan, progress: Callable[[Progress], None]
-    ) -> None:
+    Attributes:
+        number: in the order of the output, from 0.
+        items: all of them.
+        wanted: those without an answer.
+        needed: the target's answers to earlier turns of theirs, by id.
+        problem: one sentence where it ended everyone who tried to answer it.
+    """
+
+    number: int
+    items: Sequence[Item]
+    wanted: Sequence[Item]
+    needed: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of a batch.
+
+    Attributes:
+        number: of the batch.
+        lines: of its wanted questions that are usable.
+        problems: sentences about the others, unless they have been noted.
+    """
+
+    number: int
+    lines: list[dict[str, Any]]
+    problems: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def opened(setup: Setup) -> Iterator[Attempt]:
+    """Open the output folder, draw the prompts of a pocket source, and plan the run.
+
+    Raises:
+        SaccadeError: as `distill`.
+    """
+    with setup.folder() as folder:
+        if setup.tasks:
+            folder.begin()
+            pocket_source.write_prompts(folder.path, setup.tasks, setup.options)
+        prompts = setup.prompts(folder.path)
+        plan = make_plan(prompts, setup.options, setup.on_bad_line)
+        folder.begin()
+        yield Attempt(folder, prompts, plan)
+
+
+class Attempt:
+    """One attempt at a run whose folder is open.
+
+    Attributes:
+        prompts: the prompt set.
+        plan: of the whole run.
+        answers: text of those answers by id that later turns need.
+    """
+
+    def __init__(self, folder: Folder, prompts: Prompts, plan: Plan) -> None:
+        self.prompts, self.plan = prompts, plan
         self._folder = folder
-        self._plan = plan
-        self._progress = progress
-        needed = {earlier for item in plan.items for _, earlier in item.before}
+        self._needed = {earlier for item in plan.items for _, earlier in item.before}
         self._there: set[str] = set()
-        self._answers: dict[str, str] = {}
+        self.answers: dict[str, str] = {}
         for name, text in folder.answers():
             self._there.add(name)
-            if name in needed:
-                self._answers[name] = text
-        self._needed = needed
-        self._generator = setup.generator(prompts, self._answers, plan.problems)
+            if name in self._needed:
+                self.answers[name] = text
         self._report = Report(
             folder.path,
             questions=sum(len(b) for b in plan.batches),
@@ -282,30 +226,60 @@ class _Attempt:
             problems=plan.problems,
         )
 
-    def run(self) -> Report:
-        """Answer all questions without an answer."""
+    def run(
+        self, answers: Callable[[Iterator[Batch]], Iterator[Lines]], progress: Callable[[Progress], None]
+    ) -> Report:
+        """Answer all questions without an answer.
+
+        Args:
+            answers: of batches, in any order; the file has them in that of the plan. It is called once per stage.
+            progress: called after every batch.
+        """
         report, done = self._report, self._report.there
-        self._progress(Progress(done, report.questions))
+        progress(Progress(done, report.questions))
         started = time.perf_counter()
-        for batch in self._plan.batches:
-            wanted = [item for item in batch if item.id not in self._there]
-            if not wanted:
-                continue
-            lines = [line for item, line in self._generator.answer(batch, wanted) if item in wanted]
-            self._folder.append(lines)
-            for line in lines:
-                self._note(line)
-            done += len(wanted)
-            report.seconds = time.perf_counter() - started
-            self._progress(Progress(done, report.questions, report.tokens, report.seconds))
+        for stage in self._stages():
+            wanted = {batch.number: len(batch.wanted) for batch in stage}
+            order, early = deque(wanted), dict[int, Lines]()
+            for lines in answers(iter(stage)):
+                early[lines.number] = lines
+                while order and order[0] in early:
+                    self._note(early.pop(order.popleft()))
+                done += wanted[lines.number]
+                report.seconds = time.perf_counter() - started
+                progress(Progress(done, report.questions, report.tokens, report.seconds))
         return report
 
-    def _note(self, line: Mapping[str, Any]) -> None:
+    def _stages(self) -> Iterator[list[Batch]]:
+        """Yield batches that need no answers of each other, in the order of the plan."""
+        stage: list[Batch] = []
+        asked: set[str] = set()
+        for number, items in enumerate(self.plan.batches):
+            wanted = [item for item in items if item.id not in self._there]
+            if not wanted:
+                continue
+            earlier = {name for item in items for _, name in item.before}
+            if stage and not earlier.isdisjoint(asked):
+                yield stage
+                stage, asked = [], set()
+            needed = {name: self.answers[name] for name in earlier if name in self.answers}
+            stage.append(Batch(number, items, wanted, needed))
+            asked.update(item.id for item in wanted)
+        if stage:
+            yield stage
+
+    def _note(self, found: Lines) -> None:
+        self._folder.append(found.lines)
+        self._report.problems += found.problems
+        for line in found.lines:
+            self._count(line)
+
+    def _count(self, line: Mapping[str, Any]) -> None:
         self._report.answered += 1
         self._report.tokens += len(line["answer_ids"])
         self._report.finishes[line["finish"]] += 1
         if line["id"] in self._needed:
-            self._answers[line["id"]] = line["answer"]
+            self.answers[line["id"]] = line["answer"]
 
 
 def _known(plan: Plan, there: Mapping[str, str] | set[str]) -> int:
