@@ -70,6 +70,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "page",
     [
         "README.md",
+        "docs/index.md",
         "docs/methods/index.md",
         "docs/batch.md",
         "docs/media.md",

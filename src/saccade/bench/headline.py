@@ -10,7 +10,6 @@ from saccade.bench.metrics import MethodResult
 from saccade.bench.records import Run
 from saccade.bench.statistics import LEVEL, Estimate
 from saccade.bench.suite import BASELINE
-from saccade.formats import count
 
 FEWEST = next(n for n in range(2, 100) if 1 - 2 * 0.5**n >= LEVEL)
 """Prompts below which no interval between prompts covers a median with probability `LEVEL`: smallest to largest value
@@ -29,12 +28,11 @@ def headline(run: Run) -> str:
     if best is None:
         return f"No lossless method was timed. {_lossy(lossy)}".strip() if lossy is not None else ""
     if best.speedup is not None and best.speedup.low is not None and best.speedup.low <= 1:
-        text = f"No lossless method is clearly faster than plain decoding; the best, {best.method}, takes"
+        text = f"No lossless method is clearly faster than plain decoding; the best, {best.method}, has"
         text += f" {_times(best.speedup)} its speed"
     else:
-        text = f"{best.method} is {_times(best.speedup)} as fast as plain decoding"
-    if len(lossless) > 1:
-        text += f", of {count(len(lossless), 'lossless method')} the fastest"
+        place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
+        text = f"{best.method}{place} is {_times(best.speedup)} as fast as plain decoding"
     if best.compared:
         same = "all of its answers" if best.equal == best.compared else f"{best.equal} of its {best.compared} answers"
         text += f"; {same} {'are' if best.compared > 1 else 'is'} plain decoding's, token for token"
@@ -54,7 +52,7 @@ def cautions(run: Run) -> Iterator[str]:
         yield "One prompt: there are no intervals, and another prompt may give another order."
     elif total < FEWEST:
         yield (
-            f"Only {total} prompts: from fewer than {FEWEST} no interval of a median covers {LEVEL:.0%}; "
+            f"Only {total} prompts: from fewer than {FEWEST} no interval of a median covers {100 * LEVEL:.0f} %; "
             "run more with --per-task."
         )
     elif len(by_task) > 1:
@@ -72,7 +70,7 @@ def _times(estimate: Estimate | None) -> str:
     assert estimate is not None
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.2f} times"
-    return f"{estimate.value:.2f} times ({LEVEL:.0%} interval {estimate.low:.2f} to {estimate.high:.2f})"
+    return f"{estimate.value:.2f} times ({100 * LEVEL:.0f} % interval {estimate.low:.2f} to {estimate.high:.2f})"
 
 
 def _lossy(result: MethodResult) -> str:
