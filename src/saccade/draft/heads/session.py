@@ -14,6 +14,7 @@ from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import TargetShape, check_fit
 from saccade.draft.heads.head import Head, logits_scale, read_at
 from saccade.draft.heads.registry import session_class
+from saccade.draft.heads.trial import Trial
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
 from saccade.errors import ModelError
 from saccade.inputs.batching import visual_mask
@@ -36,6 +37,8 @@ MASKS = MaskPlan(None, ())
 class HeadDrafter(TreeDrafter):
     """Drafter of a head and the target that it was trained for.
 
+    Its first drafts are judged (`saccade.draft.heads.trial`).
+
     Args:
         head: on the target's device, in its dtype (`saccade.draft.heads.store.load_head` puts it there).
         target: whose embedding it shares, and whose LM head unless it has its own.
@@ -55,6 +58,7 @@ class HeadDrafter(TreeDrafter):
         super().__init__(policy)
         self.head = head.eval()
         self.target = target
+        self.trial = Trial(head.kind)
         self._scale = 1.0 if head.has_lm_head else logits_scale(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
@@ -187,6 +191,7 @@ class HeadDraftSession:
             self._features[row][first : first + along.shape[1]] = along[place]
             self._fed[row] = first + along.shape[1]
         self._shaping.observe(rows, verdict)
+        self._drafter.trial.observe(verdict)
 
     def _states(self, output: ForwardOutput) -> Tensor:
         """Return the states ``[A, N, F]`` that the head reads of a target forward."""
