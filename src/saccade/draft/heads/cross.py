@@ -68,14 +68,17 @@ class CrossBlock(nn.Module):
 
     Args:
         rotary: as of `CrossAttention`.
+        norms_features: False leaves out the norm of the features, as released.
         place: index among the head's cross blocks, and its layer in the memory.
     """
 
-    def __init__(self, config: HeadConfig, gate: str, place: int, rotary: bool = False) -> None:
+    def __init__(
+        self, config: HeadConfig, gate: str, place: int, rotary: bool = False, norms_features: bool = True
+    ) -> None:
         super().__init__()
         self._place = place
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feature_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feature_norm = RMSNorm(config.hidden_size, config.norm_eps) if norms_features else nn.Identity()
         self.cross_attn = CrossAttention(config, rotary)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)

@@ -26,6 +26,8 @@ from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows
 
+FORMS = ("own", "released")
+
 
 class Dream(Head):
     """Decoder block, cross-attention block, decoder block (DREAM, Section 3.1).
@@ -44,6 +46,8 @@ class Dream(Head):
         initial: a block before the cross-attention (Table 2).
         cross: cross-attention blocks (Table 2).
         final: a block after it (Table 2).
+        form: ``own``, or ``released``: no norms ahead of the first attention and of the features, a norm behind the
+            last block, and an entry of the first token, which attends to all features of the prompt alike.
     """
 
     kind: ClassVar[str] = "dream"
@@ -55,7 +59,9 @@ class Dream(Head):
         "initial": True,
         "cross": 1,
         "final": True,
+        "form": "own",
     }
+    loaded_only: ClassVar[tuple[str, ...]] = ("form",)
     former: ClassVar[Mapping[str, Any]] = {"rotary": False, "direct": False}
     default_steps: ClassVar[int] = 2
 
@@ -63,12 +69,16 @@ class Dream(Head):
         super().__init__(config)
         given = config.options
         _check(given)
-        self.first = Block(config, 0) if given["initial"] else None
+        self.is_released = given["form"] == "released"
+        self.first = Block(config, 0, not self.is_released) if given["initial"] else None
         width, direct = config.hidden_size, given["direct"] and given["cross"]
         self.direct_norm = RMSNorm(width, config.norm_eps) if direct else None
         self.direct = nn.Linear(width, width, bias=False) if direct else None
-        self.cross = nn.ModuleList(CrossBlock(config, given["gate"], i, given["rotary"]) for i in range(given["cross"]))
+        self.cross = nn.ModuleList(
+            CrossBlock(config, given["gate"], i, given["rotary"], not self.is_released) for i in range(given["cross"])
+        )
         self.last = Block(config, int(given["initial"])) if given["final"] else None
+        self.norm = RMSNorm(width, config.norm_eps) if self.is_released else nn.Identity()
 
     @property
     def blocks(self) -> int:
@@ -127,7 +137,8 @@ class Dream(Head):
             out = block(out, features, reach, memory, where)
         if self.last is not None:
             out = self.last(out, at)
-        return out
+        normed: Tensor = self.norm(out)
+        return normed
 
     def new_memory(self, rows: int) -> RowCache:
         """Return an empty cache for keys and values of features in up to ``rows`` rows."""
@@ -148,6 +159,8 @@ def _check(options: Mapping[str, Any]) -> None:
         raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
     if gate not in GATES:
         raise ModelError(f"gate must be one of {', '.join(GATES)}, not {gate!r}.")
+    if options["form"] not in FORMS:
+        raise ModelError(f"form must be one of {', '.join(FORMS)}, not {options['form']!r}.")
     if type(cross) is not int or cross not in (0, 1, 2):
         raise ModelError(f"cross must be 0, 1 or 2 cross-attention blocks, not {cross!r}.")
     for name in ("initial", "final", "rotary", "direct"):
@@ -200,7 +213,8 @@ class DreamDraftSession(HeadDraftSession):
         seen = torch.ones(len(prompt), dtype=torch.bool)
         seen[self._dropped[row]] = False
         tokens = seen.nonzero()[:, 0]
-        tokens = tokens[tokens > 0]
+        if not self._dream.is_released or len(prompt) == 1:
+            tokens = tokens[tokens > 0]
         held = min(self.cache.lengths[row], int((tokens < prefill.start).sum()))
         self.memory.crop(row, int(tokens[held - 1]) if held else 0)
         return tokens, tokens - 1
@@ -218,15 +232,17 @@ class DreamDraftSession(HeadDraftSession):
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
         tokens = tokens.to(self._device)
         first, last = self.memory.lengths[row], int(tokens[-1])
-        reach = torch.arange(first, last, device=self._device) < tokens[:, None]
+        # The released form's entry of the first token sees no feature before it, and so all alike, the last one too.
+        stop = last + int(self._dream.is_released and first == 0)
+        reach = torch.arange(first, stop, device=self._device) < tokens[:, None]
         self._lay(self.cache, [row], len(tokens), None)
-        self._lay_memory(row, last - first, reach[None])
+        self._lay_memory(row, stop - first, reach[None])
         self._dream(
-            self._features[row][first:last][None],
+            self._features[row][first:stop][None],
             embedded,
             Placement((tokens - 1)[None], cache=self.cache),
             memory=self.memory,
-            places=torch.arange(first, last, device=self._device)[None],
+            places=torch.arange(first, stop, device=self._device)[None],
         )
         self.cache.commit([row], [range(len(tokens))])
         self.memory.commit([row], [range(last - first)])

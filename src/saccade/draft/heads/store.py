@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
-from saccade.draft.heads.published import eagle3, first_eagle, image_adaptor, stacks
+from saccade.draft.heads.published import cross_attention, eagle3, first_eagle, image_adaptor, stacks
 from saccade.draft.heads.published.translation import Form
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
@@ -27,7 +27,7 @@ _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
 """Exceptions from reading a damaged weight file."""
 
 
-FORMS: tuple[Form, ...] = (eagle3, stacks, image_adaptor, first_eagle)
+FORMS: tuple[Form, ...] = (eagle3, stacks, image_adaptor, cross_attention, first_eagle)
 """Layouts of released heads; the first that fits reads a folder."""
 
 
