@@ -60,6 +60,7 @@ class Target:
         self._layer_devices = [_compute_device(layer) for layer in self.layers]
         self._packs = self.traits.tested and can_pack(self.decoder)
         self._stock_contexts = 0
+        self._pins = 0
         self._pinned: bool | None = None
         self._lean: LeanDecoder | None = None
         self.exact = exact
@@ -79,7 +80,11 @@ class Target:
         """Whether forwards run on a lean decoder."""
         if self._lean is None or self._stock_contexts:
             return False
-        return self._lean.is_current if self._pinned is None else self._pinned
+        if not self._pins:
+            return self._lean.is_current
+        if self._pinned is None:
+            self._pinned = self._lean.is_current
+        return self._pinned
 
     @property
     def has_rope_index(self) -> bool:
@@ -96,13 +101,14 @@ class Target:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Check once that the model is unchanged, not before every forward, while the context is open."""
-        before = self._pinned
-        self._pinned = self._lean is not None and self._lean.is_current
+        """Check only before the first forward that the model is unchanged, while the context is open."""
+        self._pins += 1
         try:
             yield
         finally:
-            self._pinned = before
+            self._pins -= 1
+            if not self._pins:
+                self._pinned = None
 
     @contextmanager
     def stock(self) -> Iterator[None]:
