@@ -35,6 +35,15 @@ from saccade.theory.entropy import (
 )
 from saccade.theory.loose import loose_acceptance, loose_accepted_length, loose_gain, loosened_accepted_length
 from saccade.theory.prediction import Prediction, predict
+from saccade.theory.serving import (
+    Job,
+    LoadSummary,
+    Served,
+    StepCosts,
+    batched_speedup,
+    replicas_for,
+    simulate_load,
+)
 from saccade.theory.shape import BestGamma, BestTree, best_gamma, best_tree, best_width, depth_limit
 from saccade.theory.speed import (
     VerifyCost,
@@ -51,12 +60,17 @@ from saccade.theory.speed import (
 __all__ = [
     "BestGamma",
     "BestTree",
+    "Job",
+    "LoadSummary",
     "Prediction",
+    "Served",
+    "StepCosts",
     "VerifyCost",
     "acceptance_floor",
     "acceptance_of_length",
     "acceptance_threshold",
     "accepted_length",
+    "batched_speedup",
     "best_gamma",
     "best_tree",
     "best_width",
@@ -79,7 +93,9 @@ __all__ = [
     "loosened_accepted_length",
     "mixture",
     "predict",
+    "replicas_for",
     "sampling_acceptance",
+    "simulate_load",
     "speedup",
     "speedup_per_node",
     "speedup_without_bonus",
