@@ -1,4 +1,4 @@
-"""Method `auto` beside plain decoding where drafting cannot pay: its time over any 200 tokens of real generations.
+"""Method `auto` beside plain decoding where drafting cannot pay: its time over any 200 tokens of a row.
 
 Plain decoding, `auto` and plain decoding again answer every prompt (or group of prompts) step by step in turn, in an
 order that rotates. The answers of a setting are joined into one course per method: the clock by the number of tokens.
@@ -40,7 +40,7 @@ from saccade.target.adapter import Target
 BOUND = 1.02
 """Times of plain decoding that `auto` may take over any window."""
 WINDOW = 200
-"""Tokens of a window."""
+"""Tokens of a window, of every row."""
 _STRIDE = 10
 _NOISE = 0.01
 """Spread of the noise on the weights of the drafter that is as large as the target, over theirs."""
@@ -70,8 +70,8 @@ SETTINGS = {
     "random drafter": Setting(("random", "random")),
     "drafter as large as the target": Setting(("large", "large")),
     "answers of 5 tokens": Setting(answers=64, new_tokens=5),
-    "8 rows": Setting(answers=16, rows=8),
-    "8 rows, random drafter": Setting(("random", "random"), answers=16, rows=8),
+    "8 rows": Setting(answers=64, rows=8),
+    "8 rows, random drafter": Setting(("random", "random"), answers=64, rows=8),
     "good drafter, then random": Setting(("pair", "random")),
     "long prompts, answers of 10": Setting(answers=28, new_tokens=10, tasks=("story",)),
 }
@@ -199,10 +199,10 @@ def overall(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float, float]
     return float(np.median(ratios)), float(low), float(high)
 
 
-def line(name: str, measured: Measured) -> str:
+def line(name: str, measured: Measured, rows: int) -> str:
     """A row of the table."""
     plain, auto, again = (
-        np.stack([course.windows(WINDOW) for course in courses])
+        np.stack([course.windows(WINDOW * rows) for course in courses])
         for courses in (measured.plain, measured.auto, measured.again)
     )
     totals = np.array(
@@ -226,7 +226,7 @@ def line(name: str, measured: Measured) -> str:
 
 
 HEADER = [
-    f"| setting | tokens | all, auto / plain | worst {WINDOW} tokens, auto / plain | plain / plain | "
+    f"| setting | tokens | all, auto / plain | worst {WINDOW} tokens of a row, auto / plain | plain / plain | "
     "drafted per token | of these accepted | unequal answers |",
     "|---|---|---|---|---|---|---|---|",
 ]
@@ -291,7 +291,7 @@ def main() -> None:
         cuts = [*range(0, len(prompts), setting.rows), len(prompts)]
         groups = [prompts[a:b] for a, b in pairwise(cuts)]
         measured = measure(setting, make, groups, clock, options.repeats)
-        print(line(name, measured), flush=True)
+        print(line(name, measured, setting.rows), flush=True)
         content[name] = {kind: [vars(c) for c in getattr(measured, kind)] for kind in ("plain", "auto", "again")}
     if options.json:
         options.json.write_text(json.dumps(content) + "\n")

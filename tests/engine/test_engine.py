@@ -172,6 +172,14 @@ def test_neither_tokens_nor_counts_depend_on_the_neighbours(method: str, do_samp
 # --------------------------------------------------------------------------- what is counted
 
 
+@DRAFTING
+def test_no_time_is_counted_twice(method: str) -> None:
+    """A prefill is nearly all of an answer of one token."""
+    for output in run(method, n=1):
+        seconds = output.stats.times
+        assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill + seconds.draft
+
+
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @DRAFTING
 def test_counts_fit_together(method: str, do_sample: bool) -> None:

@@ -24,7 +24,7 @@ _SAMPLED = 5
 _SAMPLED_RATE = 0.3
 """Acceptance rate below which a row that samples is not drafted for any more."""
 SPAN = 200
-"""Tokens over which plain decoding's time limits what drafting may lose."""
+"""Tokens of every row over which plain decoding's time limits what drafting may lose."""
 _LIMIT = 0.016
 """Share of that time which drafting may lose."""
 _EXPLORED = 0.004
@@ -176,21 +176,21 @@ class Forwards:
 
 @dataclass(slots=True)
 class Ledger:
-    """What drafting lost against plain decoding, over the last tokens.
+    """What drafting lost against plain decoding, over the last tokens of every row.
 
     Attributes:
-        tokens: emitted so far.
+        tokens: emitted so far, by a row on average.
     """
 
-    tokens: int = 0
-    _entries: list[tuple[int, float]] = field(default_factory=list)
+    tokens: float = 0.0
+    _entries: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, loss: float) -> None:
         """Take in a loss; a gain is a negative one."""
         self._entries.append((self.tokens, loss))
 
-    def advance(self, tokens: int) -> None:
-        """Take in emitted tokens; what was lost more than a span ago is forgotten."""
+    def advance(self, tokens: float) -> None:
+        """Take in a row's emitted tokens; what was lost more than a span ago is forgotten."""
         self.tokens += tokens
         self._entries = [entry for entry in self._entries if entry[0] > self.tokens - SPAN]
 
@@ -295,9 +295,9 @@ class Pacer:
         return True
 
     def _limit(self, rows: int) -> float:
-        """Units that may be lost within a span."""
+        """Units that some rows together may lose within a span."""
         prefill = self._prompts.or_else(0.0) * self._target_prefill.or_else(_PREFILL)
-        return _LIMIT * SPAN * (self._plain(rows) + prefill / self._answers.or_else(_ANSWER))
+        return _LIMIT * SPAN * (self.forward(rows) + rows * prefill / self._answers.or_else(_ANSWER))
 
     def _plain(self, rows: int) -> float:
         """Units of a token of plain decoding."""
@@ -358,11 +358,11 @@ class Pacer:
             self.ledger.add(self.forward(tokens) + length * self.draft(drafting) - plain)
         else:
             self._saved += plain
-        self.ledger.advance(emitted)
+        self.ledger.advance(emitted / rows)
 
-    def observe_prefill_step(self, tokens: int, seconds: float, emitted: int) -> None:
+    def observe_prefill_step(self, tokens: int, seconds: float, rows: int, emitted: int) -> None:
         """Take in a step with prefill: prompt tokens, the target's seconds, and the tokens that its rows emitted."""
-        self.ledger.advance(emitted)
+        self.ledger.advance(emitted / rows)
         if tokens >= _LONG and self.forward.unit is not None:
             self._target_prefill.add(seconds / tokens / self.forward.unit)
 

@@ -142,7 +142,8 @@ class StepRunner:
         if chunks:
             tokens = sum(chunk.block.count for chunk in chunks if chunk.block is not None)
             alone = 0 if seconds.get("verify") else tokens
-            pacer.observe_prefill_step(alone, seconds.get("prefill", 0.0) + seconds.get("vision", 0.0), emitted)
+            spent = seconds.get("prefill", 0.0) + seconds.get("vision", 0.0)
+            pacer.observe_prefill_step(alone, spent, sum(len(group.rows) for group in groups), emitted)
             return
         drafted = [group for group in groups if group.drafted]
         pacer.observe_step(
@@ -355,9 +356,11 @@ class StepRunner:
         forward = seconds.get("verify", 0.0) + seconds.get("prefill", 0.0)
         rest = {name: spent for name, spent in seconds.items() if name not in ("verify", "prefill", "draft")}
         drafting = seconds.get("draft", 0.0)
+        counted = set[int]()
         for chunk in prefilled:
-            chunk.row.add_seconds({**rest, "prefill": forward, "draft": drafting * chunk.has_tree})
-        counted = {id(chunk.row) for chunk in prefilled}
+            if id(chunk.row) not in counted:  # a last chunk without a tree is also one of the joint forward's
+                chunk.row.add_seconds({**rest, "prefill": forward, "draft": drafting * chunk.has_tree})
+                counted.add(id(chunk.row))
         for group in groups:
             for row in group.rows:
                 if id(row) not in counted:
