@@ -14,7 +14,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, median_low
+from statistics import mean, median_low
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def prompts(vlm: VLM, count: int, seed: int) -> list[Prompt]:
 
 
 def prefill_costs(vlm: VLM, asked: Sequence[Prompt], chunk: int, clock: Clock) -> dict[int, float]:
-    """Median seconds of prompts by their number of tokens, prompts of nearly the same length together."""
+    """Mean seconds of prompts by their number of tokens, prompts of nearly the same length together."""
     spent = defaultdict[int, list[tuple[int, float]]](list)
     for prompt in asked:
         with vlm.batch(1, prefill_chunk=chunk) as batch:
@@ -56,13 +56,13 @@ def prefill_costs(vlm: VLM, asked: Sequence[Prompt], chunk: int, clock: Clock) -
             while not batch.is_idle:
                 batch.step()
             spent[len(prompt) // _ALIKE].append((len(prompt), clock() - started))
-    return {median_low(n for n, _ in group): median(s for _, s in group) for group in spent.values()}
+    return {median_low(n for n, _ in group): mean(s for _, s in group) for group in spent.values()}
 
 
 def decode_costs(
     vlm: VLM, asked: Sequence[Prompt], new_tokens: int, clock: Clock
 ) -> tuple[dict[int, float], list[int]]:
-    """Median seconds of a step by the number of rows that decode, and how often 0, 1, ... tokens were accepted."""
+    """Mean seconds of a step by the number of rows that decode, and how often 0, 1, ... tokens were accepted."""
     seconds, histogram = defaultdict[int, list[float]](list), defaultdict[int, int](int)
     for rows in _ROWS:
         for start in range(0, len(asked) - rows + 1, max(rows, 2)):
@@ -83,7 +83,7 @@ def decode_costs(
                     for accepted, count in enumerate(ticket.result().stats.accepted_histogram):
                         histogram[accepted] += count
     counts = [histogram[n] for n in range(max(histogram, default=0) + 1)]
-    return {rows: median(spent) for rows, spent in sorted(seconds.items()) if len(spent) >= 5}, counts or [1]
+    return {rows: mean(spent) for rows, spent in sorted(seconds.items()) if len(spent) >= 5}, counts or [1]
 
 
 def measured_load(requests: Sequence[Arrival]) -> LoadSummary:

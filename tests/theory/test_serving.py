@@ -48,6 +48,13 @@ def test_steps_between_measured_numbers_of_rows_lie_on_lines() -> None:
     assert [COSTS.chunk(0, n) for n in (5, 10, 15, 30)] == pytest.approx([0.75, 1.5, 2.0, 3.5])
 
 
+def test_a_prompt_that_does_not_fit_what_is_left_of_a_chunk_waits_for_the_next_step() -> None:
+    jobs = [Job(0.0, 10, 9), Job(0.0, 20, 2), Job(0.0, 8, 2)]
+    first, second, third = simulate_load(jobs, COSTS, prefill_chunk=20)
+    assert first.first == third.first == pytest.approx(1.5 + 1.2)
+    assert second.first == pytest.approx(2.7 + 1.5 + 2.5)
+
+
 def test_large_media_take_a_step_of_their_own_where_rows_decode() -> None:
     jobs = [Job(0.0, 10, 9), Job(1.0, 10, 2)]
     (_, without), (_, behind) = (simulate_load(jobs, COSTS, steps_ahead=n) for n in (0, 2))

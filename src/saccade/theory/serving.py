@@ -157,10 +157,12 @@ def simulate_load(
 
 def _prefill(active: Sequence[Served], costs: StepCosts, budget: int, ahead: int, emitting: list[Served]) -> float:
     """Compute the prompts' part of a step, add rows whose prompts end to ``emitting``, and return the seconds."""
-    seconds = 0.0
+    seconds, whole = 0.0, budget
     for row in active:
         if row.computed == row.job.prompt or not budget:
             continue
+        if not row.computed and row.job.prompt > budget < whole:
+            continue  # its image is not split, and fits a later step
         if not row.computed and row.ahead < ahead:
             row.ahead += 1
             break
