@@ -46,8 +46,8 @@ def requests(name: str, rows: int) -> list[Request]:
 )
 def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
     kind = FAMILIES[name].kinds[0]
-    outputs = engine(name, policy).generate(requests(name, rows), max_new_tokens=40)
-    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=40)
+    outputs = engine(name, policy).generate(requests(name, rows), max_new_tokens=32)
+    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=32)
     for output in outputs:
         assert 0 < output.stats.accepted_tokens < output.stats.drafted_tokens
 

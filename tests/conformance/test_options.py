@@ -58,6 +58,7 @@ def expected(name: str, option: str, rows: int) -> list[list[int]]:
     return [reference_greedy(pristine(name), one, NEW, **options)[0] for one in inputs]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize(
     ("name", "method"),
     [*(("llama", method) for method in METHODS), ("qwen2_5_vl", "dynamic"), ("gemma3", "static")],

@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize(("drafter", "tree", "name"), CASES)
 def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, tree: str, name: str) -> None:
     together, alone = beside_and_alone(engine(name, drafter, tree), name, SAMPLED)

@@ -40,8 +40,8 @@ def engine(name: str, switch: str) -> Engine:
 def test_tokens_equal_generate(name: str, rows: int) -> None:
     case = FAMILIES[name]
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows))]
-    outputs = engine(name, "as published").generate(requests, max_new_tokens=40)
-    assert tokens(outputs) == case.reference(case.kinds[0], rows, n=40)
+    outputs = engine(name, "as published").generate(requests, max_new_tokens=32)
+    assert tokens(outputs) == case.reference(case.kinds[0], rows, n=32)
     assert_partly_accepted(outputs)
 
 
@@ -50,8 +50,8 @@ def test_tokens_equal_generate(name: str, rows: int) -> None:
 def test_every_switch_leaves_the_tokens_alone(name: str, switch: str) -> None:
     case = FAMILIES[name]
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
-    outputs = engine(name, switch).generate(requests, max_new_tokens=40)
-    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=40)
+    outputs = engine(name, switch).generate(requests, max_new_tokens=32)
+    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=32)
     assert_partly_accepted(outputs)
 
 

@@ -30,6 +30,7 @@ def one_shot(name: str, kind: str, row: int) -> list[int]:
     return reference_greedy(pristine(name), second_turn(name, kind, row), SECOND)[0]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_second_turn_with_new_media_equals_one_shot(name: str, kind: str, method: str) -> None:

@@ -184,6 +184,7 @@ def _average_by_hand(name: str, stock: Any) -> None:
 # --------------------------------------------------------------------------- the target's tokens
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
 def test_tokens_are_those_of_plain_decoding(name: str, kind: str, rows: int) -> None:

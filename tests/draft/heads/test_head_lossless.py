@@ -12,6 +12,7 @@ NAMES = ("llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 ROWS = (1, 3)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", DRAFTING)

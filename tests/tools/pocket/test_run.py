@@ -120,6 +120,7 @@ def test_stage_files_of_another_recipe_are_refused_by_the_name_of_the_setting(
         run(replace(quick, seed=8), tmp_path, until="tokenizer")
 
 
+@pytest.mark.slow
 def test_a_pair_is_trained_further_from_its_own_weights(tmp_path: Path, whole: Path) -> None:
     quick = quick_recipe()
     shutil.copytree(whole, tmp_path / "first")
@@ -152,6 +153,7 @@ def test_a_pair_is_trained_further_from_its_own_weights(tmp_path: Path, whole: P
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.slow
 def test_a_second_draft_for_a_target_sees_single_pictures_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
