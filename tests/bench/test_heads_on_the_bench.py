@@ -14,12 +14,13 @@ from test_bench_metrics import record
 from test_predicting import run as run_of
 
 import saccade
-from saccade.bench import cost, library, report
+from saccade.bench import cost, library
 from saccade.bench.cost import Costs
 from saccade.bench.predicting import predictions
 from saccade.bench.preparing import prepare
 from saccade.bench.records import Run
-from saccade.bench.report import content, page, tables
+from saccade.bench.repeating import commands
+from saccade.bench.report import content, tables
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
@@ -186,7 +187,7 @@ def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade
 
 
 def test_the_page_says_how_heads_are_given_again(made: Run) -> None:
-    command = page.commands(report.contents([made])[0])
+    command = commands(made.header, [m["label"] for m in made.header.config["methods"]])
     assert "--drafter tinier --head hivis=FOLDER --head text-only=FOLDER --head all=FOLDER" in command
 
 
