@@ -328,6 +328,11 @@ def _refusing(path: str | Path) -> Iterator[None]:
                 f"The checkpoint {path} needs code of its own, which is never run; give a model whose architecture "
                 "transformers has built in."
             ) from None
+        if isinstance(problem, ImportError):  # a quantised checkpoint's kernels
+            raise ModelError(
+                f"The checkpoint {path} needs a package that is not installed ({_first_sentence(problem)}); install "
+                "it, or give a checkpoint that is not quantised."
+            ) from problem
         if _is_from_hub(problem) and not Path(path).is_dir():
             raise ModelError(
                 f"There is no folder {path} here, and the hub could not give it ({_first_sentence(problem)}); check "

@@ -242,6 +242,8 @@ def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
         return False
     if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:
         return False
+    if any(type(p) is not nn.Parameter for p in (*decoder.parameters(), head.weight)):  # quantised weights
+        return False
     if len({p.dtype for p in decoder.parameters()}) > 1 or not hasattr(layers[0], "input_layernorm"):
         return False
     eps = getattr(layers[0].input_layernorm, "variance_epsilon", None)
