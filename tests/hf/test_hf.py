@@ -107,6 +107,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)

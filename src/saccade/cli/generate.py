@@ -61,6 +61,8 @@ def generate(
 
     `saccade generate -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -i photo.jpg "Describe it."`
     """
+    from saccade.inputs.literal import check_unicode
+
     if target is None:
         raise InputError(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
@@ -69,6 +71,7 @@ def generate(
     question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not question.strip():
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
+    check_unicode(question)
     decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = args.settings(set_)
     images, videos = image or [], video or []
