@@ -4,8 +4,8 @@
 
 The client is the openai package, the model the built-in draft model. The first part asks follow-up questions about
 pictures, at random replicas and with affinity, and counts those that came to the replica of the turn before. The second
-part kills a replica (SIGKILL) under several streams. Exit code 1: an answer was wrong, a stream ended without an error
-and without its end, or less than the aim was reached.
+part kills a replica (SIGKILL) under several streams. The third asks more at once than may wait. Exit code 1: an answer
+was wrong, a stream ended without an error and without its end, or less than the aim was reached.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ def serving(options: argparse.Namespace) -> Iterator[tuple[openai.OpenAI, int]]:
     """A client of two replicas, and the process of the command."""
     words = [sys.executable, "-c", "from saccade.cli import main; main()", "serve", "-t", options.target, "--ray"]
     words += ["--replicas", "2", "--name", "m", "--port", str(PORT), "--max-rows", str(options.rows), "--threads", "1"]
+    words += ["--max-queue", str(options.queue)]
     process = subprocess.Popen(words)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=300)
     try:
@@ -211,6 +213,25 @@ def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Na
     }
 
 
+# -- more than the replicas can take -----------------------------------------------------------------------
+
+
+def flood(client: openai.OpenAI, count: int) -> dict[str, int]:
+    """Ask many questions at once: the number of those answered, of those refused with a time to wait, and of others."""
+
+    def ask(number: int) -> str:
+        messages: list[Any] = [{"role": "user", "content": f"Question {number}?"}]
+        try:
+            client.chat.completions.create(model="m", messages=messages, max_tokens=16, temperature=0)
+        except openai.APIStatusError as problem:
+            waits = problem.status_code == 503 and "retry-after" in problem.response.headers
+            return "refused with 503" if waits else f"{problem.status_code}"
+        return "answered"
+
+    with ThreadPoolExecutor(count) as pool:
+        return dict(Counter(pool.map(ask, range(count))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     weights = Path(__file__).parents[1] / "src" / "saccade" / "pocket" / "weights" / "draft"
@@ -220,6 +241,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--clients", type=int, default=2, help="conversations at once")
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--queue", type=int, default=8, help="requests that may wait")
+    parser.add_argument("--flood", type=int, default=40, help="requests at once, more than can wait")
     parser.add_argument("--tokens", type=int, default=100, help="of every stream")
     options = parser.parse_args()
     count = options.conversations
@@ -233,6 +256,10 @@ def main() -> None:
         _, again = follow_up(client, options, range(4), at_random=True)
         ends = kill_under_streams(client, process, options)
         print("\n".join(f"  {key}: {value}" for key, value in ends.items()), flush=True)
+        taken = flood(client, options.flood)
+        print(f"{options.flood} requests at once: {taken}", flush=True)
+    if taken.keys() != {"answered", "refused with 503"}:
+        raise SystemExit("Requests beyond the queue must be refused with 503, and all others answered.")
     if again != texts[:4]:
         raise SystemExit("The answers depend on the replica.")
     if shares["same replica"] < AIM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ def isolated(words: Sequence[str], seconds: float, code: int = 0) -> str:
         seconds: after which it has failed.
         code: expected exit code.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or Ray keeps one in the home folder
+    environment = {**os.environ, **token, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     process = subprocess.Popen(
         [*_namespace(), *words],
         stdout=subprocess.PIPE,

@@ -1,13 +1,14 @@
 """Ray: a cluster of this machine's own, or one by its address, and what an engine reserves there.
 
-Ray's processes talk without passwords: whoever reaches them can run code. A cluster of this machine's own listens on
-loopback; one of several machines belongs into a network of its own.
+Whoever reaches Ray's processes, and has their token where they ask for one, can run code. A cluster of this machine's
+own listens on loopback; one of several machines belongs into a network of its own.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ LOCAL = "local"
 """Address of a cluster that this process starts and ends."""
 OBJECT_STORE = 256 << 20
 """Bytes of shared memory of a cluster of this machine's own; records and requests are small."""
+_KNOCK_SECONDS = 10
 _ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
@@ -112,16 +114,28 @@ def connected(address: str, engines: int | None = None) -> Iterator[Any]:
             )
         else:
             quiet.pop("include_dashboard")
+            _knock(address)
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as problem:
         reason = " ".join(str(problem).split())[:300].rstrip(".")
-        what = "start" if address == LOCAL else f"reach the cluster at {address}"
-        raise SaccadeError(f"Ray cannot {what}: {reason}.") from problem
+        if address == LOCAL:
+            raise SaccadeError(f"Ray cannot start: {reason}.") from problem
+        raise SaccadeError(
+            f"Ray cannot reach the cluster at {address}: {reason}; start one with `ray start --head`, and give this "
+            "command the cluster's RAY_AUTH_MODE and RAY_AUTH_TOKEN where it has them."
+        ) from problem
     try:
         yield ray
     finally:
         sys.stdout.flush()
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` at once where nothing listens: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def limit_threads(vlm: VLM, threads: int | None) -> None:

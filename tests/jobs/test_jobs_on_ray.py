@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -156,6 +157,15 @@ def test_bad_addresses_and_a_missing_ray_are_said_in_a_sentence(monkeypatch: pyt
         cluster.check_address("photos")
     with pytest.raises(SaccadeError, match="ray job submit"):
         cluster.check_address("ray://head:10001")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=None))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    with (
+        pytest.raises(SaccadeError, match=f"cannot reach the cluster at {nobody}: .*refused"),
+        cluster.connected(nobody),
+    ):
+        pass
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(SaccadeError, match=r"Ray is missing; run `pip install 'saccade\[ray\]'`"),

@@ -167,14 +167,15 @@ def build(
             try:
                 async for group in found:
                     yield group
+            except (asyncio.CancelledError, GeneratorExit):
+                found.cancel()  # not after an error, which it would raise again
+                raise
             except BackPressureError as problem:
                 raise QueueFull from problem
             except RayTaskError:
                 raise  # of the application, whose log has it
             except (RayError, DeploymentUnavailableError) as problem:
                 raise ReplicaLost from problem
-            finally:
-                found.cancel()
 
         async def texts() -> dict[str, str]:
             return dict(await asyncio.to_thread(lambda: handle.broadcast("metrics").results(timeout_s=5)))
