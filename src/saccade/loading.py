@@ -18,6 +18,7 @@ import torch
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.target.adapter import Target
+from saccade.target.ranks import TENSOR_PARALLEL, check_split, processes
 
 SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
@@ -37,7 +38,8 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         path: a checkpoint folder, or a hub id.
         dtype: ``auto``: as stored, but float32 on a CPU that does not compute faster in the stored format; one of
             ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
-        device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate).
+        device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate); or ``tp``:
+            split over the processes that `torchrun` started (`saccade.target.ranks`).
 
     Raises:
         ModelError: the checkpoint does not exist, is incomplete, corrupt or of an unsupported kind, or the dtype or
@@ -48,8 +50,13 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     config = check_checkpoint(path)
     is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-    dtype, device_map = check_dtype(dtype), check_device(device_map)
-    if dtype == "auto" and (device_map is None or device_map == torch.device("cpu")):
+    dtype, device_map = check_dtype(dtype), check_device(device_map, config)
+    splitting = {}
+    if device_map == TENSOR_PARALLEL:
+        device_map = default_device() if processes() == 1 else None
+        splitting = _splitting()
+    on_cpu = not torch.cuda.is_available() if splitting else device_map in (None, torch.device("cpu"))
+    if dtype == "auto" and on_cpu:
         dtype = _cpu_dtype(path, config)
     moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
     with _refusing(path), _unreported():
@@ -61,6 +68,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name below
             trust_remote_code=False,
+            **splitting,
         )
         if moved:
             model = model.to(moved)
@@ -74,6 +82,13 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
                 "config.json belongs to it."
             )
     return model
+
+
+def _splitting() -> dict[str, Any]:
+    """Arguments of `from_pretrained` that split a model over the processes of this run."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes())}
 
 
 def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
@@ -220,14 +235,21 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def check_device(device_map: Any) -> Any:
+def check_device(device_map: Any, config: Any = None) -> Any:
     """Return a `device_map` as given, a single device as a torch device.
 
+    Args:
+        config: the model's; needed for ``tp``.
+
     Raises:
-        ModelError: the device is not available, or accelerate is needed and not installed.
+        ModelError: the device is not available, accelerate is needed and not installed, or the model cannot be split
+            over processes.
     """
     if device_map is None:
         return None
+    if isinstance(device_map, str) and device_map == TENSOR_PARALLEL:
+        check_split(config)
+        return device_map
     if isinstance(device_map, dict) or device_map in SPREADING:
         if not find_spec("accelerate"):
             raise ModelError(

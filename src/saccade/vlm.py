@@ -80,8 +80,8 @@ def load(
             name, or a torch dtype.
         draft_dtype: of drafter and heads; None: as stored (heads: as the target), but float32 for small ones on
             a CPU.
-        device_map: of the target, as in `from_pretrained`; by default a CUDA GPU if there is one, except for
-            ``pocket``. The drafter is placed where the target's embeddings are, loaded models stay where they are.
+        device_map: of the target, as in `from_pretrained`, or ``tp`` (split over `torchrun`'s processes); by default a
+            CUDA GPU if there is one, except for ``pocket``. The drafter follows, loaded models stay where they are.
         threads: CPU threads of this process where the target is on the CPU; None: as `saccade.cpu.use_threads`
             chooses, one for a small model, the idle cores for others.
         exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
@@ -131,10 +131,10 @@ def check(
     drafting = None if drafters.is_head(drafter) else drafter
     values = methods.options(name, options)
     methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
-    check_device(device_map)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     processor = _processor(target)
+    check_device(device_map, processor.config)
     draft_processor = None if drafting is None else _processor(drafting)
     if draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting)))

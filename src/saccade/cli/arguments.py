@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from saccade.cli import completion
+from saccade.cli import completion, screen
 from saccade.errors import InputError
 
 _model = partial(typer.Option, rich_help_panel="Models")
@@ -79,12 +81,37 @@ DraftDtype = Annotated[
         help="Of the drafter; by default as stored, but float32 for a small one on a CPU.",
     ),
 ]
+SPLITTING = ("generate",)
+"""Commands that can run in several processes which share the target."""
+
+
+def _device(context: typer.Context, device: str | None) -> str | None:
+    """Check that the command can share its target with other processes, of which the first one alone speaks.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if device == "tp":
+        name = context.command.name
+        if name not in SPLITTING:
+            raise InputError(
+                f"The device tp splits the target over processes, which `saccade {name}` cannot use; give "
+                f"another device, or use {', '.join(f'`saccade {known}`' for known in SPLITTING)} or the Python API."
+            )
+        if os.environ.get("RANK", "0") != "0":
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            screen.be_quiet()
+    return device
+
+
 DeviceMap = Annotated[
     str | None,
     _model(
         "--device",
-        help="Device of the target: cpu, cuda, cuda:1, or auto to spread it over several (needs accelerate); "
-        "by default a CUDA GPU if there is one, except for `pocket`.",
+        callback=_device,
+        help="Device of the target: cpu, cuda, cuda:1, auto to spread it over several (needs accelerate), or tp to "
+        "split it over the processes that torchrun started (in `generate`); by default a CUDA GPU if there is one, "
+        "except for `pocket`.",
     ),
 ]
 Threads = Annotated[

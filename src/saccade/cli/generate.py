@@ -60,6 +60,8 @@ def generate(
     `saccade generate -t pocket -i chart.png "Read the values from the bar chart."`
 
     `saccade generate -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -i photo.jpg "Describe it."`
+
+    `torchrun --nproc-per-node 2 --no-python saccade generate -t Qwen/Qwen2.5-VL-72B-Instruct --device tp "Hello."`
     """
     from saccade.inputs.literal import check_unicode
 
@@ -68,6 +70,8 @@ def generate(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
+    if prompt == "-" and device == "tp":
+        raise InputError("Standard input cannot be read by several processes; give the question as an argument.")
     question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not question.strip():
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")

@@ -37,6 +37,11 @@ def note(words: str, style: str = "dim") -> None:
     _notes.print(words, style=style, markup=False, soft_wrap=True)
 
 
+def be_quiet() -> None:
+    """Print no notes."""
+    _notes.quiet = True
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show a spinner on stderr; nothing where stderr is not a terminal."""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -56,6 +57,8 @@ class RunningBatch:
         self.engine, self.target, self.drafter = engine, engine.target, engine.drafter
         self.trace = False
         self.steps = 0
+        if kv_memory is not None and self.target.ranks is not None:
+            kv_memory = self.target.ranks.numbers([kv_memory])[0]
         self._max_rows, self._kv_memory = max_rows, kv_memory
         self._prefill_chunk, self._media_cache = prefill_chunk, media_cache
         self._waiting: deque[Row] = deque()
@@ -110,6 +113,8 @@ class RunningBatch:
         self._check_owner()
         self.engine.rule(do_sample)
         self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
+        if do_sample and self.target.ranks is not None:
+            request = replace(request, seed=self.target.ranks.numbers([request.seed])[0])
         row = Row(request, plan, do_sample, self.target.device)
         self._state.slots.check(row)
         return row

@@ -17,6 +17,7 @@ from saccade.output import TreeTrace
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.target.prefill import Prefill
+from saccade.target.ranks import Ranks
 from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms
@@ -179,12 +180,14 @@ class VerificationGroup:
         """Cache slots of the rows."""
         return [slot for row in self.rows if (slot := row.slot) is not None]
 
-    def decide(self) -> Tensor:
-        """Process the logits and judge the trees; return the packed verdict (`pack`)."""
+    def decide(self, ranks: Ranks | None = None) -> Tensor:
+        """Process the logits and judge the trees; return the packed verdict (`pack`), that of rank 0."""
         assert self.output is not None
         self.scores = self._processed(self.output.logits)
         numbers = None if self.uniforms is None else self.uniforms.judging
         self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
+        if ranks is not None:
+            self.verdict = _first_verdict(ranks, self.verdict)
         sampled = self.scores if self.rule.samples else None
         return pack(self.tree, self.verdict, self.output.logits, sampled)
 
@@ -206,6 +209,12 @@ class VerificationGroup:
                 self.failed[index] = error
                 parts.append(one.float())
         return torch.cat(parts)
+
+
+def _first_verdict(ranks: Ranks, verdict: Verdict) -> Verdict:
+    marks = [] if verdict.marks is None else [verdict.marks]
+    _, found = ranks.tensors([], [verdict.path, verdict.count, verdict.token, *marks])
+    return Verdict(*found)
 
 
 def select_trees(tree: DraftTree, places: Sequence[int]) -> DraftTree:

@@ -66,7 +66,7 @@ class StepRunner:
         prefilled += [c for c in chunks if c.is_last and not c.has_tree]
         groups += self._first_token_groups(prefilled)
         with self._clock.stage("verify" if decoding else "prefill"):
-            packed = [group.decide() for group in groups]
+            packed = [group.decide(self._target.ranks) for group in groups]
         for group in groups:
             if group.drafted and self._state.drafting is not None:
                 assert group.scores is not None
@@ -132,6 +132,8 @@ class StepRunner:
             lengths = [sampled_length(row.trials) for row in rows]
         else:
             lengths = pacer.lengths([row.trials for row in rows], others)
+        if pacer is not None and self._target.ranks is not None:  # times differ from rank to rank
+            lengths = self._target.ranks.numbers(lengths)
         return {id(row): length for row, length in zip(rows, lengths, strict=True)}
 
     def _observe_costs(self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int) -> None:
@@ -174,6 +176,8 @@ class StepRunner:
         with self._clock.stage("draft"):
             tree = drafting.propose(slots, [row.pop_new_tokens() for row in rows], proposer, limit)
             tree = tree.to(self._target.device)
+            if self._target.ranks is not None:
+                tree = self._target.ranks.tree(tree)
         return VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=True)
 
     def _root_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:

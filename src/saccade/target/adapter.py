@@ -28,6 +28,7 @@ from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
 from saccade.target.packed import can_pack, mask_labels, packing
 from saccade.target.positions import rope_positions
+from saccade.target.ranks import Ranks
 from saccade.target.traits import ModelTraits
 
 
@@ -35,11 +36,15 @@ class Target:
     """A loaded model with the forwards of speculative decoding.
 
     Args:
-        model: a stock Hugging Face causal or image-text-to-text model, on one device or spread by
-            ``device_map``. It is put into eval mode and not changed otherwise.
+        model: a stock Hugging Face causal or image-text-to-text model, on one device, spread by ``device_map``, or
+            split over processes. It is put into eval mode and not changed otherwise.
         lean: whether a lean decoder may replace the stock modules once it has returned the same logits (see
-            `saccade.target.lean`); architectures outside the conformance suite start without, see `use_lean`.
+            `saccade.target.lean`); architectures outside the conformance suite start without, see `use_lean`, and
+            split models have none.
         exact: whether a token's results are the same bits whatever runs beside it (see `saccade.target.exact`).
+
+    Attributes:
+        ranks: processes over which the weights are split; None for a whole model.
 
     Raises:
         ModelError: the model has no decoder layers, or cannot be exact.
@@ -52,6 +57,7 @@ class Target:
         self.traits = ModelTraits.of(self.config)
         self.decoder = _decoder(self.model)
         self.layers: nn.ModuleList = self.decoder.layers
+        self.ranks = Ranks.of(self.model)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = _compute_device(self._embeddings)
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
@@ -97,7 +103,8 @@ class Target:
         text = self.text_config
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return int(2 * heads * dim * len(self.layers) * self._embeddings.weight.element_size())
+        shares = 1 if self.ranks is None else self.ranks.count
+        return int(2 * heads * dim * len(self.layers) * self._embeddings.weight.element_size()) // shares
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
@@ -134,6 +141,10 @@ class Target:
         Raises:
             ModelError: there is none for the model, or it is not exact on this machine.
         """
+        if self.ranks is not None:
+            raise ModelError(
+                "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
+            )
         self._lean = exact_decoder(self)
         if not gives_stock_logits(self):
             raise ModelError(

@@ -233,11 +233,13 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 
 
 def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
-    """Whether every layer is built of the known parts, on one device and without hooks.
+    """Whether every layer is built of the known parts, whole, on one device and without hooks.
 
     Other differences (scalings, activations) are found by the comparison with the stock logits.
     """
     head = model.get_output_embeddings()
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # a part of each, behind forwards that exchange
+        return False
     if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
         return False
     if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:

@@ -68,7 +68,7 @@ class HeadDrafter(TreeDrafter):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, N, V]`` of the head's states ``[B, N, d]``, on the scale of the target's."""
         lm_head = self.target.model.get_output_embeddings()
-        given = hidden if self.head.has_lm_head else hidden.to(lm_head.weight)
+        given = hidden if self.head.has_lm_head else hidden.to(lm_head.weight.device, lm_head.weight.dtype)
         logits = self.head.logits(given, lm_head).to(self.target.device)
         return logits if self._scale == 1 else logits * self._scale
 
