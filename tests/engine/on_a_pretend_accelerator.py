@@ -164,6 +164,16 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevi
         assert sum(counts.waits.values()) <= PREFILL_WAITS, counts.waits
 
 
+@pytest.mark.parametrize(("of_target", "of_drafter"), [(NAME, "cpu"), ("cpu", NAME)])
+@pytest.mark.parametrize(("method", "sampled"), [("chain", False), ("chain", True), ("dynamic-tree", False)])
+def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
+    device: PretendDevice, method: str, sampled: bool, of_target: str, of_drafter: str
+) -> None:
+    parts = Parts(target(of_target), draft_model(of_drafter))
+    ran = run(build(method, parts, **OPTIONS[method]), sampled, device)
+    assert ran.tokens == cpu_tokens(method, sampled)
+
+
 @pytest.mark.parametrize("method", ["plain", "chain", "dynamic-tree"])
 def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str

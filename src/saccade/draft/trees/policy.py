@@ -185,7 +185,7 @@ class DrawProposer:
         q = self._warp(logits.flatten(0, 1)).softmax(-1)  # [B * W, V]
         left, drawn = q, []
         for _ in range(width):
-            token = draw(left, self._uniforms.take(parents).flatten())
+            token = draw(left, self._uniforms.take(parents).flatten().to(left.device))  # the target's may be another
             drawn.append(token)
             left = left.scatter(1, token[:, None], 0.0)
         tokens = torch.stack(drawn, 1).view(batch, parents, width)
