@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import ready
 from families import FAMILIES
 from over_processes import COUNT, NAMES, answers, run_split, split_target
+from saccade import VLM, load
 from saccade.errors import ModelError
 from saccade.target.adapter import Target
 from saccade.target.ranks import Ranks, check_split
@@ -105,3 +107,20 @@ def test_what_cannot_be_split_is_refused_before_weights_are_read(
     monkeypatch.setenv("WORLD_SIZE", str(count))
     with pytest.raises(ModelError, match=words):
         check_split(FAMILIES[name].model().config)
+
+
+def test_a_running_batch_follows_the_first_process_in_memory_and_seeds(tmp_path: Path) -> None:
+    folders = str(ready("llama")), str(ready("llama"))
+
+    def tokens(vlm: VLM, rank: int) -> list[list[int]]:
+        with vlm.batch(max_rows=2, kv_memory=2**20 >> 20 * rank) as batch:  # too little for any request on rank 1
+            asked = [batch.add(text, seed=3 + 100 * rank, do_sample=True) for text in ("One?", "Two?", "Three?")]
+            return [ticket.result().tokens for ticket in asked]
+
+    def work(rank: int) -> dict[str, Any]:
+        with pytest.raises(ModelError, match="Exact mode needs the whole target"):
+            load(folders[0], device_map="tp", exact=True)
+        return {"tokens": tokens(load(*folders, "chain", device_map="tp"), rank)}
+
+    whole = tokens(load(*folders, "chain"), 0)
+    assert run_split(tmp_path, work) == [{"tokens": whole}] * COUNT
