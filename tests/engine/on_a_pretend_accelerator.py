@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES
-from pretend_device import NAME, Counts, MixedDevices, PretendDevice
+from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned
 from saccade.draft.heads.config import HeadConfig
@@ -29,7 +29,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
-from saccade.target import cache, exact
+from saccade.target import cache, exact, lean
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 
@@ -71,7 +71,8 @@ PREFILL_WAITS = 24
 
 
 @pytest.fixture
-def device() -> Iterator[PretendDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
+    monkeypatch.setattr(lean, "WEIGHTS", (*lean.WEIGHTS, OnPretend))  # a subclass of Tensor, as quantised weights are
     with PretendDevice() as opened:
         yield opened
 
@@ -152,6 +153,7 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize(("method", "sampled"), CASES)
 def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevice, method: str, sampled: bool) -> None:
+    assert target(NAME).is_lean
     ran = run(engine(method, NAME), sampled, device)
     assert ran.tokens == cpu_tokens(method, sampled)
     assert ran.steps

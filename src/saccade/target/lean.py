@@ -229,6 +229,8 @@ def lean_decoder(model: Any, decoder: Any, exact: ExactAttention | None = None) 
 
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+WEIGHTS: tuple[type, ...] = (nn.Parameter,)
+"""Types of weights that hold their values and nothing else; quantised ones have types of their own."""
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -244,7 +246,7 @@ def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
         return False
     if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:
         return False
-    if any(type(p) is not nn.Parameter for p in (*decoder.parameters(), head.weight)):  # quantised weights
+    if any(type(p) not in WEIGHTS for p in (*decoder.parameters(), head.weight)):
         return False
     if len({p.dtype for p in decoder.parameters()}) > 1 or not hasattr(layers[0], "input_layernorm"):
         return False
