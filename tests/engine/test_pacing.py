@@ -170,6 +170,16 @@ def test_a_machine_that_gets_slower_changes_no_estimate() -> None:
     assert forwards(6) == pytest.approx(2.5 * forwards(1), rel=0.03)
 
 
+def test_a_single_interrupted_prefill_does_not_end_drafting() -> None:
+    pacer = Pacer(8, 0.1)
+    pacer.observe_step(1, 1.0, 1, 1)
+    assert pacer.admits(0, 150, 100)
+    pacer.observe_prefill(150, 400.0)
+    for _ in range(400):
+        pacer.observe_step(1, 1.0, 1, 1)
+    assert pacer.admits(0, 150, 100)
+
+
 def test_a_single_interrupted_step_is_not_believed() -> None:
     forwards = Forwards()
     for tokens, seconds in ((1, 0.01), (1, 0.01), (3, 0.2), (1, 0.01)):

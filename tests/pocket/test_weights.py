@@ -78,7 +78,7 @@ def test_target_reads_fresh_pictures(task: str, fact: str, vlm: saccade.VLM, tol
 def test_the_draft_foresees_most_of_the_targets_tokens(vlm: saccade.VLM) -> None:
     drafted = total = 0
     for task in ("scene", "chart", "receipt"):
-        output = vlm.generate(draw(HELD_OUT[0], task).messages())
+        output = vlm.using("chain").generate(draw(HELD_OUT[0], task).messages())
         drafted += output.marks.count("draft")
         total += len(output.tokens)
     assert drafted / total > 0.5

@@ -266,7 +266,7 @@ class Pacer:
         """
         self._prompts.add(prompt)
         rows, expected = others + 1, min(remaining, self._answers.or_else(_ANSWER))
-        cost = prompt * self._prefill.or_else(_PREFILL * self.draft_cost)
+        cost = prompt * self._prefill_cost()
         limit = self._limit(rows)
         lost = self.ledger.lost
         trial = self._trial_cost(others, 1)
@@ -281,6 +281,12 @@ class Pacer:
         self.ledger.add(cost)
         self._charged = cost
         return True
+
+    def _prefill_cost(self) -> float:
+        """Expected units of a token of a drafter's prompt; a first time that was interrupted is not believed."""
+        guess = _PREFILL * self.draft_cost
+        typical = self._prefill.or_else(guess)
+        return typical if len(self._prefill.values) >= _FEW else _near(typical, guess)
 
     @property
     def is_proven(self) -> bool:
