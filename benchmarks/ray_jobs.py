@@ -62,17 +62,22 @@ def below(process: int) -> Iterator[int]:
             yield from below(child)
 
 
-def actors(process: int) -> list[int]:
-    """Actors of a command."""
+def named_below(process: int, *names: bytes) -> list[int]:
+    """Processes below a process whose names begin so, the oldest first."""
     found = []
     for child in below(process):
         try:
             name = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
-        if name.startswith((b"ray::JobActor", b"ray::DistillActor")):
+        if name.startswith(names):
             found.append(child)
     return sorted(found)
+
+
+def actors(process: int) -> list[int]:
+    """Actors of a command."""
+    return named_below(process, b"ray::JobActor", b"ray::DistillActor")
 
 
 def interrupted(words: Sequence[str], out: Path, count: int, kills: Sequence[tuple[float, str]]) -> int:

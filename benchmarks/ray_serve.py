@@ -32,7 +32,7 @@ from typing import Any
 import openai
 from PIL import Image
 
-from benchmarks.ray_jobs import below
+from benchmarks.ray_jobs import named_below
 
 PORT = 8731
 AIM = 0.8
@@ -163,15 +163,7 @@ def stream(client: openai.OpenAI, number: int, tokens: int, found: Stream) -> No
 
 def replicas_of(process: int) -> list[int]:
     """Processes of the replicas, the oldest first."""
-    found = []
-    for child in below(process):
-        try:
-            name = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if name.startswith(b"ray::ServeReplica:saccade:Replica"):
-            found.append(child)
-    return sorted(found)
+    return named_below(process, b"ray::ServeReplica:saccade:Replica")
 
 
 def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a folder holds: a head and its layout, or a model; for which target; and whether it fits a given one."""
+"""Contents of a checkpoint folder: a head with its layout and target, or a model; and whether a target fits."""
 
 from __future__ import annotations
 

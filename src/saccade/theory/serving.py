@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf
 from statistics import quantiles
 from typing import Any
 
@@ -227,5 +227,5 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     """Median and 95th percentile."""
     if len(values) == 1:
         return values[0], values[0]
-    cuts = quantiles(values, n=20, method="inclusive") if values else [nan] * 19
+    cuts = quantiles(values, n=20, method="inclusive")
     return cuts[9], cuts[18]

@@ -51,7 +51,7 @@ class EngineMeasure:
         mirror = deepcopy(head).to(self._target.device, self._target.dtype)
         mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
         policy = self._policy or Chain(min(5, mirror.reach or 5))
-        engine = Engine(self._target, HeadDrafter(mirror, self._target, policy))
+        engine = Engine(self._target, HeadDrafter(mirror, self._target, policy, in_training=True))
         return block_efficiency(engine, self.prompts, self._length, self._rows)
 
 

@@ -37,18 +37,20 @@ MASKS = MaskPlan(None, ())
 class HeadDrafter(TreeDrafter):
     """Drafter of a head and the target that it was trained for.
 
-    Its first drafts are judged (`saccade.draft.heads.trial`).
-
     Args:
         head: on the target's device, in its dtype (`saccade.draft.heads.store.load_head` puts it there).
         target: whose embedding it shares, and whose LM head unless it has its own.
         policy: shape of the draft tree.
+        in_training: whether the head is still learning, so that few accepted drafts are no reason for a warning.
+
+    Attributes:
+        trial: judges the first drafts; None in training.
 
     Raises:
         ModelError: the head was made for another target, or the tree is deeper than its reach.
     """
 
-    def __init__(self, head: Head, target: Target, policy: TreePolicy) -> None:
+    def __init__(self, head: Head, target: Target, policy: TreePolicy, in_training: bool = False) -> None:
         check_fit(head.config, TargetShape.of(target))
         if head.reach is not None and policy.max_depth > head.reach:
             raise ModelError(
@@ -58,7 +60,7 @@ class HeadDrafter(TreeDrafter):
         super().__init__(policy)
         self.head = head.eval()
         self.target = target
-        self.trial = Trial(head.kind)
+        self.trial = None if in_training else Trial(head.kind)
         self._scale = 1.0 if head.has_lm_head else logits_scale(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
@@ -191,7 +193,8 @@ class HeadDraftSession:
             self._features[row][first : first + along.shape[1]] = along[place]
             self._fed[row] = first + along.shape[1]
         self._shaping.observe(rows, verdict)
-        self._drafter.trial.observe(verdict)
+        if self._drafter.trial is not None:
+            self._drafter.trial.observe(verdict)
 
     def _states(self, output: ForwardOutput) -> Tensor:
         """Return the states ``[A, N, F]`` that the head reads of a target forward."""
