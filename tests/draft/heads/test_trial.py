@@ -41,8 +41,9 @@ def test_a_head_that_works_is_not_reported() -> None:
             under_test.generate(requests(), max_new_tokens=24)
 
 
-def test_a_head_that_is_still_learning_is_not_reported() -> None:
-    head = random_head("llava", "eagle3")
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_head_that_is_still_learning_is_not_reported(kind: str) -> None:
+    head = random_head("llava", kind)
     measure = EngineMeasure(target("llava"), [request.prompt for request in requests()], max_new_tokens=24)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SaccadeWarning)

@@ -241,7 +241,7 @@ class AheadDraftSession:
         at = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
         self._state[self._numbers.get(rows)] = at
         self._shaping.observe(rows, verdict)
-        self._drafter.trial.observe(verdict)
+        self._drafter.watch(verdict)
 
     def _logits(self, paths: Tensor) -> Tensor:
         """Return logits ``[B, W, V]`` after the last of the tokens ``[B, W, t + 1]``, root first."""

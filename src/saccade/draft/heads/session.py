@@ -43,9 +43,6 @@ class HeadDrafter(TreeDrafter):
         policy: shape of the draft tree.
         in_training: whether the head is still learning, so that few accepted drafts are no reason for a warning.
 
-    Attributes:
-        trial: judges the first drafts; None in training.
-
     Raises:
         ModelError: the head was made for another target, or the tree is deeper than its reach.
     """
@@ -60,12 +57,17 @@ class HeadDrafter(TreeDrafter):
         super().__init__(policy)
         self.head = head.eval()
         self.target = target
-        self.trial = None if in_training else Trial(head.kind)
+        self._trial = None if in_training else Trial(head.kind)
         self._scale = 1.0 if head.has_lm_head else logits_scale(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
         session: DraftSession = session_class(self.head.kind)(self, rows, target)
         return session
+
+    def watch(self, verdict: Verdict) -> None:
+        """Warn if the first drafts are accepted no more often than chance (`saccade.draft.heads.trial`)."""
+        if self._trial is not None:
+            self._trial.observe(verdict)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, N, V]`` of the head's states ``[B, N, d]``, on the scale of the target's."""
@@ -193,8 +195,7 @@ class HeadDraftSession:
             self._features[row][first : first + along.shape[1]] = along[place]
             self._fed[row] = first + along.shape[1]
         self._shaping.observe(rows, verdict)
-        if self._drafter.trial is not None:
-            self._drafter.trial.observe(verdict)
+        self._drafter.watch(verdict)
 
     def _states(self, output: ForwardOutput) -> Tensor:
         """Return the states ``[A, N, F]`` that the head reads of a target forward."""
