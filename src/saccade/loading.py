@@ -50,9 +50,10 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     config = check_checkpoint(path)
     is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-    dtype, device_map = check_dtype(dtype), check_device(device_map, config)
+    dtype, device_map = check_dtype(dtype), check_device(device_map)
     splitting = {}
     if device_map == TENSOR_PARALLEL:
+        check_split(config)
         device_map = default_device() if processes() == 1 else None
         splitting = _splitting()
     on_cpu = not torch.cuda.is_available() if splitting else device_map in (None, torch.device("cpu"))
@@ -235,20 +236,13 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def check_device(device_map: Any, config: Any = None) -> Any:
+def check_device(device_map: Any) -> Any:
     """Return a `device_map` as given, a single device as a torch device.
 
-    Args:
-        config: the model's; needed for ``tp``.
-
     Raises:
-        ModelError: the device is not available, accelerate is needed and not installed, or the model cannot be split
-            over processes.
+        ModelError: the device is not available, or accelerate is needed and not installed.
     """
-    if device_map is None:
-        return None
-    if isinstance(device_map, str) and device_map == TENSOR_PARALLEL:
-        check_split(config)
+    if device_map is None or (isinstance(device_map, str) and device_map == TENSOR_PARALLEL):
         return device_map
     if isinstance(device_map, dict) or device_map in SPREADING:
         if not find_spec("accelerate"):

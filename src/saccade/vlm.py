@@ -43,6 +43,7 @@ from saccade.profile import is_profile, read_profile
 from saccade.stream import GenerationOptions, Stream
 from saccade.target.adapter import Target
 from saccade.target.media_cache import MEDIA_BYTES
+from saccade.target.ranks import TENSOR_PARALLEL, check_split
 from saccade.tickets import Batch
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
@@ -133,8 +134,10 @@ def check(
     methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
+    check_device(device_map)
     processor = _processor(target)
-    check_device(device_map, processor.config)
+    if isinstance(device_map, str) and device_map == TENSOR_PARALLEL:
+        check_split(processor.config)
     draft_processor = None if drafting is None else _processor(drafting)
     if draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting)))
