@@ -24,6 +24,7 @@ LAYERS = [
         "cpu",
         "pocket",
         "inputs",
+        "data",
         "tree",
         "text",
         "output",

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from checkpoints import saved_picture
+from saccade.data.template import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.elements import _BLOCK, row_at, rows
 from saccade.jobs.folders import Source
 from saccade.jobs.index import Index, key_of
-from saccade.jobs.items import Asking, Item, Stored, Template
+from saccade.jobs.items import Asking, Item, Stored
 from saccade.jobs.job import Job, Shard, preview
 
 

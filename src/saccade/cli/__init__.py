@@ -14,6 +14,7 @@ from saccade.cli import (
     batch,
     bench,
     chat,
+    datasets,
     demo,
     distill,
     doctor,
@@ -46,6 +47,7 @@ app.command("batch")(batch.batch)
 app.command("serve")(serve.serve)
 app.command("methods")(methods.methods)
 app.command("bench")(bench.bench)
+app.command("datasets")(datasets.datasets)
 app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("compare")(report.compare)

@@ -51,6 +51,15 @@ def tasks(context: typer.Context, incomplete: str) -> list[str]:
     return list(_listed(incomplete, (t.name for t in library.load(name).tasks))) if name in library.names() else []
 
 
+def datasets(incomplete: str) -> list[str]:
+    """Data sets with ready mappings, and as papers use them."""
+    from saccade.data import catalogue
+
+    found = {name: catalogue.find(name).papers for name in catalogue.names()}
+    every = [word for name, papers in found.items() for word in (name, *(f"{name}@{paper}" for paper in papers))]
+    return [word for word in every if word.startswith(incomplete)]
+
+
 def recipes(incomplete: str) -> list[str]:
     """Kinds of heads that can be trained, and the draft VLM."""
     from saccade.draft.heads.registry import HEAD_KINDS

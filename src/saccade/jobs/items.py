@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from saccade.data.template import Template
 from saccade.errors import InputError
 from saccade.inputs.conversations import Messages, id_of, media_parts, read_conversation, resolve, sources_of
 
@@ -99,53 +99,12 @@ class Ask:
         return sum(part["type"] == kind for part in media_parts(self.question))
 
 
-class Template:
-    """Prompt with fields of the items, such as ``Describe {name}``; ``{{`` and ``}}`` are braces.
-
-    Raises:
-        InputError: a field is not a plain name.
-    """
-
-    def __init__(self, text: str) -> None:
-        if not text.strip():
-            raise InputError("The prompt is empty; give a question, such as 'Describe the picture.'.")
-        try:
-            found = list(string.Formatter().parse(text))
-        except ValueError:
-            raise InputError(f"The prompt {text!r} has a single brace; write {{{{ and }}}} for braces.") from None
-        for _, name, form, how in found:
-            if name is not None and (not name.isidentifier() or form or how):
-                raise InputError(
-                    f"The prompt has the field {{{name}}}, which is no plain name; write {{{{ and }}}} for braces."
-                )
-        self._pieces = [(before, name) for before, name, _, _ in found]
-
-    def fill(self, fields: Mapping[str, Any]) -> str:
-        """Return the prompt of an item.
-
-        Raises:
-            InputError: the item lacks a field, or it is not a text or a number.
-        """
-        filled = []
-        for before, name in self._pieces:
-            filled.append(before)
-            if name is None:
-                continue
-            if name not in fields:
-                raise InputError(f"the prompt names {{{name}}}, but the item has {', '.join(fields) or 'no fields'}")
-            value = fields[name]
-            if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-                raise InputError(f"the prompt's field {name} must be a text or a number, not {str(value)[:60]!r}")
-            filled.append(str(value))
-        return "".join(filled)
-
-
 @dataclass(frozen=True)
 class Asking:
     """Way in which questions are made of items.
 
     Attributes:
-        prompt: template of `Template`; None where every item has its own question.
+        prompt: template of `saccade.data.template.Template`; None where every item has its own question.
         system: system message of conversations without one.
     """
 
