@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.clock import CLOCKS
+from saccade.cpu import suitable_dtype
 from saccade.inputs.batching import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
@@ -25,7 +26,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that choose models, number formats and threads."""
     parser.add_argument("--target", type=Path, default=target_path(), help="model folder (default: the pocket's)")
     parser.add_argument("--draft", type=Path, default=draft_path(), help="model folder (default: the pocket's)")
-    parser.add_argument("--target-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    best = str(suitable_dtype(torch.bfloat16)).removeprefix("torch.")
+    parser.add_argument(
+        "--target-dtype",
+        default=best,
+        choices=("bfloat16", "float32"),
+        help="default: bfloat16 where this processor computes in it, else float32",
+    )
     parser.add_argument("--draft-dtype", default="float32", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")

@@ -131,6 +131,7 @@ def contestants(options: argparse.Namespace) -> dict[str, Contestant]:
         "hf assisted default": Stock(stock, stock_draft, sees=True),
         "hf prompt lookup": Stock(stock, prompt_lookup_num_tokens=10),
         "plain": ours(None, "plain"),
+        "auto": ours(draft, "auto"),
         "chain 3": ours(draft, "chain", gamma=3),
         "chain 5": ours(draft, "chain", gamma=5),
         "chain 7": ours(draft, "chain", gamma=7),

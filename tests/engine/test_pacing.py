@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -158,6 +159,31 @@ def test_a_good_drafter_is_nearly_as_fast_as_its_best_fixed_length(
         fixed = [simulate(world, 30, length, seed).ours[-1] for length in range(9)]
         ratios.append(simulate(world, 30, seed=seed).ours[-1] / min(fixed))
     assert sorted(ratios)[1] < 1.1
+
+
+def test_bad_luck_at_first_does_not_end_drafting_for_a_span() -> None:
+    """A cold start whose first draft tokens are rejected, or on a machine that interrupts steps, drafts soon again."""
+    world = World(accepted=0.75, draft=0.12, guess=0.12, slope=0.15, noise=0.5)
+    slowness = sorted((run := simulate(world, 4, seed=seed)).ours[-1] / run.plain[-1] for seed in range(60))
+    assert slowness[54] < 0.92
+
+
+def test_a_drafter_that_pays_is_tried_again_after_a_doubling_wait() -> None:
+    pacer, trials = Pacer(8, 0.1), Trials()
+    pacer.observe_step(1, 1.0, 1, 1)
+    for _ in range(30):
+        pacer.observe_acceptance(trials, 5, 5)
+    pacer.ledger.add(10.0)
+    lengths = []
+    for _ in range(120):
+        (length,) = pacer.lengths([trials])
+        lengths.append(length)
+        if length:
+            pacer.observe_acceptance(trials, length, 0)
+        pacer.observe_step(length + 1, 1 + 0.1 * length, 1, 1, int(length > 0), length, 0.1 * length)
+    tried = [step for step, length in enumerate(lengths) if length]
+    assert [after - before for before, after in pairwise(tried)] == [33, 65]
+    assert max(lengths) == 1
 
 
 def test_a_machine_that_gets_slower_changes_no_estimate() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from statistics import median
 
 MARGIN = 1.03
@@ -41,6 +41,11 @@ _TRIAL = 2
 """Draft tokens of a trial, which is of one row."""
 _PROOF = 6
 """Verified draft tokens, recent ones counted most, from which on the acceptance rate is trusted."""
+_PATIENCE = 16.0
+"""Undrafted tokens after which a drafter that pays is tried again beyond the limit; doubled if that fails."""
+_MOST_PATIENCE = 256.0
+_SURE = 1.1
+"""Times that such a drafter must be faster than plain decoding, as estimated."""
 _HOPELESS = 0.5
 """Cost of drafting, over a forward of the target, from which on a drafter that does not pay is not tried again."""
 _PREFILL = 0.05
@@ -230,6 +235,8 @@ class Pacer:
     _target_prefill: Recent = field(default_factory=Recent)
     _prompts: Recent = field(default_factory=Recent)
     _saved: float = 0.0
+    _waited: float = 0.0
+    _patience: float = _PATIENCE
     _charged: float | None = None
 
     # -- decisions -----------------------------------------------------------------------------------------
@@ -247,13 +254,17 @@ class Pacer:
             self._steps[count] = 0
             return nothing  # a plain step, which measures what drafting has to beat
         left = self._limit(count + others) - self.ledger.lost
-        best, speedup = self._best(count, others, [row.rate(self._all.rate(), 8.0) for row in rows], left)
+        rates = [row.rate(self._all.rate(), 8.0) for row in rows]
+        best, speedup = self._best(count, others, rates, left)
         if speedup >= MARGIN and self.is_proven:
             return [best] * count
         trial = min(best, _TRIAL) if speedup >= MARGIN else 1
         cost = self._trial_cost(count - 1 + others, trial)
-        if cost <= left and (speedup >= MARGIN or self._may_explore(cost)):
+        is_unknown = not self.is_proven and self.draft_cost < _HOPELESS
+        if cost <= left and (speedup >= MARGIN or is_unknown or self._may_explore(cost)):
             return [trial, *nothing[1:]]
+        if self._may_retry(others, rates):
+            return [1, *nothing[1:]]
         return nothing
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
@@ -270,13 +281,16 @@ class Pacer:
         limit = self._limit(rows)
         lost = self.ledger.lost
         trial = self._trial_cost(others, 1)
-        _, speedup = self._best(rows, 0, [self._all.rate()] * rows, limit)
+        rates = [self._all.rate()] * rows
+        _, speedup = self._best(rows, 0, rates, limit)
         pays = speedup >= MARGIN and _CAUTION * (expected - 1) * (1 - 1 / speedup) * self._plain(rows) > cost
         if pays and self.is_proven and lost < limit / 2:
             if not others:  # rows that begin together join together
                 self.ledger.add(min(cost, limit / 2 - lost))
             return True
-        if lost + cost + trial > limit or not (pays or self._may_explore(cost + trial)):
+        fits = lost + cost + trial <= limit
+        is_tried = pays or self._may_explore(cost + trial) if fits else pays and self._may_retry(0, rates)
+        if not is_tried:
             return False
         self.ledger.add(cost)
         self._charged = cost
@@ -298,6 +312,16 @@ class Pacer:
         if self.draft_cost >= _HOPELESS or self._saved * _EXPLORED < cost:
             return False
         self._saved = 0.0
+        return True
+
+    def _may_retry(self, others: int, rates: Sequence[float]) -> bool:
+        """Whether a drafter that pays by all that was verified, and had bad luck, is tried beyond the limit."""
+        if not self.is_proven or self._waited < self._patience:
+            return False
+        self._waited = 0.0
+        if self._best(len(rates), others, rates, inf)[1] < _SURE:
+            return False
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
         return True
 
     def _limit(self, rows: int) -> float:
@@ -364,6 +388,7 @@ class Pacer:
             self.ledger.add(self.forward(tokens) + length * self.draft(drafting) - plain)
         else:
             self._saved += plain
+            self._waited += emitted / rows
         self.ledger.advance(emitted / rows)
 
     def observe_prefill_step(self, tokens: int, seconds: float, rows: int, emitted: int) -> None:
@@ -376,6 +401,8 @@ class Pacer:
         """Take in the outcome of a row's chain."""
         if not self._saved and drafted == accepted:
             self._saved = float("inf")  # the trial was a success: another one follows at once
+        if drafted == accepted:
+            self._patience = _PATIENCE
         self._all.add(drafted, accepted)
         row.add(drafted, accepted)
 
