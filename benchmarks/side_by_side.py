@@ -170,8 +170,9 @@ def table(results: dict[str, Measured]) -> list[str]:
     assisted = [m for name, m in results.items() if name.startswith("hf assisted")]
     best = min(assisted, key=lambda m: median(m.per_token), default=None)
     lines = [
-        "| method | tokens/s | x hf generate (95 %) | x best hf assisted (95 %) | tokens per pass | equal tokens |",
-        "|---|---|---|---|---|---|",
+        "| method | tokens/s | x hf generate (95 %) | x best hf assisted (95 %) | decoding, x plain | tokens per pass | "
+        "equal tokens |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, one in results.items():
         ratios = [ratio(base, one), ratio(best, one) if best else None]
@@ -179,10 +180,18 @@ def table(results: dict[str, Measured]) -> list[str]:
         equal = sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
         speed = 1 / median(one.per_token)
         lines.append(
-            f"| {name} | {speed:.1f} | {cells[0]} | {cells[1]} | {one.tokens_per_pass:.2f} | "
+            f"| {name} | {speed:.1f} | {cells[0]} | {cells[1]} | {_decoding(results, one)} | {one.tokens_per_pass:.2f} | "
             f"{equal}/{len(base.tokens)} |"
         )
     return lines
+
+
+def _decoding(results: dict[str, Measured], one: Measured) -> str:
+    """Speed of decoding alone, without encoding and prefill, over that of the engine's plain decoding, by sums."""
+    plain = results.get("plain")
+    if plain is None or not one.stages:
+        return "-"
+    return f"{plain.stages['decode'] / one.stages['decode']:.2f}"
 
 
 def main() -> None:
