@@ -170,8 +170,8 @@ def table(results: dict[str, Measured]) -> list[str]:
     assisted = [m for name, m in results.items() if name.startswith("hf assisted")]
     best = min(assisted, key=lambda m: median(m.per_token), default=None)
     lines = [
-        "| method | tokens/s | x hf generate (95 %) | x best hf assisted (95 %) | decoding, x plain | tokens per pass | "
-        "equal tokens |",
+        "| method | tokens/s | x hf generate (95 %) | x best hf assisted (95 %) | decoding, x plain | "
+        "tokens per pass | equal tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in results.items():
@@ -180,8 +180,8 @@ def table(results: dict[str, Measured]) -> list[str]:
         equal = sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
         speed = 1 / median(one.per_token)
         lines.append(
-            f"| {name} | {speed:.1f} | {cells[0]} | {cells[1]} | {_decoding(results, one)} | {one.tokens_per_pass:.2f} | "
-            f"{equal}/{len(base.tokens)} |"
+            f"| {name} | {speed:.1f} | {cells[0]} | {cells[1]} | {_decoding(results, one)} | "
+            f"{one.tokens_per_pass:.2f} | {equal}/{len(base.tokens)} |"
         )
     return lines
 
