@@ -39,6 +39,7 @@ LAYERS = [
         "cluster",
         "serve",
         "theory",
+        "sizing",
         "bench",
         "jobs",
         "distill",
@@ -62,7 +63,6 @@ NAMESAKES = {
 SMALL = {
     "__main__.py": "what `python -m` runs",
     "errors.py": "imported by every package",
-    "formats.py": "text for messages of bench, distill, train, tools and cli, which share no other module",
     "draft/heads/hivis.py": "one head kind per file",
     "train/precision.py": "shared by optimiser and processes",
 }

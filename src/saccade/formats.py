@@ -1,8 +1,9 @@
-"""Text for messages: durations, shortened values, and differences between nested values."""
+"""Text for messages and from options: durations, near names, values, and differences between nested values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -16,6 +17,25 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str, plural: str = "") -> str:
     """A number with its noun: ``1 token``, ``2 tokens``."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
+    """The end of a message about an unknown name: the known names most like it, or all."""
+    names = list(known)
+    near = get_close_matches(name, names, most, 0.4)
+    return f"the nearest are {', '.join(near)}." if near else f"there are {', '.join(names)}."
+
+
+def parse_value(text: str) -> Any:
+    """The value of an option's text: a number, a truth, or the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def shortened(value: Any, length: int = 60) -> str:

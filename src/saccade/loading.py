@@ -100,7 +100,8 @@ def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
     stored = config.dtype or config.get_text_config(decoder=True).dtype
     if stored is None or cpu.suitable_dtype(stored) == stored:
         return "auto"
-    name, size, free = str(stored).removeprefix("torch."), 4 * _parameters(config), cpu.available_memory()
+    weights = sum(p.numel() for p in empty_model(config).parameters())
+    name, size, free = str(stored).removeprefix("torch."), 4 * weights, cpu.available_memory()
     fits = free is None or size < 0.9 * free
     if fits:
         outcome = f"it runs in float32; dtype={name!r} forces the stored format"
@@ -115,18 +116,20 @@ def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
     return torch.float32 if fits else "auto"
 
 
-def _parameters(config: Any) -> int:
-    """Number of parameters of a configuration's model, which is made without memory."""
+def empty_model(config: Any) -> Any:
+    """Return a configuration's model on torch's meta device: shapes without memory."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
     with torch.device("meta"):
-        model = (AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM).from_config(config)
-    return sum(p.numel() for p in model.parameters())
+        return (AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM).from_config(config)
 
 
-def check_checkpoint(path: str | Path) -> Any:
+def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
     """Check a checkpoint without reading its weights, and return its configuration.
+
+    Args:
+        weights: False where the configuration is enough, so that a folder may lack weight files.
 
     Raises:
         ModelError: the checkpoint does not exist, its files are missing or truncated, it needs code of its own, or
@@ -138,7 +141,7 @@ def check_checkpoint(path: str | Path) -> Any:
     if not str(path):
         raise ModelError("The name of the checkpoint is empty; give a checkpoint folder or a hub id.")
     if folder.is_dir():
-        _check_files(folder)
+        _check_files(folder, weights)
     elif folder.exists():
         raise ModelError(f"{path} is a file; give the folder that holds the checkpoint's config.json.")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
@@ -180,8 +183,8 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
             return None
 
 
-def _check_files(folder: Path) -> None:
-    """Raise `ModelError` unless a folder has a configuration and complete weight files."""
+def _check_files(folder: Path, weights: bool) -> None:
+    """Raise `ModelError` unless a folder has a configuration and, if wanted, complete weight files."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(
@@ -190,11 +193,13 @@ def _check_files(folder: Path) -> None:
     again = "download the checkpoint again"
     try:
         names = {"config.json": json.loads(config.read_text(encoding="utf-8"))}
-        indices = sorted(folder.glob("*.safetensors.index.json"))
+        indices = sorted(folder.glob("*.safetensors.index.json")) if weights else []
         for index in indices:
             names |= json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as problem:
         raise ModelError(f"A JSON file of {folder} is damaged ({problem}); {again}.") from None
+    if not weights:
+        return
     shards = sorted({str(v) for k, v in names.items() if k != "config.json"})
     for shard in shards:
         if not (folder / shard).is_file():

@@ -154,3 +154,15 @@ def test_files_of_one_size_with_other_bytes_are_no_duplicates(tmp_path: Path) ->
     (tmp_path / "b").write_bytes(b"two")
     seen = Duplicates(tmp_path)
     assert [seen.first(n, told(asks("?", n))) for n in ("a", "b", "a")] == ["a", "b", "a"]
+
+
+def test_answers_ahead_of_the_first_question_are_left_out() -> None:
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "chatgpt", "value": "... goes on."},
+        {"from": "human", "value": "And then?"},
+        {"from": "gpt", "value": "Nothing."},
+    ]
+    found = parse_conversation(json.dumps({"id": "QWJhYvA_0", "conversations": turns}))
+    assert [m["role"] for m in found.messages] == ["system", "user", "assistant"]
+    assert found.questions == [1]

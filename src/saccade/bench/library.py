@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
 from saccade.bench.suite import MethodEntry, Suite, TaskEntry, parse, with_baseline
 from saccade.errors import SaccadeError
+from saccade.formats import parse_value
 
 _FOLDER = resources.files("saccade.bench") / "suites"
 
@@ -38,12 +40,36 @@ def load(name: str) -> Suite:
 
 
 def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
-    """Return the suite with some methods: labels of its own, or names of `saccade methods` with their defaults."""
+    """Return the suite with some methods.
+
+    Args:
+        wanted: labels of its own, or names of `saccade methods`, either with options behind colons such as
+            ``sage:total=25``.
+
+    Raises:
+        SaccadeError: there is none, or an option has another form.
+    """
     own = {m.label: m for m in suite.methods}
-    chosen = [own.get(name, MethodEntry(name, name)) for name in dict.fromkeys(wanted)]
+    chosen = [_with_options(name, own) for name in dict.fromkeys(wanted)]
     if not chosen:
         raise SaccadeError("No method was given; name at least one, such as --methods chain.")
     return suite.with_(methods=with_baseline(chosen))
+
+
+def _with_options(text: str, own: Mapping[str, MethodEntry]) -> MethodEntry:
+    if text in own:
+        return own[text]
+    name, *pairs = text.split(":")
+    entry = own.get(name, MethodEntry(name, name))
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise SaccadeError(
+                f"The method {text!r} has an option {pair!r}; expected NAME=VALUE, such as sage:total=25."
+            )
+        options[key] = parse_value(value)
+    return replace(entry, label=text, options={**entry.options, **options})
 
 
 def choose_tasks(suite: Suite, wanted: Iterable[str]) -> Suite:

@@ -12,6 +12,7 @@ import typer
 
 from saccade.cli import completion, screen
 from saccade.errors import InputError
+from saccade.formats import parse_value
 
 _model = partial(typer.Option, rich_help_panel="Models")
 _decoding = partial(typer.Option, rich_help_panel="Decoding")
@@ -215,19 +216,8 @@ def settings(pairs: list[str] | None) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise InputError(f"--set takes NAME=VALUE, such as gamma=7, not {pair!r}.")
-        found[name.replace("-", "_")] = _value(value)
+        found[name.replace("-", "_")] = parse_value(value)
     return found
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 Ray = Annotated[
@@ -238,6 +228,18 @@ Ray = Annotated[
         help="Run on Ray (`pip install 'saccade[ray]'`): without an address on this machine, `auto` or HOST:PORT is a "
         "cluster, which belongs into a network of its own.",
         rich_help_panel="Several machines",
+    ),
+]
+
+
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="24gb|80gb",
+        autocompletion=completion.memory_presets,
+        help="Settings for one GPU of this memory: batch sizes, precision, the longest sample, the place of cached "
+        "features. What you give yourself has precedence; --plan shows them.",
     ),
 ]
 

@@ -20,6 +20,7 @@ from saccade.formats import count, duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from saccade.bench.papers import PaperSetting
     from saccade.bench.preparing import Prepared
     from saccade.bench.records import Run
     from saccade.bench.runner import Progress, Spent
@@ -45,7 +46,8 @@ def bench(
             "--methods",
             metavar="A,B,C",
             autocompletion=completion.several_methods,
-            help="Only these: the suite's own labels, or `saccade methods`.",
+            help="Only these: the suite's own labels, or `saccade methods`, also with options behind colons, such as "
+            "`sage:total=25`.",
         ),
     ] = None,
     tasks: Annotated[
@@ -71,6 +73,21 @@ def bench(
             "content is an error.",
         ),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            "--preset",
+            metavar="PAPER/TARGET",
+            autocompletion=completion.paper_settings,
+            help="A paper's own pair, methods, data sets and sizes; what you give yourself has precedence.",
+        ),
+    ] = None,
+    list_presets: Annotated[
+        bool, typer.Option("--list-presets", help="List the presets, one line each with the paper's section.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command that --preset stands for; no model is loaded.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Show the planned run and its duration.")] = False,
     per_task: Annotated[int | None, typer.Option(help="Prompts per task.", rich_help_panel=_SIZES)] = None,
     repeats: Annotated[
@@ -81,7 +98,7 @@ def bench(
         int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel=_SIZES)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of pictures and sampling.", rich_help_panel=_SIZES)] = None,
-    target: args.Target = "pocket",
+    target: args.Target = None,
     drafter: args.Drafter = None,
     head: args.Heads = None,
     dtype: args.Dtype = "auto",
@@ -106,8 +123,33 @@ def bench(
 
     `saccade bench --suite hivis-2 -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
 
+    `saccade bench --preset lvspec/qwen2.5-vl-32b --dry-run`
+
     `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
+    if list_presets:
+        _list_presets()
+        return
+    if preset is not None:
+        from saccade.bench import papers
+
+        setting = papers.find(preset)
+        given = {
+            "suite": suite,
+            "methods": methods,
+            "tasks": tasks,
+            "target": target,
+            "drafter": drafter,
+            "max_new_tokens": max_new_tokens,
+        }
+        chosen_options = setting.with_given(given, data is not None)
+        suite, methods, tasks, target, drafter, max_new_tokens = (chosen_options.get(name) for name in given)
+        _show_preset(setting, {**chosen_options, "data": data, "per_task": per_task, "repeats": repeats}, dry_run)
+        if dry_run:
+            return
+        setting.check(chosen_options)
+    elif dry_run:
+        raise InputError("--dry-run prints what a preset stands for; give one with --preset, or use --plan.")
     if suite is None:
         _list()
         return
@@ -152,6 +194,25 @@ def _list() -> None:
         console.print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
         console.print(f"    {suite.title}", markup=False, soft_wrap=True)
     console.print("Run one with `saccade bench --suite NAME`; add --plan to see its plan.", markup=False)
+
+
+def _list_presets() -> None:
+    """Print the presets."""
+    from saccade.bench import papers
+
+    for name in papers.names():
+        screen.out().print(papers.find(name).line, markup=False, soft_wrap=True)
+    print("Run one with `saccade bench --preset NAME`; add --dry-run to see what it stands for.")
+
+
+def _show_preset(setting: PaperSetting, options: dict[str, Any], dry_run: bool) -> None:
+    """Print the command of a preset: the answer of a dry run, a note before a run."""
+    from saccade.bench import papers
+
+    show = print if dry_run else screen.note
+    show(papers.command(options))
+    if setting.note:
+        screen.note(setting.note)
 
 
 def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:

@@ -43,6 +43,13 @@ def suites(incomplete: str) -> list[str]:
     return [name for name in library.names() if name.startswith(incomplete)]
 
 
+def paper_settings(incomplete: str) -> list[str]:
+    """Presets of `saccade bench`."""
+    from saccade.bench import papers
+
+    return [name for name in papers.names() if name.startswith(incomplete)]
+
+
 def tasks(context: typer.Context, incomplete: str) -> list[str]:
     """Tasks of the suite that the command line names, behind the last comma of a list."""
     from saccade.bench import library
@@ -65,6 +72,13 @@ def recipes(incomplete: str) -> list[str]:
     from saccade.draft.heads.registry import HEAD_KINDS
 
     return [name for name in (*HEAD_KINDS, "draft-vlm") if name.startswith(incomplete)]
+
+
+def memory_presets(incomplete: str) -> list[str]:
+    """Presets of training and distillation, by a GPU's memory."""
+    from saccade.sizing.machine import names
+
+    return [name for name in names() if name.startswith(incomplete)]
 
 
 def checkpoints(incomplete: str) -> list[str]:

@@ -58,8 +58,16 @@ def distill(
         ),
     ] = "reference",
     on_bad_line: Annotated[str, typer.Option(help="`stop` at a line that cannot be used, or `skip` it.")] = "stop",
-    plan: Annotated[bool, typer.Option("--plan", help="Show the number of questions and the estimated time.")] = False,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Questions per batch.")] = 8,
+    preset: args.Preset = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Show the number of questions and the estimated time, from a few answers. With --preset nothing is "
+            "run: memory and hours on its GPU are computed from the target's configuration, without weights or a GPU.",
+        ),
+    ] = False,
+    batch: Annotated[int | None, typer.Option("--batch", "-b", help="Questions per batch; 8, or the preset's.")] = None,
     ray: args.Ray = None,
     actors: Annotated[
         int | None,
@@ -129,6 +137,8 @@ def distill(
 
     `saccade distill llava.jsonl --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -n 512 -b 32 -o answers --plan`
 
+    `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb --plan`
+
     `saccade distill llava.jsonl --media-root images -t TARGET -o answers --ray=auto --actors 8`
     """
     if target is None:
@@ -139,6 +149,9 @@ def distill(
     from saccade import methods
 
     name = method or ("plain" if drafter is None else None)
+    from saccade.sizing import machine
+
+    fitted = {} if preset is None else machine.preset(preset).distill
     pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
     settings = args.settings(set_)
     if name is not None and not methods.is_lossless(methods.options(name, settings)):
@@ -148,7 +161,8 @@ def distill(
         "sampled_share": sampled_share,
         "temperature": temperature,
         "seed": seed,
-        "batch": batch,
+        **fitted,
+        **({} if batch is None else {"batch": batch}),
         "history": history,
         "limit": limit,
         **{word: value for word, value in pocket.items() if value is not None},
@@ -157,6 +171,24 @@ def distill(
     from saccade.distill.planning import check_source
 
     check_source(source, Options(**chosen))  # before models are loaded
+    if plan and preset is not None:
+        from saccade.distill.forecast import forecast
+        from saccade.pocket import target_path
+
+        screen.quiet_libraries()
+        where = target_path() if target == "pocket" else target
+        found = forecast(
+            where,
+            source,
+            machine.preset(preset),
+            media_root=media_root,
+            on_bad_line=on_bad_line,
+            dtype=dtype,
+            **chosen,
+        )
+        print(found)
+        _problems(found.plan.problems)
+        return
     models: dict[str, Any] = {
         "dtype": dtype,
         "draft_dtype": draft_dtype,

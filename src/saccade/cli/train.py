@@ -60,7 +60,16 @@ def train(
             "`head.text_only=true`; may be repeated.",
         ),
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Time a few steps, estimate the run, and stop.")] = False,
+    preset: args.Preset = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Time a few steps, estimate the run, and stop. With --preset nothing is run: memory, disk and hours "
+            "on its GPU are computed from the target's configuration, so that neither weights nor a GPU nor answers "
+            "need be there.",
+        ),
+    ] = False,
     resume: Annotated[
         str,
         typer.Option(help="`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."),
@@ -88,6 +97,8 @@ def train(
 
     `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
 
+    `saccade train eagle3 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head --preset 24gb --plan`
+
     `saccade train hivis -t pocket --data more --from head/best --out further`
 
     `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
@@ -108,17 +119,28 @@ def train(
     with screen.waiting("Starting"):
         import torch
 
+        from saccade.pocket import target_path
+        from saccade.sizing import machine
         from saccade.train.data import Answers
         from saccade.train.plan import plan_of
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
         from saccade.train.trainer import Trainer
 
-    chosen = read_recipe(recipe).with_settings(args.settings(settings))
+    chosen = read_recipe(recipe)
+    fitted = {} if preset is None else machine.preset(preset).training(chosen.kind)
+    chosen = chosen.with_settings({**fitted, **args.settings(settings)})
     if lm is not None:
         if chosen.kind != "draft-vlm":
             raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train a {chosen.kind} head.")
         chosen = chosen.with_settings({"head.lm": lm})
+    if plan and preset is not None:
+        from saccade.train.forecasting import forecast
+
+        screen.quiet_libraries()
+        where = target_path() if target == "pocket" else target
+        print(forecast(chosen, where, data, machine.preset(preset), fitted, dtype))
+        return
     kept = chosen.feature_cache, chosen.cache_gb * 1e9
     if plan:
         chosen = replace(chosen, feature_cache="none")

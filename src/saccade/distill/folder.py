@@ -58,6 +58,16 @@ class Folder(Journal):
             yield name, text
 
 
+def place_of(path: Path) -> tuple[Path, Path]:
+    """Return the file of the answers, given it or its folder, and the folder of its media."""
+    file = path / ANSWERS if path.is_dir() else path
+    try:
+        root = json.loads((file.parent / HEADER).read_text(encoding="utf-8"))["source"]["media_root"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return file, file.parent
+    return file, file.parent / Path(root).expanduser()
+
+
 _BLOCK = 1 << 22
 
 

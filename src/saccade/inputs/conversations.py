@@ -15,7 +15,11 @@ from saccade.inputs.chat import normalise, with_sources
 
 Messages = list[dict[str, Any]]
 _MARK = re.compile(r"(<image>|<video>)\n?")
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
+    "system": "system",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
     """Read the conversation of a row.
 
     ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` is LLaVA's form, where
-    ``image`` and ``video`` may be lists and precede the text unless ``<image>`` marks their place;
+    ``image`` and ``video`` may be lists and precede the text unless ``<image>`` marks their place, and answers ahead of
+    the first question, with which some of ShareGPT's rows begin, are left out;
     ``{"messages": [...]}`` is OpenAI's or Hugging Face's form. Other keys are ignored.
 
     Raises:
@@ -218,7 +223,8 @@ def _llava(row: Mapping[str, Any]) -> Messages:
             elif piece.strip():
                 content = [*content, {"type": "text", "text": piece}]
         messages.append({"role": role, "content": content})
-    return messages
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+    return [m for i, m in enumerate(messages) if i >= first or m["role"] != "assistant"]
 
 
 def _llava_media(row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:

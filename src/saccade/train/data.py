@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from saccade.distill.folder import ANSWERS, HEADER
+from saccade.distill.folder import place_of
 from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.chat import normalise
@@ -82,7 +82,7 @@ class Answers:
         min_words: int = 0,
         max_tokens: int | None = None,
     ) -> None:
-        self._path, self._media = _places(Path(path).expanduser())
+        self._path, self._media = place_of(Path(path).expanduser())
         self._processor, self._max_tokens, self._end = processor, max_tokens, end_token(processor)
         self._stop = on_bad_line == "stop"
         self.bad: dict[int, str] = {}
@@ -193,16 +193,6 @@ class Answers:
                 f"{self._path}, line {number}: {why} Correct the line, or leave such lines out with --on-bad-line skip."
             )
         self.bad[number] = why
-
-
-def _places(path: Path) -> tuple[Path, Path]:
-    """Return the file of the answers, and the folder of its media."""
-    file = path / ANSWERS if path.is_dir() else path
-    try:
-        root = json.loads((file.parent / HEADER).read_text(encoding="utf-8"))["source"]["media_root"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return file, file.parent
-    return file, file.parent / Path(root).expanduser()
 
 
 def _row(line: bytes) -> dict[str, Any]:

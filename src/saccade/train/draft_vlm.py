@@ -74,7 +74,7 @@ class DraftVlmLearner:
         *,
         say: Callable[[str], None] = print,
     ) -> None:
-        _check(recipe)
+        check_recipe(recipe)
         self._target, self._processor, self._recipe, self._source = target, processor, recipe, source
         self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
         self.module = self._parts.model
@@ -233,7 +233,8 @@ class DraftVlmLearner:
         return self._lm_head(torch.cat([f.states[last][f.answer] for f in read]))
 
 
-def _check(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
+    """Raise `TrainingError` unless a recipe is one of a draft VLM."""
     if set(recipe.head) != {"lm"}:
         raise TrainingError(
             "A draft VLM is made of a language model: name it with --lm (head.lm), a folder, a hub id or a shape such "

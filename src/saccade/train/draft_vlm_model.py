@@ -55,11 +55,7 @@ def new_draft_vlm(target: Target, processor: InputProcessor, lm: str, seed: int)
         TrainingError: the target is of another class, or the shape is impossible.
         ModelError: the language model cannot be loaded, is a VLM, or has another tokenizer.
     """
-    kind = type(target.model).__name__
-    if kind not in CLASSES:
-        raise TrainingError(
-            f"A draft VLM cannot be made for a {kind}; give a target of the class {' or '.join(CLASSES)}."
-        )
+    _check_class(target)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         small = _fresh(target, lm) if _shape(lm) else _loaded(target, processor, lm)
@@ -75,11 +71,41 @@ def new_draft_vlm(target: Target, processor: InputProcessor, lm: str, seed: int)
     return DraftParts(model.to(target.device), projector, language)
 
 
-def _joined(target: Target, small: Any) -> Any:
+def _check_class(target: Target) -> None:
+    kind = type(target.model).__name__
+    if kind not in CLASSES:
+        raise TrainingError(
+            f"A draft VLM cannot be made for a {kind}; give a target of the class {' or '.join(CLASSES)}."
+        )
+
+
+def joined_config(target: Target, lm: str) -> Any:
+    """Return the configuration of a draft VLM by that of its language model, whose weights are not read.
+
+    Args:
+        lm: as of `new_draft_vlm`.
+
+    Raises:
+        TrainingError, ModelError: as `new_draft_vlm`.
+    """
+    _check_class(target)
+    small = _fresh_config(target, lm) if _shape(lm) else check_checkpoint(path_of(lm), weights=False)
+    small.vocab_size = max(small.vocab_size, _rows(target))
+    return _with_text(target, small)
+
+
+def _with_text(target: Target, small: Any) -> Any:
+    """Return the target's configuration with another language model's."""
     config = target.model.config.to_dict()
-    tied = bool(small.config.tie_word_embeddings)
-    config |= {"text_config": small.config.to_dict(), "tie_word_embeddings": tied, "dtype": "float32"}
-    model = type(target.model)(type(target.model.config).from_dict(config))
+    tied = bool(small.tie_word_embeddings)
+    config |= {"text_config": small.to_dict(), "tie_word_embeddings": tied, "dtype": "float32"}
+    return type(target.model.config).from_dict(config)
+
+
+def _joined(target: Target, small: Any) -> Any:
+    config = _with_text(target, small.config)
+    tied = bool(config.tie_word_embeddings)
+    model = type(target.model)(config)
     base = model.model
     base.vision_tower.load_state_dict(target.model.model.vision_tower.state_dict())
     base.language_model.load_state_dict(small.base_model.state_dict())
@@ -109,7 +135,13 @@ def _rows(target: Target) -> int:
 
 
 def _fresh(target: Target, lm: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(_fresh_config(target, lm))
+
+
+def _fresh_config(target: Target, lm: str) -> Any:
+    from transformers import LlamaConfig
 
     layers, width = _shape(lm) or (0, 0)
     heads = max(1, width // _HEAD_DIM)
@@ -119,7 +151,7 @@ def _fresh(target: Target, lm: str) -> Any:
         )
     text = target.text_config
     known = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=_rows(target),
         hidden_size=width,
         intermediate_size=4 * width,
@@ -130,7 +162,6 @@ def _fresh(target: Target, lm: str) -> Any:
         tie_word_embeddings=False,
         **known,
     )
-    return LlamaForCausalLM(config)
 
 
 def _loaded(target: Target, processor: InputProcessor, lm: str) -> Any:

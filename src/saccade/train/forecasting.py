@@ -1,0 +1,310 @@
+"""Forecast of a training run by the target's configuration and a GPU's data sheet: memory, disk and hours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from saccade.distill.folder import place_of
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import Head, build_head
+from saccade.errors import TrainingError
+from saccade.formats import duration
+from saccade.sizing.lengths import Lengths, assumed, of_answers
+from saccade.sizing.machine import Preset
+from saccade.sizing.model_size import ModelSize
+from saccade.train.draft_vlm import check_recipe
+from saccade.train.draft_vlm_model import joined_config
+from saccade.train.objectives.losses import LOGITS
+from saccade.train.prefetch import AHEAD
+from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
+
+COPIES = 7
+"""Float32 tensors of the logits' size in a loss: head's and teacher's, their softmax, and gradients."""
+VECTORS = 14
+"""Vectors as wide as the model that a decoder layer retains per token for its backward pass."""
+CHECKPOINTS = 3
+"""Two that stay and one that is being written; each has the weights and AdamW's two moments in float32."""
+_MARK = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one kind of drafter costs.
+
+    Attributes:
+        word: its name.
+        trained: number of trained weights.
+        memory: bytes on the GPU by what they are, without the target's weights.
+        cache: bytes of a sample's features; 0 where none are cached.
+        reading: arithmetic of a sample that a cache saves.
+        learning: arithmetic of a sample in every stage, forward and backward.
+    """
+
+    word: str
+    trained: int
+    memory: Mapping[str, float]
+    cache: float
+    reading: float
+    learning: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Forecast of a run.
+
+    Attributes:
+        preset: the GPU.
+        settings: of the preset, as a user would type them.
+        recipe: all numbers of the run.
+        size: of the target.
+        lengths: of the samples.
+        work: of the drafter.
+    """
+
+    preset: Preset
+    settings: Mapping[str, object]
+    recipe: Recipe
+    size: ModelSize
+    lengths: Lengths
+    work: Work
+
+    @property
+    def memory(self) -> float:
+        """Bytes on the GPU at most: an update comes when a micro batch is done."""
+        parts = dict(self.work.memory)
+        update = parts.pop("update")
+        standing = self.size.bytes + parts.pop(self.work.word)
+        return standing + max(sum(parts.values()), update)
+
+    @property
+    def features(self) -> float:
+        """Bytes of the feature cache."""
+        if self.recipe.feature_cache == "none":
+            return 0.0
+        return min(self.work.cache * self.lengths.samples, self.recipe.cache_gb * 1e9)
+
+    @property
+    def disk(self) -> float:
+        """Bytes of the run's folder at most."""
+        weights = _MARK * self.work.trained
+        kept = self.features if self.recipe.feature_cache == "disk" else 0.0
+        return CHECKPOINTS * 3 * weights + 2 * weights + kept
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of a step in every stage that is run, the reading of samples spread over all steps."""
+        total, samples = self.recipe.steps * self.recipe.batch_size, self.lengths.samples
+        every = self.work.cache * samples
+        kept = self.features / every if every else 0.0
+        read = 1.0 if total <= samples else (samples + (total - samples) * (1 - kept)) / total
+        size = self.recipe.batch_size
+        return tuple(self.preset.seconds(size * (read * self.work.reading + each)) for each in self.work.learning)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all steps."""
+        return sum(s * stage.steps for s, stage in zip(self.seconds, _stages(self.recipe), strict=True))
+
+    def __str__(self) -> str:
+        words, weights = self.work.word, self.size.weights
+        kinds = {"target": self.size.bytes, **self.work.memory}
+        parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in kinds.items() if b)
+        settings = " ".join(f"--set {name}={value}" for name, value in self.settings.items())
+        epochs = self.recipe.steps * self.recipe.batch_size / self.lengths.samples
+        lines = [
+            f"preset     {self.preset}",
+            f"settings   {settings}",
+            f"data       {self.lengths}; {epochs:.1f} epochs",
+            f"{words:10} {self.work.trained:,} weights; the target's {weights:,} are frozen",
+            f"memory     {parts} GB; {self.preset.fits(self.memory)}",
+            f"disk       {self.disk / 1e9:.1f} GB: checkpoints {self._kept()}",
+        ]
+        for number, (stage, each) in enumerate(zip(_stages(self.recipe), self.seconds, strict=True), 1):
+            lines.append(f"stage {number}    {stage.steps} steps, {each:.2f} s each, {duration(each * stage.steps)}")
+        if self.lengths.text + self.lengths.visual >= self.recipe.max_tokens:
+            lines.append(
+                f"WARNING    prompts of {self.lengths.text + self.lengths.visual:.0f} tokens leave no room for answers "
+                f"in max_tokens={self.recipe.max_tokens}; set it higher"
+            )
+        return "\n".join([*lines, f"time       about {duration(self.total)} on one GPU, measurements not counted"])
+
+    def _kept(self) -> str:
+        size = self.work.cache * self.lengths.samples
+        where = self.recipe.feature_cache
+        if not size:
+            return "alone"
+        words = f"and features; all features {size / 1e9:.1f} GB, {self.work.cache:,.0f} bytes a sample, "
+        if where == "none":
+            return words + "not cached (feature_cache=none)"
+        return words + f"{self.features / size:.0%} cached in {where} (cache_gb={self.recipe.cache_gb:g})"
+
+
+def forecast(
+    recipe: Recipe,
+    target: str | Path,
+    data: Path,
+    preset: Preset,
+    settings: Mapping[str, object] | None = None,
+    dtype: str = "auto",
+) -> Forecast:
+    """Compute what a run needs on a preset's GPU; weights are not read and need not be there.
+
+    Args:
+        target: folder with the configuration, or hub id.
+        data: as for `saccade.train.data.Answers`; where it does not exist, typical samples are assumed.
+        settings: of the preset, for the reader.
+        dtype: of the target's weights; as stored for ``auto``.
+
+    Raises:
+        ModelError: the target's configuration cannot be used, or an option of the head does not exist.
+        TrainingError: no draft VLM can be made for the target.
+    """
+    size = ModelSize(target, dtype=dtype)
+    file, media = place_of(data.expanduser())
+    lengths = (of_answers(file, media, size) if file.is_file() else assumed(size)).cut(recipe.max_tokens)
+    if not lengths.samples:
+        raise TrainingError(f"{file} holds no answer to learn from; expected what `saccade distill` writes.")
+    work = draft_vlm_work(recipe, size, lengths) if recipe.kind == DRAFT_VLM else head_work(recipe, size, lengths)
+    return Forecast(preset, settings or {}, recipe, size, lengths, work)
+
+
+def _stages(recipe: Recipe) -> list[Stage]:
+    return [stage for stage in recipe.stages if stage.steps]
+
+
+def _width(recipe: Recipe) -> int:
+    """Bytes of a number in the drafter's computation; ``auto`` is bfloat16 on the GPUs of the presets."""
+    return _MARK if recipe.precision == "fp32" else 2
+
+
+def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
+    """Compute the work of a head.
+
+    Raises:
+        ModelError: the kind of head has no such option.
+    """
+    config = HeadConfig.from_target(size.target, recipe.kind, steps=recipe.deepest, **recipe.head)
+    with torch.device("meta"):
+        head = build_head(config)
+    trained = sum(weight.numel() for weight in head.parameters())
+    own_head = sum(w.numel() for name, w in head.named_parameters() if name.startswith("lm_head"))
+    entries = _entries(head, recipe, lengths.text, lengths.visual, lengths.answer)
+    read = len(head.layers)
+    last = 0 if len(size.target.layers) in head.layers else lengths.answer
+    shown = lengths.visual * float(recipe.head.get("keep", 1.0)) if head.is_shown_visual and head.blocks else 0.0
+    kept = lengths.tokens + lengths.answer if recipe.kind == "dream" else read * entries + last
+    return Work(
+        word="head",
+        trained=trained,
+        memory=_head_memory(recipe, size, lengths, head, trained, own_head),
+        cache=(kept + shown) * size.width * size.each + 9 * lengths.tokens,
+        reading=size.forward(lengths.tokens, lengths.patches),
+        learning=tuple(
+            _head_flops(size, head, entries, lengths.answer, trained - own_head, own_head, stage.draft_steps)
+            for stage in _stages(recipe)
+        ),
+    )
+
+
+def _entries(head: Head, recipe: Recipe, text: float, visual: float, answer: float) -> float:
+    """Return the entries of a sample."""
+    if not head.blocks:
+        return answer
+    return text + answer + (0.0 if head.hides_visual else visual * float(recipe.head.get("keep", 1.0)))
+
+
+def _head_flops(
+    size: ModelSize, head: Head, entries: float, answer: float, weights: int, own_head: int, steps: int
+) -> float:
+    """Arithmetic of a sample: the first pass over all entries, later ones over the answer, and their logits."""
+    passed = entries if not head.blocks else entries + (steps - 1) * answer
+    mixed = entries**2 + sum(answer * (entries + step * answer) for step in range(1, steps))
+    mixing = 12 * size.mixing * mixed if head.blocks else 0.0
+    teacher = 2 * size.lm_head * answer
+    logits = 6 * own_head * answer if own_head else 4 * size.lm_head * answer
+    return 6 * weights * passed + mixing + steps * (teacher + logits)
+
+
+def _head_memory(
+    recipe: Recipe, size: ModelSize, lengths: Lengths, head: Head, trained: int, own_head: int
+) -> dict[str, float]:
+    """Bytes by what they are; a micro batch is one of the longest samples."""
+    text, visual, _patches, answer = lengths.longest
+    rows, each, config = recipe.micro_batch, _width(recipe), head.config
+    tokens, width = text + visual + answer, size.width
+    entries = _entries(head, recipe, text, visual, answer)
+    states = len({*head.layers, len(size.target.layers)}) + 1
+    inner = config.intermediate_size if head.gated else config.hidden_size
+    vectors = (VECTORS + len(head.layers)) * width + 4 * inner + 4 * config.heads * config.head_dim
+    retained = (entries + (recipe.deepest - 1) * answer) * max(head.blocks, 1) * vectors * each
+    mixed = sum(entries + step * answer for step in range(recipe.deepest))
+    retained += (mixed * 2 * config.heads * config.head_dim + mixed * answer) * each if head.blocks else 0.0
+    given = entries * (len(head.layers) + 2) * width * _MARK
+    size_of_teacher = size.target.text_config.intermediate_size
+    forward = tokens * (3 * size_of_teacher + 6 * width) * size.each
+    return {
+        "head": _MARK * trained * 4 + (trained * each if each < _MARK else 0),
+        "features": (AHEAD + 1) * rows * tokens * states * width * size.each,
+        "micro batch": max(
+            rows * (given + retained) + _logits(rows * answer, size, own_head // width, recipe.deepest),
+            rows * forward,
+        ),
+        "update": _MARK * trained,
+    }
+
+
+def _logits(places: float, size: ModelSize, known: int, steps: int) -> float:
+    """Bytes of logits and what is computed of them, in chunks of `LOGITS` or of all steps at once."""
+    vocabulary = size.lm_head // size.width
+    there, own = min(places * vocabulary, LOGITS), known or vocabulary
+    share = (own + vocabulary) / (2 * vocabulary)
+    times = steps if places * vocabulary <= LOGITS else 1
+    return float(COPIES * share * there * _MARK * times)
+
+
+def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
+    """Compute the work of a draft VLM.
+
+    Raises:
+        TrainingError: the recipe names no language model, or the target's class has no draft VLM.
+        ModelError: the language model's configuration cannot be used.
+    """
+    check_recipe(recipe)
+    lm = str(recipe.head["lm"])
+    small = ModelSize(lm, joined_config(size.target, lm))
+    text = small.target.text_config
+    model = small.target.model.model
+    frozen = sum(weight.numel() for weight in model.vision_tower.parameters())
+    trained, rows, each = small.weights - frozen, recipe.micro_batch, _width(recipe)
+    projector = trained - small.decoder - small.lm_head
+    longest = sum(lengths.longest) - lengths.longest[2]
+    vectors = VECTORS * text.hidden_size + 4 * text.intermediate_size + 4 * small.mixing
+    vocabulary = small.lm_head // small.width
+    seen = lengths.longest[2] * 10 * small.target.config.vision_config.hidden_size * each
+    kl = bool(recipe.loss.get("kl"))
+    reading = small.see(lengths.patches) + (size.forward(lengths.tokens, lengths.patches) if kl else 0.0)
+    passes = 6 * (small.decoder + projector) * lengths.tokens + 6 * small.lm_head * lengths.answer
+    passes += 6 * text.num_hidden_layers * small.mixing * lengths.tokens**2
+    learning = tuple(reading + passes for _ in _stages(recipe))
+    return Work(
+        word="drafter",
+        trained=trained,
+        memory={
+            "drafter": _MARK * trained * 4 + _MARK * frozen + (small.weights * each if each < _MARK else 0),
+            "micro batch": rows
+            * (
+                longest * text.num_hidden_layers * vectors * each
+                + lengths.longest[3] * vocabulary * COPIES * _MARK
+                + seen
+            ),
+            "update": _MARK * trained,
+        },
+        cache=0.0,
+        reading=0.0,
+        learning=learning,
+    )

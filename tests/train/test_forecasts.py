@@ -1,0 +1,236 @@
+"""Forecasts from published configurations alone: sizes, presets, and memory, disk and hours on a GPU elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from saccade.errors import InputError, ModelError, TrainingError
+from saccade.sizing import machine
+from saccade.sizing.model_size import ModelSize
+from saccade.train.forecasting import Forecast, forecast
+from saccade.train.recipe import read_recipe, trained_kinds
+
+sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
+from commands import Shell
+
+SHAPES = Path(__file__).parents[1] / "shapes"
+"""Configurations of published models, without weights."""
+GB = 1e9
+
+
+@cache
+def size(name: str) -> ModelSize:
+    return ModelSize(SHAPES / name)
+
+
+def forecast_of(name: str, kind: str, preset: str, data: Path = SHAPES / "none", **changed: Any) -> Forecast:
+    chosen = machine.preset(preset)
+    settings = chosen.training(kind)
+    more = {"head.lm": str(SHAPES / "llama-68m")} if kind == "draft-vlm" else {}
+    recipe = read_recipe(kind).with_settings({**settings, **more, **changed})
+    return forecast(recipe, SHAPES / name, data, chosen, settings)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setenv("TERM", "dumb")
+    return Shell(capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "entry"),
+    [
+        ("qwen2.5-vl-7b", 8_292_166_656, 2 * 28 * 4 * 128 * 2),
+        ("llava-1.5-7b", 7_063_427_072, 2 * 32 * 32 * 128 * 2),
+        ("internvl3-8b", 7_944_373_760, 2 * 28 * 4 * 128 * 2),
+        ("llama-68m", 68_030_208, 2 * 2 * 12 * 64 * 4),
+    ],
+)
+def test_a_configuration_has_the_published_number_of_weights(name: str, weights: int, entry: int) -> None:
+    assert size(name).weights == weights
+    assert size(name).entry == entry
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "patches"),
+    [
+        ("qwen2.5-vl-7b", 17 * 23, 34 * 46),
+        ("llava-1.5-7b", 576, 576),
+        ("internvl3-8b", 13 * 256, 13 * 1024),
+    ],
+)
+def test_the_tokens_of_a_picture_follow_from_its_size(name: str, tokens: int, patches: int) -> None:
+    assert size(name).picture(640, 480) == (tokens, patches)
+
+
+@pytest.mark.parametrize("preset", machine.names())
+@pytest.mark.parametrize("kind", trained_kinds())
+def test_a_preset_sets_what_its_recipe_knows(kind: str, preset: str) -> None:
+    settings = machine.preset(preset).training(kind)
+    recipe = read_recipe(kind).with_settings(settings).as_dict()
+    assert {name: recipe[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "preset"),
+    [
+        *(("qwen2.5-vl-7b", kind, "24gb") for kind in ("eagle3", "hivis")),
+        *(
+            ("qwen2.5-vl-7b", kind, "80gb")
+            for kind in ("eagle2", "eagle3", "msd", "vispec", "hivis", "dream", "medusa")
+        ),
+        *(("internvl3-8b", "hivis", preset) for preset in machine.names()),
+        *(("llava-1.5-7b", "draft-vlm", preset) for preset in machine.names()),
+    ],
+)
+def test_what_the_recipes_train_fits_the_gpu_of_its_preset(name: str, kind: str, preset: str) -> None:
+    found = forecast_of(name, kind, preset)
+    assert found.memory <= found.preset.bytes
+    assert "it fits" in str(found)
+    assert "WARNING" not in str(found)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    large = forecast_of("qwen2.5-vl-7b", "dream", "24gb")
+    assert large.memory > large.preset.bytes
+    assert "DOES NOT FIT" in str(large)
+
+
+def test_memory_counts_weights_gradients_and_moments() -> None:
+    found = forecast_of("qwen2.5-vl-7b", "eagle3", "24gb", precision="fp32")
+    assert found.size.bytes == 2 * 8_292_166_656
+    assert found.work.trained == 288_115_200
+    assert found.work.memory["head"] == 16 * 288_115_200
+
+
+def test_a_larger_micro_batch_needs_more_memory_and_no_more_time() -> None:
+    one, four = (forecast_of("qwen2.5-vl-7b", "eagle3", "80gb", micro_batch=n) for n in (1, 4))
+    assert four.memory > one.memory
+    assert four.total == pytest.approx(one.total)
+
+
+def test_cached_features_save_reading_as_far_as_there_is_room() -> None:
+    none, half, all_of_them = (
+        forecast_of("qwen2.5-vl-7b", "hivis", "24gb", feature_cache=where, cache_gb=room)
+        for where, room in (("none", 200), ("disk", 60), ("disk", 200))
+    )
+    assert none.total > half.total > all_of_them.total
+    assert none.disk < half.disk < all_of_them.disk
+    assert half.features == 60 * GB
+    assert half.disk - none.disk == pytest.approx(60 * GB)
+
+
+def test_prompts_longer_than_max_tokens_are_named() -> None:
+    assert "prompts of 3388 tokens leave no room" in str(forecast_of("internvl3-8b", "hivis", "24gb", max_tokens=2048))
+
+
+def answers(folder: Path) -> Path:
+    Image.new("RGB", (280, 140)).save(folder / "a.png")
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x" * 80}]
+    rows = [
+        {
+            "id": str(n),
+            "messages": [{"role": "user", "content": parts}],
+            "answer": "y",
+            "answer_ids": [5] * (10 + 10 * n),
+        }
+        for n in range(5)
+    ]
+    (folder / "answers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "{torn\n")
+    return folder
+
+
+def test_lengths_come_from_the_answers_where_there_are_some(tmp_path: Path) -> None:
+    found = forecast_of("qwen2.5-vl-7b", "hivis", "24gb", answers(tmp_path)).lengths
+    assert (found.samples, found.text, found.visual, found.answer) == (5, 20, 10 * 5, 30)
+    assert found.longest == (20, 50, 200, 50)
+
+
+def test_answers_are_cut_where_samples_are_too_long(tmp_path: Path) -> None:
+    found = forecast_of("qwen2.5-vl-7b", "hivis", "24gb", answers(tmp_path), max_tokens=80).lengths
+    assert found.longest[3] == found.answer == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("24g", "the nearest are 24gb"), ("80", "the nearest are 80gb"), ("huge", "there are 24gb, 80gb")],
+)
+def test_an_unknown_preset_is_refused_with_the_nearest(given: str, near: str) -> None:
+    with pytest.raises(InputError, match=near):
+        machine.preset(given)
+
+
+def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tmp_path: Path) -> None:
+    made = ["train", "eagle3", "-t", SHAPES / "qwen2.5-vl-7b", "--data", tmp_path / "none", "-o", tmp_path / "out"]
+    found = shell(*made, "--preset", "24gb", "--plan", "--set", "max_tokens=1024", "--set", "batch_size=8")
+    assert found.code == 0, found.err
+    assert "288,115,200 weights; the target's 8,292,166,656 are frozen" in found.out
+    assert "computed, nothing was run" in found.out
+    assert "--set micro_batch=1" in found.out
+    assert list(tmp_path.iterdir()) == []
+    assert "has no weights" in shell(*made, "--plan").complaint
+    assert "the nearest are 24gb" in shell(*made, "--preset", "24", "--plan").complaint
+
+
+def test_own_settings_have_precedence_over_a_preset(shell: Shell, tmp_path: Path) -> None:
+    made = [
+        "train",
+        "hivis",
+        "-t",
+        SHAPES / "qwen2.5-vl-7b",
+        "--data",
+        "none",
+        "-o",
+        tmp_path,
+        "--preset",
+        "24gb",
+        "--plan",
+    ]
+    before, after = shell(*made), shell(*made, "--set", "feature_cache=none")
+    assert "cached in disk" in before.out
+    assert "not cached" in after.out
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [("llama-68m", ModelError, "pictures of"), ("missing", ModelError, "config.json")],
+)
+def test_targets_that_cannot_be_sized_are_refused(
+    tmp_path: Path, name: str, error: type[Exception], message: str
+) -> None:
+    target = SHAPES / name if name != "missing" else tmp_path
+    with pytest.raises(error, match=message):
+        forecast(read_recipe("hivis"), target, tmp_path / "none", machine.preset("24gb"))
+
+
+def test_a_draft_vlm_is_forecast_for_targets_that_can_have_one(tmp_path: Path) -> None:
+    found = forecast_of("llava-1.5-7b", "draft-vlm", "24gb")
+    projector = 1024 * 768 + 768 + 768 * 768 + 768
+    grown = 2 * 64 * 768  # rows of embedding and LM head that the target's vocabulary has beyond the language model's
+    assert found.work.trained == 68_030_208 + projector + grown
+    with pytest.raises(TrainingError, match="A draft VLM cannot be made for a Qwen2_5_VL"):
+        forecast_of("qwen2.5-vl-7b", "draft-vlm", "24gb")
+
+
+def test_a_distillation_is_forecast_from_its_prompts(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (280, 140)).save(tmp_path / "images" / "a.png")
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Two."}]
+    rows = [{"id": "a", "image": "a.png", "conversations": turns}, {"id": "b", "conversations": turns[1:]}]
+    (tmp_path / "mix.json").write_text(json.dumps(rows, indent=1))
+    made = ["distill", tmp_path / "mix.json", "--media-root", tmp_path / "images", "-t", SHAPES / "qwen2.5-vl-7b"]
+    found = shell(*made, "-o", tmp_path / "out", "-n", "512", "--preset", "24gb", "--plan", "--on-bad-line", "skip")
+    assert found.code == 0, found.err
+    assert "Questions: 1 of 1 conversation" in found.out
+    assert "50 visual tokens" in found.out
+    assert "KV cache" in found.out
+    assert "line 2: it has no question" in found.err
+    assert not (tmp_path / "out").exists()
+    assert "line 2" in shell(*made, "-o", tmp_path / "out", "--preset", "24gb", "--plan").complaint
