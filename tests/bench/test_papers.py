@@ -16,6 +16,7 @@ from saccade.bench.preparing import lacking
 from saccade.bench.suite import BASELINE
 from saccade.cli import app
 from saccade.cli.bench import choose_suite
+from saccade.data import catalogue
 from saccade.errors import InputError, SaccadeError
 
 PAPERS = {"lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED", "hivis": "HiViS", "dream": "DREAM"}
@@ -38,6 +39,7 @@ def test_a_preset_names_methods_and_models_that_exist(name: str) -> None:
     assert found.source.partition(",")[0] in suite.mirrors
     assert [lacking(method) for method in suite.methods] == [""] * len(suite.methods)
     assert suite.methods[0].name == BASELINE
+    assert all(catalogue.find(task).name for task in found.tasks)
     assert bool(suite.sampling) == ("T = 1" in found.source)
     assert all(model.count("/") == 1 for model in (found.target, found.drafter) if model not in ("", papers.ALONE))
 
