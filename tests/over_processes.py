@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from families import FAMILIES
 from processes import forked
@@ -75,6 +76,7 @@ def as_rank(rank: int, port: int, out: Path, work: Callable[[int], dict[str, Any
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
+    PartialState._reset_state()  # a forked process has that of a run before
     faulthandler.disable()  # a process that is torn off by another one's end says no more
     torch.set_num_threads(1)
     found = work(rank)
@@ -88,7 +90,7 @@ def run_split(out: Path, work: Callable[[int], dict[str, Any]], seconds: float =
     Raises:
         AssertionError: one failed, or took longer.
     """
-    port = _free_port()
+    port = free_port()
     both = [forked(lambda rank=rank: as_rank(rank, port, out, work)) for rank in range(COUNT)]  # type: ignore[misc]
     try:
         for process in both:
@@ -105,7 +107,7 @@ def split_target(folder: Path) -> Target:
     return Target(load_model(folder, device_map="tp"))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -18,7 +18,8 @@ import torch
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.target.adapter import Target
-from saccade.target.ranks import TENSOR_PARALLEL, check_split, processes
+from saccade.target.ranks import TENSOR_PARALLEL, processes
+from saccade.target.sharding import SHARDED, check_processes, sharded
 
 SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
@@ -39,7 +40,8 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         dtype: ``auto``: as stored, but float32 on a CPU that does not compute faster in the stored format; one of
             ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
         device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate); or ``tp``:
-            split over the processes that `torchrun` started (`saccade.target.ranks`).
+            split over the processes that `torchrun` started (`saccade.target.ranks`); or ``fsdp``: sharded over them
+            for training (`saccade.target.sharding`).
 
     Raises:
         ModelError: the checkpoint does not exist, is incomplete, corrupt or of an unsupported kind, or the dtype or
@@ -52,8 +54,14 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     dtype, device_map = check_dtype(dtype), check_device(device_map)
     splitting = {}
+    check_processes(device_map, config)
+    if device_map == SHARDED:
+        if processes() != 1:
+            stored = config.dtype or config.get_text_config(decoder=True).dtype
+            kept = stored if dtype == "auto" and stored and torch.cuda.is_available() else dtype
+            return sharded(lambda: load_model(path, dtype=kept, device_map="cpu"))
+        device_map = check_device(default_device())
     if device_map == TENSOR_PARALLEL:
-        check_split(config)
         device_map = default_device() if processes() == 1 else None
         splitting = _splitting()
     on_cpu = not torch.cuda.is_available() if splitting else device_map in (None, torch.device("cpu"))
@@ -247,7 +255,7 @@ def check_device(device_map: Any) -> Any:
     Raises:
         ModelError: the device is not available, or accelerate is needed and not installed.
     """
-    if device_map is None or (isinstance(device_map, str) and device_map == TENSOR_PARALLEL):
+    if device_map is None or (isinstance(device_map, str) and device_map in (TENSOR_PARALLEL, SHARDED)):
         return device_map
     if isinstance(device_map, dict) or device_map in SPREADING:
         if not find_spec("accelerate"):

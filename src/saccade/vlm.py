@@ -43,7 +43,7 @@ from saccade.profile import is_profile, read_profile
 from saccade.stream import GenerationOptions, Stream
 from saccade.target.adapter import Target
 from saccade.target.media_cache import MEDIA_BYTES
-from saccade.target.ranks import TENSOR_PARALLEL, check_split
+from saccade.target.sharding import check_processes
 from saccade.tickets import Batch
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
@@ -129,31 +129,28 @@ def check(
     target, drafter, given = drafters.with_builtin(target, drafter, method, options, drafters.named(drafter, heads))
     kinds = drafters.kinds_of(given)
     name = method or drafters.default(drafter, kinds, head, options)
-    drafting = None if drafters.is_head(drafter) else drafter
-    values = methods.options(name, options)
-    methods.fit(name, values, drafting is not None, kinds, head, has_drafter=drafter is not None)
+    draft = None if drafters.is_head(drafter) else drafter
+    methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     check_device(device_map)
     processor = _processor(target)
-    if isinstance(device_map, str) and device_map == TENSOR_PARALLEL:
-        check_split(processor.config)
-    draft_processor = None if drafting is None else _processor(drafting)
+    check_processes(device_map, processor.config)
+    draft_processor = None if draft is None else _processor(draft)
     if draft_processor is not None:
-        shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(drafting)))
+        shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
     def read() -> VLM:
         model, draft_model = _model(target, dtype, device_map), None
         if model.device.type == "cpu":
             cpu.use_threads(threads, model.num_parameters())
-        if drafting is not None:
+        if draft is not None:
             place = model.get_input_embeddings().weight.device
-            draft_model = _model(drafting, draft_dtype or "auto", None if place.type == "cpu" else place)
+            draft_model = _model(draft, draft_dtype or "auto", None if place.type == "cpu" else place)
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
-        reader: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor}
-        trained: dict[str, Any] = {"heads": given, "head": head, "draft_dtype": draft_dtype}
-        return VLM(model, processor, **reader, **trained, method=name, exact=exact, **options)
+        parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
+        return VLM(model, processor, **parts, heads=given, head=head, method=name, exact=exact, **options)
 
     return read
 

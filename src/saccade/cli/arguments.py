@@ -82,8 +82,8 @@ DraftDtype = Annotated[
         help="Of the drafter; by default as stored, but float32 for a small one on a CPU.",
     ),
 ]
-SPLITTING = ("generate",)
-"""Commands that can run in several processes which share the target."""
+SPLITTING = {"tp": "generate", "fsdp": "train"}
+"""Devices that mean several processes which share the target, each with the command that has it."""
 
 
 def _device(context: typer.Context, device: str | None) -> str | None:
@@ -92,14 +92,14 @@ def _device(context: typer.Context, device: str | None) -> str | None:
     Raises:
         InputError: it cannot.
     """
-    if device == "tp":
+    if device in SPLITTING:
         name = context.command.name
-        if name not in SPLITTING:
+        if name != SPLITTING[device]:
             raise InputError(
-                f"The device tp splits the target over processes, which `saccade {name}` cannot use; give "
-                f"another device, or use {', '.join(f'`saccade {known}`' for known in SPLITTING)} or the Python API."
+                f"The device {device} splits the target over processes, which `saccade {name}` cannot use; give "
+                f"another device, or use `saccade {SPLITTING[device]}` or the Python API."
             )
-        if os.environ.get("RANK", "0") != "0":
+        if device == "tp" and os.environ.get("RANK", "0") != "0":
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             screen.be_quiet()
     return device
@@ -110,9 +110,9 @@ DeviceMap = Annotated[
     _model(
         "--device",
         callback=_device,
-        help="Device of the target: cpu, cuda, cuda:1, auto to spread it over several (needs accelerate), or tp to "
-        "split it over the processes that torchrun started (in `generate`); by default a CUDA GPU if there is one, "
-        "except for `pocket`.",
+        help="Device of the target: cpu, cuda, cuda:1, auto to spread it over several (needs accelerate), tp to "
+        "split it over the processes that torchrun started (in `generate`), or fsdp to shard it over them (in "
+        "`train`); by default a CUDA GPU if there is one, except for `pocket`.",
     ),
 ]
 Threads = Annotated[

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +14,9 @@ from saccade.cli import arguments as args
 from saccade.cli import completion, screen
 from saccade.errors import InputError
 from saccade.formats import count
+
+if TYPE_CHECKING:
+    from saccade.train.recipe import Recipe
 
 
 def train(
@@ -78,6 +82,12 @@ def train(
         str,
         typer.Option("--on-bad-line", help="`stop` at the first line that cannot be used, or `skip` them."),
     ] = "stop",
+    wandb: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROJECT", help="Log to this project of Weights & Biases, too; WANDB_MODE=offline keeps it here."
+        ),
+    ] = None,
     dtype: args.Dtype = "auto",
     device: args.DeviceMap = None,
     threads: Annotated[
@@ -103,7 +113,8 @@ def train(
 
     `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
 
-    `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers -o head`
+    `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
+    answers -o head`
     """
     if target is None:
         raise InputError(
@@ -117,15 +128,11 @@ def train(
         if value not in choices:
             raise InputError(f"{name} takes {' or '.join(choices)}, not {value!r}.")
     with screen.waiting("Starting"):
-        import torch
-
         from saccade.pocket import target_path
         from saccade.sizing import machine
-        from saccade.train.data import Answers
-        from saccade.train.plan import plan_of
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
-        from saccade.train.trainer import Trainer
+        from saccade.train.together import EndedTogether
 
     chosen = read_recipe(recipe)
     fitted = {} if preset is None else machine.preset(preset).training(chosen.kind)
@@ -141,40 +148,57 @@ def train(
         where = target_path() if target == "pocket" else target
         print(forecast(chosen, where, data, machine.preset(preset), fitted, dtype))
         return
-    kept = chosen.feature_cache, chosen.cache_gb * 1e9
-    if plan:
-        chosen = replace(chosen, feature_cache="none")
+    processes = Processes()
+    if not processes.leads:
+        screen.be_quiet()
     if device is None and "LOCAL_RANK" in os.environ:
-        device = str(Processes().device)
-    default = torch.get_num_threads()  # batches are large, and the number must not change between stop and resume
-    vlm = screen.load_models(target, None, "plain", dtype=dtype, device_map=device, threads=threads or default)
+        device = str(processes.device)
+    models = {"dtype": dtype, "device_map": device, "threads": threads}
+    options = {"begin": begin, "resume": resume == "auto", "wandb": wandb}
+    try:
+        with processes.together():
+            _run(chosen, target, data, out, models, options, plan, "skip" if on_bad_line == "skip" else "stop")
+    except EndedTogether as ended:
+        raise SystemExit(ended.code) from None
+    except KeyboardInterrupt:
+        words = "Stopped; the same command with --resume auto resumes from the last checkpoint."
+        print(words, file=sys.stderr) if processes.count > 1 else screen.note(words)
+        raise
+
+
+def _run(
+    recipe: Recipe,
+    target: str,
+    data: Path,
+    out: Path,
+    models: dict[str, Any],
+    options: dict[str, Any],
+    plan: bool,
+    on_bad_line: Literal["stop", "skip"],
+) -> None:
+    """Train or plan in this process, beside the others of the run."""
+    with screen.waiting("Starting"):
+        import torch
+
+        from saccade.train.data import Answers
+        from saccade.train.plan import plan_of
+        from saccade.train.trainer import Trainer
+
+    kept = recipe.feature_cache, recipe.cache_gb * 1e9
+    if plan:
+        recipe = replace(recipe, feature_cache="none")
+    models["threads"] = models["threads"] or torch.get_num_threads()  # must not change between stop and resume
+    vlm = screen.load_models(target, None, "plain", **models)
     source = Answers(
-        data,
-        vlm.processor,
-        on_bad_line="skip" if on_bad_line == "skip" else "stop",
-        min_words=chosen.min_words,
-        max_tokens=chosen.max_tokens,
+        data, vlm.processor, on_bad_line=on_bad_line, min_words=recipe.min_words, max_tokens=recipe.max_tokens
     )
-    trainer = Trainer(
-        vlm.target,
-        chosen,
-        source,
-        out,
-        processor=vlm.processor,
-        begin=begin,
-        resume=resume == "auto",
-        say=screen.note,
-    )
+    trainer = Trainer(vlm.target, recipe, source, out, processor=vlm.processor, say=screen.note, **options)
     if plan:
         words = plan_of(trainer, kept)
         if trainer.processes.leads:
             print(words)
         return
-    try:
-        outcome = trainer.run()
-    except KeyboardInterrupt:
-        screen.note("Stopped; the same command with --resume auto resumes from the last checkpoint.")
-        raise
+    outcome = trainer.run()
     if not trainer.processes.leads:
         return
     if source.bad:

@@ -29,6 +29,7 @@ from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
 from saccade.target.packed import can_pack, mask_labels, packing
 from saccade.target.positions import rope_positions
 from saccade.target.ranks import Ranks
+from saccade.target.sharding import Shards
 from saccade.target.traits import ModelTraits
 
 
@@ -45,6 +46,7 @@ class Target:
 
     Attributes:
         ranks: processes over which the weights are split; None for a whole model.
+        shards: the same, where each runs sequences of its own (`saccade.target.sharding`); else None.
 
     Raises:
         ModelError: the model has no decoder layers, or cannot be exact.
@@ -58,6 +60,7 @@ class Target:
         self.decoder = _decoder(self.model)
         self.layers: nn.ModuleList = self.decoder.layers
         self.ranks = Ranks.of(self.model)
+        self.shards = Shards.of(self.decoder)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = _compute_device(self._embeddings)
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
@@ -103,7 +106,7 @@ class Target:
         text = self.text_config
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        shares = 1 if self.ranks is None else self.ranks.count
+        shares = 1 if self.ranks is None else self.ranks.shares
         return int(2 * heads * dim * len(self.layers) * self._embeddings.weight.element_size()) // shares
 
     @contextmanager

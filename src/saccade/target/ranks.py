@@ -31,23 +31,29 @@ class Ranks:
     Args:
         mesh: one-dimensional device mesh of the split weights.
         device: of this process's part.
+        gathered: whether every process computes whole layers (`saccade.target.sharding`), not its heads of them.
 
     Attributes:
         rank: of this process, from 0.
         count: of processes.
+        shares: parts that a cache entry is split into.
     """
 
-    def __init__(self, mesh: Any, device: torch.device) -> None:
+    def __init__(self, mesh: Any, device: torch.device, gathered: bool = False) -> None:
         self._group, self._device = mesh.get_group(), device
         self._leader = distributed.get_global_rank(self._group, 0)
         self.rank: int = distributed.get_rank(self._group)
         self.count: int = distributed.get_world_size(self._group)
+        self.shares = 1 if gathered else self.count
 
     @classmethod
     def of(cls, model: Any) -> Ranks | None:
         """Return the ranks of a model with split weights; None for a whole one."""
         split = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
-        return None if split is None else cls(split.device_mesh, split.to_local().device)
+        if split is None:
+            return None
+        gathered = any(hasattr(module, "unshard") for module in model.modules())
+        return cls(split.device_mesh, split.to_local().device, gathered)
 
     def numbers(self, values: Sequence[int]) -> list[int]:
         """Return rank 0's integers, of which all ranks have equally many."""

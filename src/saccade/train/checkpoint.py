@@ -18,17 +18,21 @@ from saccade.errors import TrainingError
 from saccade.files import recover, write_file, write_folder
 from saccade.formats import differences
 from saccade.target.adapter import Target
+from saccade.target.sharding import whole
 
 _VALUES = 64
 
 
 def identity(target: Target) -> dict[str, Any]:
-    """Return class, size, dtype and a digest over some values of every weight."""
+    """Return class, size, dtype and a digest over some values of every weight.
+
+    The processes of a sharded target must all ask for it together; it is that of the whole target.
+    """
     digest = hashlib.sha256()
     for name, weight in target.model.named_parameters():
         digest.update(name.encode())
         if weight.device.type != "meta":  # offloaded weights are elsewhere
-            flat = weight.detach().flatten()
+            flat = whole(weight.detach()).flatten()
             some = flat[:: max(flat.numel() // _VALUES, 1)][:_VALUES]
             digest.update(some.float().cpu().numpy().tobytes())
     return {

@@ -1,32 +1,39 @@
-"""Log of a run: JSON lines, TensorBoard where it is installed, and a line of progress."""
+"""Log of a run: JSON lines, boards, and a line of progress."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from saccade.errors import TrainingError
 from saccade.files import write_file, writing
 from saccade.formats import duration
+from saccade.train.boards import Board
 
 
 class Log:
     """The log of a run, continued from a step.
 
     Args:
-        folder: of ``log.jsonl`` and of TensorBoard's events.
+        folder: of ``log.jsonl``.
         step: steps done; lines of later steps, which will run again, are removed.
         steps: of the whole run.
         say: takes the line of progress.
         again: a value that will be measured again after ``step`` steps; its lines there are removed, too.
+        boards: that get the same numbers; those of lists under names with their places.
     """
 
     def __init__(
-        self, folder: Path, step: int, steps: int, say: Callable[[str], None], again: str | None = None
+        self,
+        folder: Path,
+        step: int,
+        steps: int,
+        say: Callable[[str], None],
+        again: str | None = None,
+        boards: Sequence[Board] = (),
     ) -> None:
         self._path, self._steps, self._say = folder / "log.jsonl", steps, say
         self._first, self._begun = step, time.monotonic()
@@ -36,11 +43,7 @@ class Log:
             if _step_of(line) <= step and not (_step_of(line) == step and again in json.loads(line))
         ]
         write_file(self._path, "".join(line + "\n" for line in kept), error=TrainingError)
-        self._board: Any = None
-        if find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._boards = boards
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Record numbers after a step.
@@ -50,12 +53,13 @@ class Log:
         """
         with writing(self._path, TrainingError), self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                numbers = value if isinstance(value, list) else [value]
-                for place, number in enumerate(numbers):
-                    if isinstance(number, (int, float)):
-                        self._board.add_scalar(name + (f"/{place}" if isinstance(value, list) else ""), number, step)
+        numbers = {}
+        for name, value in values.items():
+            for place, number in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(number, (int, float)):
+                    numbers[name + (f"/{place}" if isinstance(value, list) else "")] = number
+        for board in self._boards:
+            board.add(step, numbers)
 
     def progress(self, step: int, words: str) -> None:
         """One line with the time left."""
@@ -65,8 +69,8 @@ class Log:
 
     def close(self) -> None:
         """Flush to disk."""
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
 
 def _lines(path: Path) -> list[str]:

@@ -6,8 +6,11 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from saccade.formats import duration
+from saccade.target.sharding import held
+from saccade.train.processes import BUCKET
 from saccade.train.recipe import Stage
 from saccade.train.trainer import Trainer
 
@@ -26,7 +29,9 @@ class Plan:
         trained: number of trained weights.
         word: name of the drafter.
         target: weights of the teacher.
-        bytes: of the target's weights; of trained ones with gradients and optimiser; and of one micro batch.
+        bytes: in each process, of the target's weights; of trained ones with gradients, optimiser and, over several
+            processes, the sum of gradients; and of one micro batch.
+        gathered: bytes of a sharded target's largest layer, which is whole while it runs; 0 for other targets.
         seconds: per step of each stage.
         cache: bytes of the features of all samples.
         kept: the recipe's feature cache, and its limit in bytes per process.
@@ -40,6 +45,7 @@ class Plan:
     trained: int
     target: int
     bytes: tuple[int, int, int]
+    gathered: int
     seconds: tuple[float, ...]
     does: tuple[str, ...]
     stages: tuple[Stage, ...]
@@ -48,12 +54,14 @@ class Plan:
     kept: tuple[str, float]
 
     def __str__(self) -> str:
-        weights, learning, batch = (f"{b / 1e9:.2f} GB" for b in self.bytes)
+        weights, learning, batch, layer = (f"{b / 1e9:.2f} GB" for b in (*self.bytes, self.gathered))
+        weights += f" and {layer} for the layer that runs" if self.gathered else ""
+        memory = "memory     " + (f"of each of {self.processes} processes: " if self.processes > 1 else "")
         total = sum(s * stage.steps for s, stage in zip(self.seconds, self.stages, strict=True))
         lines = [
             f"data       {self.samples} training samples, {self.epochs:.1f} epochs; {self.apart} for validation",
             f"{self.word:10} {self.trained:,} weights; the target's {self.target:,} are frozen",
-            f"memory     target {weights}, {self.word} with gradients and optimiser {learning}, one micro batch about "
+            f"{memory}target {weights}, {self.word} with gradients and optimiser {learning}, one micro batch about "
             f"{batch}",
         ]
         if self.cache:
@@ -100,6 +108,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     probed = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
     state = 3 if recipe.optimiser == "adamw" else 2
     samples = len(trainer.order)
+    summed = 0 if trainer.processes.count == 1 else 4 * min(trained, BUCKET)
     batch = learner.batch_bytes(trainer.order.at(0)[: recipe.micro_batch])
     return Plan(
         samples=samples,
@@ -108,7 +117,8 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
         word=learner.word,
         trained=trained,
         target=sum(w.numel() for w in weights),
-        bytes=(sum(w.nbytes for w in weights), 4 * trained * (1 + state), batch),
+        bytes=(sum(held(w).nbytes for w in weights), 4 * trained * (1 + state) + summed, batch),
+        gathered=0 if trainer.target.shards is None else max(map(_bytes, trainer.target.layers)),
         seconds=tuple(seconds),
         does=tuple(learner.describe(number, stage) for number, stage in numbered),
         stages=tuple(stage for _, stage in numbered),
@@ -116,3 +126,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
         cache=samples * learner.cache_bytes(probed),
         kept=kept or (recipe.feature_cache, recipe.cache_gb * 1e9),
     )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(w.nbytes for w in module.parameters())

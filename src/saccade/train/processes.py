@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
 
 from saccade.errors import TrainingError
 from saccade.train.objectives.losses import Tally
+from saccade.train.together import together
 
 
 def sum_tallies(tallies: Sequence[Tally], steps: int, names: Sequence[str], device: torch.device) -> Tensor:
@@ -33,6 +36,12 @@ except ImportError:
     raise TrainingError("Training needs accelerate; install it with: pip install saccade[train]") from None
 
 
+_TIMEOUT = timedelta(days=2)
+"""Longest wait for another process: the first one may measure for hours. `together` notices those that are gone."""
+BUCKET = 1 << 25
+"""Weights whose gradients are summed at once (128 MB)."""
+
+
 class Processes:
     """This process of one or several that `torchrun` or `accelerate launch` started.
 
@@ -47,7 +56,7 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        self._state = PartialState(cpu=not torch.cuda.is_available())  # gloo, where there is no nccl
+        self._state = PartialState(cpu=not torch.cuda.is_available(), timeout=_TIMEOUT)  # gloo, where there is no nccl
         self.rank: int = self._state.process_index
         self.count: int = self._state.num_processes
         self.device: torch.device = self._state.device
@@ -56,6 +65,10 @@ class Processes:
     def leads(self) -> bool:
         """Whether this process writes and measures."""
         return self.rank == 0
+
+    def together(self) -> AbstractContextManager[None]:
+        """Watch over the other processes while the context is open (`saccade.train.together.together`)."""
+        return together(self.rank, self.count)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all processes."""
@@ -66,14 +79,27 @@ class Processes:
         """Replace every gradient by its sum over all processes."""
         if self.count == 1:
             return
-        together = self.sum(torch.cat([_gradient(w).flatten() for w in weights]))
-        for weight, part in zip(weights, together.split([w.numel() for w in weights]), strict=True):
-            weight.grad = part.view_as(weight)
+        for part in _buckets(weights):
+            summed = self.sum(torch.cat([_gradient(w).flatten() for w in part]))
+            for weight, own in zip(part, summed.split([w.numel() for w in part]), strict=True):
+                weight.grad = own.view_as(weight)
 
     def wait(self) -> None:
         """Wait until all processes arrive."""
         if self.count > 1:
             self._state.wait_for_everyone()
+
+
+def _buckets(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Split weights into lists that are summed at once; the copies of all gradients together would take their size."""
+    found: list[nn.Parameter] = []
+    for weight in weights:
+        if found and sum(w.numel() for w in found) + weight.numel() > BUCKET:
+            yield found
+            found = []
+        found.append(weight)
+    if found:
+        yield found
 
 
 def precision_on(device: torch.device, wanted: str) -> str:

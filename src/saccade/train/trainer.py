@@ -19,6 +19,7 @@ from saccade.files import recover, write_folder
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.train.batches import Order, split_validation
+from saccade.train.boards import boards, check_wandb
 from saccade.train.checkpoint import Checkpoints, identity, preserved_random_state
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
@@ -58,6 +59,7 @@ class Trainer:
         begin: folder or hub id of the initial head.
         measure: score of a drafter; block efficiency on validation samples when None.
         resume: resume from a checkpoint in ``out``.
+        wandb: project of Weights & Biases that the run is logged to; None for none.
         say: takes lines of progress.
 
     Attributes:
@@ -67,8 +69,8 @@ class Trainer:
         precision: of the drafter's computation, ``fp32`` or ``bf16``.
 
     Raises:
-        TrainingError: the data are too few, no draft VLM can be made of what was given, or the head to begin with does
-            not fit.
+        TrainingError: the data are too few, a batch has fewer samples than there are processes, wandb is not installed,
+            no draft VLM can be made of what was given, or the head to begin with does not fit.
         ModelError: the kind of head has no such option, a draft VLM's language model cannot be used, or there is no
             head to begin with.
     """
@@ -84,11 +86,20 @@ class Trainer:
         begin: str | Path | None = None,
         measure: Measure | None = None,
         resume: bool = False,
+        wandb: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.target, self.recipe, self.processes = target, recipe, Processes()
         self._source, self._out = source, Path(out)
         self._say = say if self.processes.leads else _silent
+        if recipe.batch_size < self.processes.count:
+            raise TrainingError(
+                f"A batch has {recipe.batch_size} samples, fewer than the {self.processes.count} processes; start "
+                "fewer, or give a larger batch_size, best a multiple of their number."
+            )
+        self._wandb = wandb
+        if wandb is not None:
+            check_wandb()
         target.model.requires_grad_(False)
         self.learner: Learner = new_learner(
             target,
@@ -116,16 +127,21 @@ class Trainer:
 
         Raises:
             TrainingError: the folder holds checkpoints without ``resume``, or those of another run; a loss is not a
-                number; the disk is full; or a line of the data is bad with ``on_bad_line="stop"``.
+                number; the disk is full; a line of the data is bad with ``on_bad_line="stop"``; or another process
+                of the run has ended.
         """
+        with self.processes.together():
+            return self._run()
+
+    def _run(self) -> Outcome:
         self._restore()
         if self._measure is None and self.recipe.validation_samples and not self.apart:
             self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
-        again = "block_efficiency" if self._unmeasured else None
-        log = Log(self._out, self._step, self.recipe.steps, self._say, again) if self.processes.leads else None
+        log = self._open_log() if self.processes.leads else None
         if self._unmeasured:
             self._validate(log)
-        self._batches.begin(self._work())
+        if self.target.shards is None:  # whose forwards and the sums of gradients must come in one order everywhere
+            self._batches.begin(self._work())
         try:
             self._train(log)
         finally:
@@ -138,6 +154,11 @@ class Trainer:
         self.processes.wait()
         best = self._out / "best" if self._best > -math.inf else None
         return Outcome(last, best, self._best if best else None)
+
+    def _open_log(self) -> Log:
+        again = "block_efficiency" if self._unmeasured else None
+        shown = boards(self._out, self._step, self._wandb, self.recipe.as_dict())
+        return Log(self._out, self._step, self.recipe.steps, self._say, again, shown)
 
     def _train(self, log: Log | None) -> None:
         """Run the remaining steps, with checkpoints and measurements."""
@@ -168,6 +189,7 @@ class Trainer:
             self._backward(indices, self._batches.take((step, indices)), stage, step)
             for _, indices in self._share(step)
         ]
+        self._attend()
         sums = sum_tallies(
             [t for t in tallies if t is not None], stage.draft_steps, self.learner.terms, self.target.device
         )
@@ -175,9 +197,10 @@ class Trainer:
         self.processes.sum_gradients(self._optimiser.weights)
         loss, terms, (kept, tried, right) = unpack_sums(sums, stage.draft_steps)
         if not math.isfinite(loss):
+            rank = "" if self.processes.count == 1 else "-RANK"
             raise TrainingError(
-                f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}. Continue "
-                "from the last checkpoint with a lower rate or a smaller clip, in another --out folder."
+                f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}{rank}. "
+                "Continue from the last checkpoint with a lower rate or a smaller clip, in another --out folder."
             )
         examples, rate, norm = sum(kept), rate_at(stage, within), 0.0
         if examples:
@@ -210,7 +233,13 @@ class Trainer:
             mine = self.order.at(step)[start + self.processes.rank :: self.processes.count]
             indices = mine[: self.recipe.micro_batch]
             self._backward(indices, self.learner.prepare(indices, step), stage, step)
+        self._attend()
         self._optimiser.clear()
+
+    def _attend(self) -> None:
+        """Run layers that other processes still need."""
+        if self.target.shards is not None:
+            self.target.shards.attend()
 
     def _work(self) -> Iterator[Work]:
         """Micro batches of the remaining steps."""
@@ -299,20 +328,30 @@ class Trainer:
 
     def _validate(self, log: Log | None) -> None:
         self._batches.rest()  # the target is needed
-        if log is not None and (measure := self._measuring()) is not None:
+        measures = (
+            log is not None or self.target.shards is not None
+        )  # a sharded target answers in all processes at once
+        if measures and (measure := self._measuring()) is not None:
             with (
                 preserved_random_state()
             ):  # later steps are the same, whether they come after a measurement or a checkpoint
                 value = measure(self.learner.module)
-            log.write(self._step, {"block_efficiency": value})
-            self._say(f"step {self._step}: block efficiency {value:.3f}")
-            if value > self._best:
-                self._best = value
-                write_folder(self._out / "best", self._write_best, error=TrainingError)
+            self._note(value, log)
         if log is not None:
             self._checkpoints.amend(self._step, {"best": self._best, "unmeasured": False})
         self._unmeasured = False
         self.processes.wait()
+
+    def _note(self, value: float, log: Log | None) -> None:
+        """Log a measurement, and write the drafter if it is the best; only the first process has a log."""
+        better = value > self._best
+        self._best = value if better else self._best
+        if log is None:
+            return
+        log.write(self._step, {"block_efficiency": value})
+        self._say(f"step {self._step}: block efficiency {value:.3f}")
+        if better:
+            write_folder(self._out / "best", self._write_best, error=TrainingError)
 
     def _write_best(self, part: Path) -> None:
         self.learner.save(part)

@@ -1,0 +1,187 @@
+"""Two processes learn what one does, go on where the other number stopped, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_draft_vlm_training import recipe as draft_recipe
+from test_draft_vlm_training import trainer as draft_trainer
+from train_kit import listed, target
+from training_run import closeness
+
+from over_processes import as_rank, free_port, run_split
+from processes import forked
+from saccade.errors import TrainingError
+from saccade.train import Recipe, Trainer, read_recipe, together
+from saccade.train.processes import Processes
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+
+def eagle(**settings: Any) -> Recipe:
+    """Five samples a step: the processes have three and two, of different lengths."""
+    sizes = {"batch_size": 5, "micro_batch": 2, "log_every": 1, "validation_samples": 2, "validate_every": 3}
+    sizes |= {"checkpoint_every": 2, "stage1.steps": 6, "stage1.warmup": 2, "stage1.rate": 3e-3}
+    return read_recipe("eagle2").with_settings({**sizes, **settings})
+
+
+def train_head(out: Path, chosen: Recipe, **options: Any) -> None:
+    given = {"measure": closeness, "say": lambda _: None, **options}
+    Trainer(target("llava"), chosen, listed("llava", 24), out, **given).run()
+
+
+def train_draft(out: Path, chosen: Recipe, **options: Any) -> None:
+    draft_trainer("llava", out, chosen, **options).run()
+
+
+def draft(**settings: Any) -> Recipe:
+    sizes = {"batch_size": 5, "stage1.steps": 3, "stage2.steps": 4, "checkpoint_every": 2, "loss.kl": 0.5}
+    return draft_recipe(**{**sizes, **settings})
+
+
+Train = Callable[..., None]
+RUNS: dict[str, tuple[Train, Recipe]] = {"head": (train_head, eagle()), "draft": (train_draft, draft())}
+
+
+def over_two(tmp_path: Path, work: Callable[[int], None]) -> None:
+    run_split(tmp_path, lambda rank: work(rank) or {})
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").open()]
+
+
+def weights(out: Path, kind: str) -> dict[str, torch.Tensor]:
+    return load_file(out / kind / "model.safetensors")
+
+
+def assert_same_curve(one: Path, other: Path, kind: str, apart: float = 2e-5) -> None:
+    """The same examples in every step, losses and gradients up to the order of sums, and the weights they lead to."""
+    first, second = lines(one), lines(other)
+    assert [line["step"] for line in first] == [line["step"] for line in second]
+    for a, b in zip(first, second, strict=True):
+        assert a.get("examples") == b.get("examples")
+        for key in ("loss", "gradient"):
+            assert key not in a or a[key] == pytest.approx(b[key], rel=1e-4)
+    found = weights(other, kind)
+    for name, weight in weights(one, kind).items():
+        torch.testing.assert_close(weight, found[name], rtol=0, atol=apart, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_bits(one: Path, other: Path, kind: str) -> None:
+    first, second = weights(one, kind), weights(other, kind)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    plain = [[{k: v for k, v in line.items() if k != "seconds"} for line in lines(out)] for out in (one, other)]
+    assert plain[0] == plain[1]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_two_processes_have_the_loss_curve_of_one_and_the_first_alone_writes(kind: str, tmp_path: Path) -> None:
+    train, chosen = RUNS[kind]
+    train(tmp_path / "one", chosen)
+
+    def work(rank: int) -> None:
+        train(tmp_path / f"rank-{rank}", chosen)
+        assert Processes().count == 2
+
+    over_two(tmp_path, work)
+    assert_same_curve(tmp_path / "one", tmp_path / "rank-0", kind)
+    assert not (tmp_path / "rank-1").exists()
+
+
+def test_gradients_averaged_over_processes_of_unequal_examples_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted mistake: the mean of every process's own mean, as DistributedDataParallel has it."""
+    own: list[int] = []
+    plain, backward = Processes.sum_gradients, Trainer._backward
+
+    def counted(self: Trainer, *given: Any) -> Any:
+        tally = backward(self, *given)
+        own.append(int(tally.kept.sum()))
+        return tally
+
+    def averaged(self: Processes, parameters: Any) -> None:
+        mine, own[:] = sum(own), []
+        together = int(self.sum(torch.tensor(mine)))
+        for weight in parameters:
+            weight.grad = weight.grad / mine * together / self.count
+        plain(self, parameters)
+
+    train_head(tmp_path / "one", eagle())
+    monkeypatch.setattr(Trainer, "_backward", counted)
+    monkeypatch.setattr(Processes, "sum_gradients", averaged)
+    over_two(tmp_path, lambda rank: train_head(tmp_path / "two", eagle()))
+    with pytest.raises(AssertionError):
+        assert_same_curve(tmp_path / "one", tmp_path / "two", "head")
+
+
+def killed_after(step: int) -> Callable[[str], None]:
+    """Takes lines of progress, and kills its process at a step's."""
+
+    def say(words: str) -> None:
+        if words.startswith(f"step {step} of"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return say
+
+
+def start_two(tmp_path: Path, work: Callable[[int], None]) -> list[Any]:
+    port = free_port()
+    return [forked(lambda rank=rank: as_rank(rank, port, tmp_path, lambda r: work(r) or {})) for rank in range(2)]
+
+
+def cut(train: Train, chosen: Recipe, out: Path, count: int) -> None:
+    """A run of one or two processes that is killed in its fifth step, after the checkpoint of the fourth."""
+    if count == 1:
+        process = forked(lambda: train(out, chosen, say=killed_after(5)))
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        return
+    both = start_two(out.parent, lambda rank: train(out, chosen, say=killed_after(5)))
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [-signal.SIGKILL, 1]
+    assert [p.name for p in sorted((out / "checkpoints").iterdir())][-1] == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("head", 2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("head", 1, 2), ("head", 2, 2), ("draft", 1, 2), ("draft", 2, 1), ("draft", 2, 2)
+    ])],
+)  # fmt: skip
+def test_a_killed_run_goes_on_with_any_number_of_processes(
+    kind: str, before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "PERIOD", 0.1)
+    train, chosen = RUNS[kind]
+    cut(train, chosen, tmp_path / "cut", before)
+    if after == 1:
+        train(tmp_path / "cut", chosen, resume=True)
+    else:
+        over_two(tmp_path, lambda rank: train(tmp_path / "cut", chosen, resume=True))
+    train(tmp_path / "one", chosen)
+    assert_same_curve(tmp_path / "one", tmp_path / "cut", kind)
+    if before == after:
+        over_two(tmp_path, lambda rank: train(tmp_path / "two", chosen))
+        assert_same_bits(tmp_path / "two", tmp_path / "cut", kind)
+
+
+def test_a_batch_smaller_than_the_number_of_processes_is_refused(tmp_path: Path) -> None:
+    def work(rank: int) -> dict[str, str]:
+        with pytest.raises(TrainingError) as refused:
+            train_head(tmp_path / "run", eagle(batch_size=1))
+        return {"said": str(refused.value)}
+
+    first, second = run_split(tmp_path, work)
+    assert first == second
+    assert first["said"].startswith("A batch has 1 samples, fewer than the 2 processes; start fewer")
