@@ -4,8 +4,9 @@
 
 The client is the openai package, the model the built-in draft model. The first part asks follow-up questions about
 pictures, at random replicas and with affinity, and counts those that came to the replica of the turn before. The second
-part kills a replica (SIGKILL) under several streams. The third asks more at once than may wait. Exit code 1: an answer
-was wrong, a stream ended without an error and without its end, or less than the aim was reached.
+part kills a replica (SIGKILL) under several streams. The third replaces all replicas (SIGHUP) under several streams and
+questions. The fourth asks more at once than may wait. Exit code 1: an answer was wrong, a stream ended without an error
+and without its end, an update lost something, or less than the aim was reached.
 """
 
 from __future__ import annotations
@@ -205,6 +206,44 @@ def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Na
     }
 
 
+# -- a rolling update --------------------------------------------------------------------------------------
+
+
+def update_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Replace all replicas once half of the streams have begun, and ask questions until that is done."""
+    expected, found = [Stream() for _ in range(options.streams)], [Stream() for _ in range(options.streams)]
+    for number, each in enumerate(expected):
+        stream(client, number, options.tokens, each)
+    threads = [
+        threading.Thread(target=stream, args=(client, number, options.tokens, each))
+        for number, each in enumerate(found)
+    ]
+    for thread in threads:
+        thread.start()
+    while sum(each.tokens > 0 for each in found) < options.streams // 2:
+        time.sleep(0.01)
+    old, questions = set(replicas_of(process)), []
+    os.kill(process, signal.SIGHUP)
+    begin = time.perf_counter()
+    while old & set(replicas_of(process)) or len(replicas_of(process)) < len(old):
+        questions.append(Stream())
+        stream(client, 20_000, 4, questions[-1])
+        if time.perf_counter() - begin > 400:
+            raise SystemExit("The replicas were not replaced within 400 seconds.")
+    seconds = time.perf_counter() - begin
+    for thread in threads:
+        thread.join()
+    return {
+        "streams whole and equal to before": sum(
+            each.end == "whole" and each.text == e.text for each, e in zip(found, expected, strict=True)
+        ),
+        "questions meanwhile": len(questions),
+        "of these answered": sum(each.end == "whole" for each in questions),
+        "error": next((each.error for each in [*found, *questions] if each.error), ""),
+        "seconds to new replicas": round(seconds, 1),
+    }
+
+
 # -- more than the replicas can take -----------------------------------------------------------------------
 
 
@@ -248,8 +287,14 @@ def main() -> None:
         _, again = follow_up(client, options, range(4), at_random=True)
         ends = kill_under_streams(client, process, options)
         print("\n".join(f"  {key}: {value}" for key, value in ends.items()), flush=True)
+        update = update_under_streams(client, process, options)
+        print("rolling update:\n" + "\n".join(f"  {key}: {value}" for key, value in update.items()), flush=True)
         taken = flood(client, options.flood)
         print(f"{options.flood} requests at once: {taken}", flush=True)
+    if update["streams whole and equal to before"] != options.streams:
+        raise SystemExit("A stream was lost by a rolling update.")
+    if update["questions meanwhile"] != update["of these answered"]:
+        raise SystemExit("A question was lost by a rolling update.")
     if taken.keys() != {"answered", "refused with 503"}:
         raise SystemExit("Requests beyond the queue must be refused with 503, and all others answered.")
     if again != texts[:4]:

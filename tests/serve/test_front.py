@@ -15,7 +15,7 @@ import yaml
 
 from isolated import ISOLATED, ROOT, isolated
 from saccade.serve.affinity import home_of, key_of_body, ranked
-from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig
+from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
 from saccade.serve.front import ATTEMPTS, Forwarded, Front, QueueFull, ReplicaLost, merged
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -272,3 +272,17 @@ def test_the_examples_of_serve_yaml_are_what_ray_reads(tmp_path: Path) -> None:
     assert behind.ray_actor_options["num_gpus"] == 1
     with pytest.raises(ConfigError, match=r"args must have config, and may have cpus and gpus, not \['gpu'\]"):
         application({"config": "x", "gpu": 1})
+
+
+@pytest.mark.ray
+def test_an_update_keeps_the_address_of_the_server(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs saccade[ray]")
+    from saccade.serve.replicas import _checked
+
+    file = tmp_path / "serve.toml"
+    for port in (8000, 8001):
+        file.write_text(f'[server]\nport = {port}\n[[models]]\ntarget = "pocket"\n')
+        if port == 8000:
+            assert _checked(lambda: read_config(file), ("127.0.0.1", 8000)).port == 8000
+    with pytest.raises(ConfigError, match="address of a running server cannot change"):
+        _checked(lambda: read_config(file), ("127.0.0.1", 8000))

@@ -87,7 +87,8 @@ def serve(
 
     Requests choose their method with the field `speculation` (`"off"`, or `{"method": "sage"}`), and are answered on
     `/v1/chat/completions` and `/v1/completions`. `/metrics` is for Prometheus, `/health` and `/ready` for supervisors.
-    Ctrl-C or SIGTERM lets running answers finish; a second one ends at once.
+    Ctrl-C or SIGTERM lets running answers finish; a second one ends at once. With `--ray`, SIGHUP reads the
+    configuration again and replaces the replicas one after the other.
 
     Examples:
 
@@ -123,16 +124,19 @@ def serve(
         raise InputError("Both --config and --target name models; give one of them.")
     if config is None and target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
-    if target is not None:
-        entry = ModelEntry(target, **{k: v for k, v in own.items() if v is not None})
-        base = ServerConfig((entry,))
-    else:
-        base = read_config(Path(str(config)))
-    found = override(
-        base,
-        {"host": host, "port": port, "api_key_file": api_key_file},
-        {"max_rows": max_rows, "max_queue": max_queue, "kv_memory_mib": kv_memory},
-    )
+
+    def read() -> ServerConfig:
+        if target is not None:
+            base = ServerConfig((ModelEntry(target, **{k: v for k, v in own.items() if v is not None}),))
+        else:
+            base = read_config(Path(str(config)))
+        return override(
+            base,
+            {"host": host, "port": port, "api_key_file": api_key_file},
+            {"max_rows": max_rows, "max_queue": max_queue, "kv_memory_mib": kv_memory},
+        )
+
+    found = read()
     screen.quiet_libraries()
     if plan:
         for model in found.models:
@@ -146,7 +150,7 @@ def serve(
         load_ray()
         from saccade.serve.replicas import serve_on_ray
 
-        serve_on_ray(found, ray, replicas)
+        serve_on_ray(read, ray, replicas)
         return
     from saccade.serve import server
 

@@ -11,7 +11,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from saccade.cluster import LOCAL, connected, limit_threads, places
+from saccade.errors import SaccadeError
 from saccade.serve.affinity import ranked
 from saccade.serve.app import make_app
 from saccade.serve.configuration import KEYS_VARIABLE, ConfigError, ServerConfig, read_config
@@ -210,16 +213,18 @@ def application(args: Mapping[str, Any]) -> Any:
     return build(read_config(args["config"]), **more)
 
 
-def serve_on_ray(config: ServerConfig, address: str, replicas: int | None) -> None:
+def serve_on_ray(read: Callable[[], ServerConfig], address: str, replicas: int | None) -> None:
     """Check everything, start the replicas, and serve until a signal.
+
+    SIGHUP calls ``read`` again and replaces the replicas one after the other (Ray Serve's rolling update).
+
+    Args:
+        read: reads the configuration.
 
     Raises:
         SaccadeError: the configuration, a model or the cluster cannot be used.
     """
-    if not config.port:
-        raise ConfigError("Replicas need a port that is known before; give --port another number than 0.")
-    for entry in config.models:
-        entry.check()
+    config = _checked(read)
     pockets = all(entry.target == "pocket" or entry.device == "cpu" for entry in config.models)
     threads = [entry.threads for entry in config.models if entry.threads]
     with connected(address, replicas) as module:
@@ -229,16 +234,28 @@ def serve_on_ray(config: ServerConfig, address: str, replicas: int | None) -> No
         log.warning("Ray Serve's replicas listen on all addresses; nobody else may be in the network of this machine.")
         http = {"host": config.host, "port": config.port}
         serve.start(proxy_location=where, http_options=http, logging_config={"log_level": "WARNING"})
-        application = build(config, room.count, cpus=room.cpus, gpus=room.gpus)
-        ended: list[int] = []
-        before = {number: signal.signal(number, lambda got, _: ended.append(got)) for number in _SIGNALS}
-        try:
+
+        def deploy(config: ServerConfig) -> None:
+            application = build(config, room.count, cpus=room.cpus, gpus=room.gpus)
             serve.run(application, name=NAME, route_prefix="/", blocking=False)
+
+        came: deque[int] = deque()
+        before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in _SIGNALS}
+        try:
+            deploy(config)
             names = ", ".join(entry.label for entry in config.models)
             at = f"http://{config.host}:{config.port}"
             print(f"Serving {names} by {room.count} replicas on {at}/v1 (Ctrl-C drains and ends)", file=sys.stderr)
-            while not ended:
-                signal.pause()
+            while True:
+                while not came:
+                    time.sleep(0.5)  # pausing could miss a signal that came just before
+                if came.popleft() != signal.SIGHUP:
+                    break
+                try:
+                    deploy(_checked(read, (config.host, config.port)))
+                    print("Replaced every replica by one of the configuration as it is now.", file=sys.stderr)
+                except SaccadeError as problem:
+                    print(f"saccade: {problem} The replicas stay as they are.", file=sys.stderr)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -247,4 +264,15 @@ def serve_on_ray(config: ServerConfig, address: str, replicas: int | None) -> No
                 serve.shutdown()
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+def _checked(read: Callable[[], ServerConfig], at: tuple[str, int] | None = None) -> ServerConfig:
+    config = read()
+    if not config.port:
+        raise ConfigError("Replicas need a port that is known before; give --port another number than 0.")
+    if at is not None and (config.host, config.port) != at:
+        raise ConfigError("The address of a running server cannot change; start it again for another one.")
+    for entry in config.models:
+        entry.check()
+    return config
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
