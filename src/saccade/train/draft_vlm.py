@@ -26,6 +26,7 @@ from saccade.train.features import answer_mask, read_features
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Tally, terms_of
+from saccade.train.objectives.recomputing import recompute_layers
 from saccade.train.recipe import Recipe, Stage
 from saccade.train.samples import Sample, Source
 from saccade.train.validate import Measure, block_efficiency, fitting
@@ -79,6 +80,8 @@ class DraftVlmLearner:
         self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
         self.module = self._parts.model
         self._own = Target(self.module, lean=False)
+        if recipe.recompute:
+            recompute_layers(self._own.layers)
         self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
         self.terms = terms_of(self._objective)
         self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
@@ -117,12 +120,14 @@ class DraftVlmLearner:
         }
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Estimate bytes of activations (about 16 vectors per token and layer) and of logits with gradients."""
+        """Estimate bytes of activations (about 16 vectors per token and layer, or where they are recomputed
+        one, and 16 in the layer that runs) and of logits with gradients."""
         text = self._own.text_config
         total = 0
         for part in self.prepare(indices, 0) or ():
             states = part.supervised.numel() * text.hidden_size * 4
-            total += 16 * text.num_hidden_layers * states
+            vectors = 16 + text.num_hidden_layers if self._recipe.recompute else 16 * text.num_hidden_layers
+            total += vectors * states
             total += 6 * int(part.supervised.sum()) * self._own.vocab_size * 4
         return total
 

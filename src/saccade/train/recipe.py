@@ -20,7 +20,7 @@ T = TypeVar("T")
 DRAFT_VLM = "draft-vlm"
 """Kind of a draft VLM, the one trained drafter that is not a head."""
 
-PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch")
+PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch", "recompute")
 """Settings that may change when a run is resumed: they do not affect supervision."""
 
 _CHOICES = {
@@ -64,6 +64,7 @@ class Recipe:
         residuals: False keeps HiViS's step residuals at zero (ablation).
         batch_size: samples per optimiser step, over all processes.
         micro_batch: samples per forward pass of a process; gradients add up.
+        recompute: whether the drafter's activations are computed again in the backward pass instead of kept.
         optimiser: ``adamw``, or ``muon`` for matrices with AdamW for the rest.
         clip: largest norm of the gradient; 0 for none.
         precision: of the head's computation: ``fp32``, ``bf16``, or ``auto`` for bf16 where the device has it
@@ -83,6 +84,7 @@ class Recipe:
     seed: int = 0
     batch_size: int = 16
     micro_batch: int = 4
+    recompute: bool = False
     optimiser: str = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0

@@ -24,6 +24,7 @@ from saccade.train.checkpoint import Checkpoints, identity, preserved_random_sta
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
 from saccade.train.objectives.losses import Tally
+from saccade.train.objectives.recomputing import recomputing
 from saccade.train.optimiser import Optimiser, rate_at
 from saccade.train.prefetch import Prefetch, Work
 from saccade.train.processes import Processes, precision_on, sum_tallies, unpack_sums
@@ -256,7 +257,8 @@ class Trainer:
         if prepared is None:
             return None
         batch = self.learner.batch(prepared)
-        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        narrow = torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        with narrow, recomputing(self.recipe.recompute):
             tally = self.learner.loss(batch, stage)
         if tally.loss.requires_grad:
             tally.loss.backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -22,7 +23,6 @@ from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, Features, Needed, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
-    Kept,
     Tally,
     Window,
     in_chunks,
@@ -31,6 +31,7 @@ from saccade.train.objectives.losses import (
     terms_of,
     with_guesses,
 )
+from saccade.train.objectives.recomputing import Kept, recomputed
 from saccade.train.samples import Sample, Source
 
 
@@ -217,7 +218,8 @@ class DreamObjective:
 
         window = Window.of(entries.supervised)
         following, states = window.take(entries.following), window.take(entries.states)
-        begun = head.begin(entries.embeddings, Placement(entries.positions, entries.attention_mask))
+        at = Placement(entries.positions, entries.attention_mask)
+        begun = recomputed(lambda _: head.begin(entries.embeddings, at))
         supervised = window.supervised
         for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
             if step:
@@ -265,12 +267,12 @@ def drafts(
     if feeding == "answer":
         features = entries.features
         for _ in range(steps):
-            out = head.finish(begun, features, at, entries.reach, places=places)
+            out = recomputed(partial(_alone, head, begun, features, at, entries.reach, places))
             yield window.take(out)
             features = self_fed(entries, out)
         return
-    entered, memory = Kept(head.blocks), cast("RowCache", Kept(len(head.cross)))
-    out = head.finish(begun, entries.features, replace(at, cache=entered), entries.reach, memory, places)
+    held = Kept(head.blocks), Kept(len(head.cross))
+    out = recomputed(partial(_drafted, head, begun, entries.features, at, entries.reach, places), held)
     guess = window.take(out)
     yield guess
     begun, own = window.take(begun), window.take(entries.tokens)
@@ -278,8 +280,27 @@ def drafts(
     for step in range(1, steps):
         seen = with_guesses(order <= (window.places - step)[:, :, None], step)
         reach = with_guesses(places < (own - step).clamp(min=1)[:, :, None], step)
-        guess = head.finish(begun, shifted(guess), Placement(own - 1, seen, entered), reach, memory)
+        guess = recomputed(partial(_drafted, head, begun, shifted(guess), Placement(own - 1, seen), reach, None), held)
         yield guess
+
+
+def _alone(
+    head: Dream, begun: Tensor, features: Tensor, at: Placement, reach: Tensor, places: Tensor, _: object
+) -> Tensor:
+    return head.finish(begun, features, at, reach, places=places)
+
+
+def _drafted(
+    head: Dream,
+    begun: Tensor,
+    features: Tensor,
+    at: Placement,
+    reach: Tensor,
+    places: Tensor | None,
+    held: Sequence[Kept],
+) -> Tensor:
+    entered, memory = held
+    return head.finish(begun, features, replace(at, cache=entered), reach, cast("RowCache", memory), places)
 
 
 def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from saccade.draft.heads.medusa import StackedHead
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
 from saccade.train.objectives.losses import Tally, Weights, Window, draft_loss, in_chunks
+from saccade.train.objectives.recomputing import recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ class AheadObjective:
             if head.follows:  # [M, step + 1, d]
                 windows = embeddings.unfold(1, step + 1, 1).transpose(2, 3)  # [B, A - step, step + 1, d]
                 path = windows[supervised]
-            guess, tokens = head(here, path, step=step), following[:, step:][supervised]
+            guess = recomputed(partial(_stack, head, here, path, step))
+            tokens = following[:, step:][supervised]
 
             def measure(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
                 logits = head.logits(guess, lm_head).float()
@@ -165,6 +168,11 @@ class AheadObjective:
                 counts[1, step] += right
         tried, right = counts.unbind()
         return Tally(loss, {"tokens": total} if self.tokens else {}, tried, tried.clone(), right)
+
+
+def _stack(head: StackedHead, here: Tensor, path: Tensor | None, step: int, _: object) -> Tensor:
+    out: Tensor = head(here, path, step=step)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.train.objectives.entries import Entries, LMHead
+from saccade.train.objectives.recomputing import Kept, recomputed
 
 LOGITS = 1 << 24
 """Logits per chunk; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
@@ -235,24 +236,6 @@ class Window:
         return values.gather(1, self.places[:, :, None].expand(-1, -1, values.shape[2]))
 
 
-@dataclass(slots=True)
-class _Layer:
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys.append(key)
-        self.values.append(value)
-        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
-
-
-class Kept:
-    """Keys and values of the steps so far, differentiable; a `RowCache` is written in place."""
-
-    def __init__(self, blocks: int) -> None:
-        self.layers = [_Layer() for _ in range(blocks)]
-
-
 def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator[Tensor]:
     """Predict the states at the window's places, 0, 1, ... draft tokens after the last true feature.
 
@@ -272,15 +255,19 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
     batch = len(entries.supervised)
     features = head.fuse(entries.features)
     at = Placement(positions[None], causal.expand(batch, -1, -1), kept)
-    out = head(features, entries.embeddings, at)
-    guess = window.take(out)
+    guess = window.take(step_of(head, features, entries.embeddings, at))
     yield guess
     embeddings = window.take(entries.embeddings)
     for step in range(1, steps):
         true = positions <= (window.places - step)[:, :, None]  # [B, A, E]
         at = Placement(window.places, with_guesses(true, step), kept)
-        guess = head(shifted(guess), embeddings, at, step)
+        guess = step_of(head, shifted(guess), embeddings, at, step)
         yield guess
+
+
+def step_of(head: Head, features: Tensor, embeddings: Tensor, at: Placement, step: int = 0) -> Tensor:
+    """Return ``head(features, embeddings, at, step)``, recomputed for the gradients where `recomputing` says so."""
+    return recomputed(lambda held: head(features, embeddings, replace(at, cache=held[0]), step), [at.cache])
 
 
 def shifted(guess: Tensor) -> Tensor:
