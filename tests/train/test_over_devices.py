@@ -14,13 +14,15 @@ import torch
 from safetensors.torch import load_file
 from test_draft_vlm_training import recipe as draft_recipe
 from test_draft_vlm_training import trainer as draft_trainer
-from train_kit import listed, target
+from train_kit import listed, samples, target
 from training_run import closeness
 
 from over_processes import as_rank, free_port, run_split
 from processes import forked
 from saccade.errors import TrainingError
-from saccade.train import Recipe, Trainer, read_recipe, together
+from saccade.train import Recipe, Trainer, feature_cache, read_recipe, together
+from saccade.train.feature_cache import FeatureCache
+from saccade.train.features import read_features
 from saccade.train.processes import Processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
@@ -185,3 +187,53 @@ def test_a_batch_smaller_than_the_number_of_processes_is_refused(tmp_path: Path)
     first, second = run_split(tmp_path, work)
     assert first == second
     assert first["said"].startswith("A batch has 1 samples, fewer than the 2 processes; start fewer")
+
+
+def features(first: int, count: int) -> list[Any]:
+    return read_features(target("llava"), samples("llava", first + count)[first:], ())
+
+
+def test_processes_find_what_the_others_have_cached_on_disk(tmp_path: Path) -> None:
+    one, other = (FeatureCache(target("llava"), 1e9, tmp_path, "same") for _ in range(2))
+    read = features(0, 3)
+    one.put(0, read[0])
+    one.flush()
+    held = other.get(0)
+    assert held is not None
+    assert torch.equal(held.states[max(held.states)], read[0].states[max(read[0].states)])
+    other.put(1, read[1])
+    other.put(0, read[0])  # known by now
+    other.flush()
+    assert one.get(1) is not None
+    assert one.get(2) is None
+    assert one.samples == other.samples == 2
+    again = FeatureCache(target("llava"), 1e9, tmp_path, "same")  # also after the number of processes has changed
+    assert again.samples == 2
+    assert again.bytes > one.bytes / 2
+
+
+def test_only_caches_of_another_fingerprint_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "0").mkdir()  # of a rank, as before
+    (tmp_path / "0" / "a.safetensors").write_bytes(b"x")
+    cache = FeatureCache(target("llava"), 1e9, tmp_path, "one")
+    cache.put(0, features(0, 1)[0])
+    cache.flush()
+    assert FeatureCache(target("llava"), 1e9, tmp_path, "two").samples == 0
+    assert not (tmp_path / "0").exists()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert FeatureCache(target("llava"), 1e9, tmp_path, "one").samples == 0
+
+
+def test_a_run_with_a_cache_on_disk_goes_on_with_another_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "PERIOD", 0.1)
+    monkeypatch.setattr(feature_cache, "_SHARD", 2)
+    chosen = eagle(feature_cache="disk")
+    cut(train_head, chosen, tmp_path / "cut", 2)
+    train_head(tmp_path / "cut", chosen, resume=True)
+    train_head(tmp_path / "one", chosen)
+    assert_same_curve(tmp_path / "one", tmp_path / "cut", "head")
+    [folder] = (tmp_path / "cut" / "features").iterdir()
+    assert len(list(folder.glob("*.safetensors"))) >= 8

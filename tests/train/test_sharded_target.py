@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from test_draft_vlm_training import checkpoint
+from test_draft_vlm_training import recipe as draft_recipe
+from test_draft_vlm_training import source as draft_source
+from test_draft_vlm_training import vlm as draft_vlm
 from train_kit import listed, samples, target
 
 from families import FAMILIES
@@ -91,14 +94,10 @@ def small(kind: str, **settings: Any) -> Recipe:
     return read_recipe(kind).with_settings({**sizes, **settings})
 
 
-def weights(out: Path) -> dict[str, Tensor]:
-    return load_file(out / "head" / "model.safetensors")
-
-
-def assert_close(one: Path, other: Path, apart: float = 2e-5) -> None:
-    first, second = weights(one), weights(other)
-    for name, weight in first.items():
-        torch.testing.assert_close(weight, second[name], rtol=0, atol=apart, msg=lambda m, n=name: f"{n}: {m}")
+def assert_close(one: Path, other: Path, apart: float = 2e-5, name: str = "head") -> None:
+    first, second = (load_file(out / name / "model.safetensors") for out in (one, other))
+    for key, weight in first.items():
+        torch.testing.assert_close(weight, second[key], rtol=0, atol=apart, msg=lambda m, n=key: f"{n}: {m}")
     for a, b in zip(lines(one), lines(other), strict=True):
         assert a.keys() == b.keys()
         for key in ("loss", "block_efficiency"):
@@ -149,6 +148,24 @@ def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, ca
     train(target("llava"), tmp_path / "one")
     assert_close(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "two" / "best" / "validation.json").exists()
+
+
+@pytest.mark.slow
+def test_a_draft_vlm_learns_from_a_sharded_teacher(tmp_path: Path) -> None:
+    """Its teacher runs within the loss, in micro batches of unequal numbers."""
+    sizes = {"batch_size": 5, "stage1.steps": 2, "stage2.steps": 2, "loss.kl": 0.5, "validation_samples": 0}
+
+    def train(own: Target, out: Path) -> None:
+        chosen, processor = draft_recipe(**sizes), draft_vlm("llava").processor
+        Trainer(own, chosen, draft_source("llava"), out, processor=processor, say=lambda _: None).run()
+
+    def work(rank: int) -> dict[str, Any]:
+        train(Target(load_model(checkpoint("llava"), device_map="fsdp")), tmp_path / "two")
+        return {}
+
+    run_split(tmp_path, work)
+    train(draft_vlm("llava").target, tmp_path / "one")
+    assert_close(tmp_path / "one", tmp_path / "two", name="draft")
 
 
 def test_a_single_process_is_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

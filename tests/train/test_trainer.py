@@ -317,7 +317,7 @@ class TestCache:
         cache = FeatureCache(target("llava"), 1e9, tmp_path / "f")
         cache.put(0, self.features()[0][1])
         cache.flush()
-        [place] = (tmp_path / "f").glob("*.safetensors")
+        [place] = (tmp_path / "f").glob("*/*.safetensors")
         content = bytearray(place.read_bytes())
         content[-1] ^= 1
         place.write_bytes(content)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,8 @@ _SHARD = 64
 
 _FORMAT = 3
 """Version of the files; others are discarded."""
+_FOLDER = re.compile(r"[0-9a-f]{16}|\d+")
+"""Names of the folders of fingerprints, and of ranks, as they were before."""
 
 
 class FeatureCache:
@@ -31,19 +35,19 @@ class FeatureCache:
 
     Only target outputs that the head reads are cached: text embeddings are looked up again, and states that are never
     read become zeros. Files are named by the hash of their content; a damaged one is reported and removed, and its
-    samples are computed again.
+    samples are computed again. Several processes may share a folder: each writes files of its own, and finds those of
+    the others when it lacks a sample.
 
     Args:
         target: whose features they are.
         needed: returns what the head reads of a sample; everything when None.
         limit: bytes; further samples are not cached.
-        folder: of the files; None for memory.
+        folder: of the files, in a folder of their fingerprint; None for memory.
         fingerprint: of target, layers and data; files of another one are discarded.
         say: takes reports of damaged files.
 
     Attributes:
         bytes: cached now.
-        samples: cached now.
     """
 
     def __init__(
@@ -57,16 +61,26 @@ class FeatureCache:
     ) -> None:
         self._needed = needed or _all
         self._target, self._limit, self._folder, self._say = target, limit, folder, say
-        self.bytes, self.samples = 0, 0
+        self.bytes = 0
         self._memory: dict[int, dict[str, Tensor]] = {}
         self._shards: dict[int, Path] = {}
+        self._known: set[Path] = set()
         self._whole: set[Path] = set()
+        self._changed = -1
         if folder is not None:
-            self._open(folder, f"{_FORMAT} {fingerprint}")
+            self._folder = self._open(folder, f"{_FORMAT} {fingerprint}")
+            self._look()
+
+    @property
+    def samples(self) -> int:
+        """Number of samples cached now."""
+        return len(self._shards.keys() | self._memory.keys())
 
     def get(self, index: int) -> Features | None:
         """The features of a sample on the target's device, or None."""
         packed = self._memory.get(index)
+        if packed is None and index not in self._shards:
+            self._look()
         if packed is None and index in self._shards:
             packed = self._read(index)
         return None if packed is None else self._unpack(packed)
@@ -85,7 +99,6 @@ class FeatureCache:
             return
         self._memory[index] = packed
         self.bytes += size
-        self.samples += 1
         if self._folder is not None and len(self._memory) >= _SHARD:
             self.flush()
 
@@ -99,6 +112,7 @@ class FeatureCache:
             return
         content = save({f"{i}.{name}": t for i, packed in self._memory.items() for name, t in packed.items()})
         place = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
+        self._known.add(place)
         write_file(place, content, error=TrainingError)
         self._shards.update(dict.fromkeys(self._memory, place))
         self._memory.clear()
@@ -107,24 +121,36 @@ class FeatureCache:
         each = self.bytes // self.samples if self.samples else 0
         return f"{self.samples} samples, {self.bytes / 1e6:.1f} MB ({each} bytes each)"
 
-    def _open(self, folder: Path, fingerprint: str) -> None:
-        mark = folder / "fingerprint"
-        with writing(folder, TrainingError):
-            if folder.exists() and (not mark.exists() or mark.read_text() != fingerprint):
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(fingerprint)
-        for place in sorted(folder.glob("*.safetensors")):
+    def _open(self, root: Path, fingerprint: str) -> Path:
+        """Return the fingerprint's folder, and remove those of others; several processes may do so at once."""
+        own = root / hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+        with writing(own, TrainingError):
+            own.mkdir(parents=True, exist_ok=True)
+        for other in root.iterdir():
+            if other != own and other.is_dir() and _FOLDER.fullmatch(other.name):
+                shutil.rmtree(other, ignore_errors=True)
+        return own
+
+    def _look(self) -> None:
+        """Find files that other processes have written since the last look."""
+        if self._folder is None:
+            return
+        changed = self._folder.stat().st_mtime_ns
+        if changed == self._changed:
+            return
+        self._changed = changed
+        for place in sorted(set(self._folder.glob("*.safetensors")) - self._known):
+            self._known.add(place)
             try:
                 with safe_open(place, "pt") as file:
                     names = file.keys()
                     held = {int(name.partition(".")[0]) for name in names}
-            except (SafetensorError, ValueError):
+                size = place.stat().st_size
+            except (SafetensorError, ValueError, OSError):
                 self._drop(place)
                 continue
-            self._shards.update(dict.fromkeys(held, place))
-            self.bytes += place.stat().st_size
-        self.samples = len(self._shards)
+            self._shards.update(dict.fromkeys(held - self._shards.keys(), place))
+            self.bytes += size
 
     def _read(self, index: int) -> dict[str, Tensor] | None:
         place = self._shards[index]
@@ -147,8 +173,7 @@ class FeatureCache:
         lost = [i for i, shard in self._shards.items() if shard == place]
         for index in lost:
             del self._shards[index]
-        self.samples -= len(lost)
-        if place.exists():
+        with suppress(FileNotFoundError):  # another process was faster
             self.bytes = max(self.bytes - place.stat().st_size, 0)
             place.unlink()
         self._say(f"The feature file {place} is damaged; its samples are computed again.")

@@ -119,6 +119,7 @@ class HeadLearner:
         out: of the run; features and a calibration are written there.
         begin: folder or hub id of the initial head; fresh weights when None.
         rank: number of this process.
+        count: of processes, which share a feature cache on disk.
         say: takes lines of progress.
 
     Attributes:
@@ -140,6 +141,7 @@ class HeadLearner:
         *,
         begin: str | Path | None = None,
         rank: int = 0,
+        count: int = 1,
         say: Callable[[str], None] = print,
     ) -> None:
         self._target, self._recipe, self._say = target, recipe, say
@@ -164,8 +166,8 @@ class HeadLearner:
         self.feeder.cache = new_cache(
             recipe.feature_cache,
             target,
-            recipe.cache_gb * 1e9,
-            out / "features" / str(rank),
+            recipe.cache_gb * 1e9 * (count if recipe.feature_cache == "disk" else 1),
+            out / "features",
             json.dumps([identity(target), source.fingerprint, dict(source.inputs), *read]),
             say,
             self.feeder.needed,
@@ -236,6 +238,7 @@ def new_learner(
     processor: InputProcessor | None = None,
     begin: str | Path | None = None,
     rank: int = 0,
+    count: int = 1,
     say: Callable[[str], None] = print,
 ) -> Learner:
     """A draft VLM, or a head with fresh weights or another's; arguments as in `DraftVlmLearner` and `HeadLearner`.
@@ -246,7 +249,7 @@ def new_learner(
         ModelError: the kind of head has no such option, or there is no head to begin with.
     """
     if recipe.kind != DRAFT_VLM:
-        return HeadLearner(target, recipe, source, out, begin=begin, rank=rank, say=say)
+        return HeadLearner(target, recipe, source, out, begin=begin, rank=rank, count=count, say=say)
     if begin is not None:
         raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
     if processor is None:

@@ -81,7 +81,7 @@ class Plan:
         if where == "none":
             return words + "not cached (feature_cache=none)"
         words += f"cached {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
-        share = min(1.0, limit * self.processes / self.cache)
+        share = min(1.0, limit * (self.processes if where == "disk" else 1) / self.cache)
         return words if share == 1 else f"{words}, room for {share:.0%} of them; the rest is read in every epoch"
 
 

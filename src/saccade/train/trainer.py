@@ -110,6 +110,7 @@ class Trainer:
             processor=processor,
             begin=begin,
             rank=self.processes.rank,
+            count=self.processes.count,
             say=self._say,
         )
         self.precision = precision_on(target.device, recipe.precision)
