@@ -11,7 +11,7 @@ import typer
 from saccade.cli import execute
 from saccade.errors import SaccadeError
 from saccade.files import write_file
-from tools.docs import commands, methods, notebook
+from tools.docs import commands, methods, notebook, plans
 
 DOCS = Path(__file__).parents[2] / "docs"
 app = typer.Typer(name="tools.docs", add_completion=False)
@@ -22,6 +22,8 @@ def generated(docs: Path = DOCS) -> Iterator[tuple[Path, str]]:
     yield docs / "reference" / "command-line.md", commands.page()
     for page in sorted((docs / "methods").glob("*.md")):
         yield page, methods.filled(page.read_text(encoding="utf-8"), docs / "results")
+    for page in sorted((docs / "recipes").glob("*.md")):
+        yield page, plans.filled(page.read_text(encoding="utf-8"))
     walk = docs / "walk-through.md"
     yield walk.with_suffix(".ipynb"), notebook.notebook(walk.read_text(encoding="utf-8"))
 
@@ -33,7 +35,7 @@ def docs(
         bool, typer.Option("--run", help="Run the walk-through first, and show what it prints now.")
     ] = False,
 ) -> None:
-    """Write the command-line reference, the options and figures of methods, and the notebook."""
+    """Write the command-line reference, the options and figures of methods, the plans of recipes, and the notebook."""
     if run:
         walk = DOCS / "walk-through.md"
         write_file(walk, notebook.executed(walk.read_text(encoding="utf-8")))

@@ -170,7 +170,8 @@ def distill(
     from saccade.distill import Options
     from saccade.distill.planning import check_source
 
-    check_source(source, Options(**chosen))  # before models are loaded
+    if not (plan and preset is not None):
+        check_source(source, Options(**chosen))  # before models are loaded
     if plan and preset is not None:
         from saccade.distill.forecast import forecast
         from saccade.pocket import target_path
@@ -187,7 +188,7 @@ def distill(
             **chosen,
         )
         print(found)
-        _problems(found.plan.problems)
+        _problems(found.plan.problems if found.plan else [])
         return
     models: dict[str, Any] = {
         "dtype": dtype,

@@ -11,7 +11,7 @@ from saccade.distill.options import Options
 from saccade.distill.planning import Plan, Prompts, make_plan
 from saccade.errors import InputError
 from saccade.formats import count, duration
-from saccade.sizing.lengths import LETTERS, Lengths, pictures, spread, together
+from saccade.sizing.lengths import LETTERS, Lengths, assumed, pictures, spread, together
 from saccade.sizing.machine import Preset
 from saccade.sizing.model_size import ModelSize
 
@@ -29,14 +29,14 @@ class Forecast:
         preset: the GPU.
         size: of the target.
         lengths: of its prompts; answers are as long as allowed.
-        plan: every question.
+        plan: every question; None where there are no prompts yet.
         options: of the run.
     """
 
     preset: Preset
     size: ModelSize
     lengths: Lengths
-    plan: Plan
+    plan: Plan | None
     options: Options
 
     @property
@@ -65,17 +65,13 @@ class Forecast:
 
     def __str__(self) -> str:
         plan, memory = self.plan, self.memory
-        sampled = sum(item.sampled for item in plan.items)
         parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in memory.items())
         disk = self.lengths.samples * (self.lengths.text * LETTERS + self.lengths.answer * LINE)
         return "\n".join(
             [
                 f"Preset: {self.preset}",
                 f"Settings: --batch {self.options.batch}",
-                f"Questions: {self.lengths.samples} of {count(plan.conversations, 'conversation')}, "
-                f"{count(len(plan.batches), 'batch', 'batches')}",
-                f"Decoding: {self.lengths.samples - sampled} greedy, {sampled} sampled",
-                f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}",
+                f"Questions: {self.lengths.samples}" if plan is None else _found(plan),
                 f"Prompts: {self.lengths.text:.0f} text and {self.lengths.visual:.0f} visual tokens on average; "
                 f"{self.lengths.origin}",
                 f"Memory: {parts} GB; {self.preset.fits(sum(memory.values()))}",
@@ -83,6 +79,16 @@ class Forecast:
                 f"Time: at most {duration(self.seconds)}, if every answer has {self.options.max_new_tokens} tokens",
             ]
         )
+
+
+def _found(plan: Plan) -> str:
+    items = list(plan.items)
+    sampled = sum(item.sampled for item in items)
+    return (
+        f"Questions: {len(items)} of {count(plan.conversations, 'conversation')}, "
+        f"{count(len(plan.batches), 'batch', 'batches')}\nDecoding: {len(items) - sampled} greedy, {sampled} sampled\n"
+        f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}"
+    )
 
 
 def forecast(
@@ -98,7 +104,7 @@ def forecast(
     """Compute what `saccade.distill.distill` needs on a preset's GPU; weights are not read and need not be there.
 
     Args:
-        source: a file of conversations.
+        source: a file of conversations; where it does not exist, typical questions are assumed.
         dtype: of the target's weights; as stored for ``auto``.
         options: see `saccade.distill.Options`.
 
@@ -112,6 +118,10 @@ def forecast(
         )
     chosen = Options(**options)
     path = Path(source).expanduser()
+    if not path.exists():
+        size = ModelSize(target, dtype=dtype)
+        lengths = assumed(size, path.name, samples=chosen.limit, answer=chosen.max_new_tokens)
+        return Forecast(preset, size, lengths, None, chosen)
     prompts = Prompts(path, path.parent if media_root is None else media_root.expanduser())
     size, plan = ModelSize(target, dtype=dtype), make_plan(prompts, chosen, on_bad_line)
     return Forecast(preset, size, _lengths(prompts, plan, chosen, size), plan, chosen)

@@ -69,11 +69,17 @@ ASSUMED = (640, 480, 60, 200, 64_000)
 """Without data: width and height of a picture, tokens of a question and of an answer, and number of samples."""
 
 
-def assumed(size: ModelSize) -> Lengths:
-    """Return lengths where there are no data yet."""
-    width, height, text, answer, samples = ASSUMED
+def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer: int | None = None) -> Lengths:
+    """Return lengths where there are no data yet.
+
+    Args:
+        missing: name of the file that is not there.
+        samples, answer: in place of the assumed numbers.
+    """
+    width, height, text, usual, many = ASSUMED
+    samples, answer = many if samples is None else samples, usual if answer is None else answer
     visual, patches = size.picture(width, height)
-    origin = f"assumed, of one {width}x{height} picture each, because there are no answers yet"
+    origin = f"assumed, with one {width}x{height} picture each: {missing} is not there yet"
     return Lengths(samples, text, visual, patches, answer, (text, visual, patches, answer), origin)
 
 

@@ -166,7 +166,7 @@ def forecast(
     """
     size = ModelSize(target, dtype=dtype)
     file, media = place_of(data.expanduser())
-    lengths = (of_answers(file, media, size) if file.is_file() else assumed(size)).cut(recipe.max_tokens)
+    lengths = (of_answers(file, media, size) if file.is_file() else assumed(size, file.name)).cut(recipe.max_tokens)
     if not lengths.samples:
         raise TrainingError(f"{file} holds no answer to learn from; expected what `saccade distill` writes.")
     work = draft_vlm_work(recipe, size, lengths) if recipe.kind == DRAFT_VLM else head_work(recipe, size, lengths)
