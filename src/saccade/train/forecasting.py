@@ -22,8 +22,11 @@ from saccade.train.objectives.losses import LOGITS
 from saccade.train.prefetch import AHEAD
 from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
 
-COPIES = 7
-"""Float32 tensors of the logits' size in a loss: head's and teacher's, their softmax, and gradients."""
+KEPT, WORKED = 6, 8
+"""Float32 tensors of the logits' size that a loss retains for its backward pass (head's and teacher's, their softmax),
+and that it has at a time where it is computed in chunks, gradients included."""
+OF_TOKENS = 2
+"""The same of a loss of the answer's tokens alone, which needs no teacher."""
 VECTORS = 14
 """Vectors as wide as the model that a decoder layer retains per token for its backward pass."""
 CHECKPOINTS = 3
@@ -42,6 +45,7 @@ class Work:
         memory: bytes on the GPU by what they are, without the target's weights.
         cache: bytes of a sample's features; 0 where none are cached.
         reading: arithmetic of a sample that a cache saves.
+        once: arithmetic of a sample in the first epoch alone.
         learning: arithmetic of a sample in every stage, forward and backward.
     """
 
@@ -51,6 +55,7 @@ class Work:
     cache: float
     reading: float
     learning: tuple[float, ...]
+    once: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,11 @@ class Forecast:
         every = self.work.cache * samples
         kept = self.features / every if every else 0.0
         read = 1.0 if total <= samples else (samples + (total - samples) * (1 - kept)) / total
+        first = min(samples / total, 1.0) * self.work.once
         size = self.recipe.batch_size
-        return tuple(self.preset.seconds(size * (read * self.work.reading + each)) for each in self.work.learning)
+        return tuple(
+            self.preset.seconds(size * (read * self.work.reading + first + each)) for each in self.work.learning
+        )
 
     @property
     def total(self) -> float:
@@ -208,6 +216,7 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
             _head_flops(size, head, entries, lengths.answer, trained - own_head, own_head, stage.draft_steps)
             for stage in _stages(recipe)
         ),
+        once=size.forward(lengths.text + lengths.visual, lengths.patches) if recipe.kind == "dream" else 0.0,
     )
 
 
@@ -241,7 +250,8 @@ def _head_memory(
     states = len({*head.layers, len(size.target.layers)}) + 1
     inner = config.intermediate_size if head.gated else config.hidden_size
     vectors = (VECTORS + len(head.layers)) * width + 4 * inner + 4 * config.heads * config.head_dim
-    retained = (entries + (recipe.deepest - 1) * answer) * max(head.blocks, 1) * vectors * each
+    blocks = max(head.blocks, 1) + int(config.options.get("cross", 0))
+    retained = (entries + (recipe.deepest - 1) * answer) * blocks * vectors * each
     mixed = sum(entries + step * answer for step in range(recipe.deepest))
     retained += (mixed * 2 * config.heads * config.head_dim + mixed * answer) * each if head.blocks else 0.0
     given = entries * (len(head.layers) + 2) * width * _MARK
@@ -251,20 +261,22 @@ def _head_memory(
         "head": _MARK * trained * 4 + (trained * each if each < _MARK else 0),
         "features": (AHEAD + 1) * rows * tokens * states * width * size.each,
         "micro batch": max(
-            rows * (given + retained) + _logits(rows * answer, size, own_head // width, recipe.deepest),
+            rows * (given + retained) + _logits(rows * answer, size, own_head // width, recipe),
             rows * forward,
         ),
         "update": _MARK * trained,
     }
 
 
-def _logits(places: float, size: ModelSize, known: int, steps: int) -> float:
+def _logits(places: float, size: ModelSize, known: int, recipe: Recipe) -> float:
     """Bytes of logits and what is computed of them, in chunks of `LOGITS` or of all steps at once."""
     vocabulary = size.lm_head // size.width
     there, own = min(places * vocabulary, LOGITS), known or vocabulary
     share = (own + vocabulary) / (2 * vocabulary)
-    times = steps if places * vocabulary <= LOGITS else 1
-    return float(COPIES * share * there * _MARK * times)
+    alone = recipe.objective.TERMS == ("tokens",)
+    copies = OF_TOKENS if alone else KEPT
+    times = copies * recipe.deepest if places * vocabulary <= LOGITS else max(copies, WORKED)
+    return float(times * share * there * _MARK)
 
 
 def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
@@ -299,7 +311,7 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
             "micro batch": rows
             * (
                 longest * text.num_hidden_layers * vectors * each
-                + lengths.longest[3] * vocabulary * COPIES * _MARK
+                + lengths.longest[3] * vocabulary * OF_TOKENS * 2 * _MARK
                 + seen
             ),
             "update": _MARK * trained,
