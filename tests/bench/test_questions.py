@@ -16,8 +16,10 @@ from PIL import Image
 import saccade
 from saccade.bench.digests import digest
 from saccade.bench.preparing import prepare
-from saccade.bench.questions import Question, Turn, gather, reference_score
+from saccade.bench.questions import gather
 from saccade.bench.runner import Runner
+from saccade.bench.scorers import against
+from saccade.bench.turns import Question, Turn
 from saccade.errors import SaccadeError
 from saccade.inputs.media import load_video
 
@@ -253,55 +255,12 @@ def test_a_conversation_runs_turn_by_turn_from_the_cache(beside: Path, vlm: sacc
     assert (run.folder / "media" / run.records[0].media[0]).is_file()
 
 
-class Datasets:
-    """Stands for the package `datasets`."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._rows = rows
-
-    def load_dataset(self, name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
-        if name != "someone/something":
-            raise FileNotFoundError(f"Dataset {name} is not there.\nTrace.")
-        return self._rows
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    found = [{"ask": f"What is {n}?", "picture": Image.new("RGB", (96, 96)), "label": str(n)} for n in range(3)]
-    monkeypatch.setitem(sys.modules, "datasets", Datasets(found))  # type: ignore[arg-type]
-    return found
-
-
-def hub(**changes: Any) -> Any:
-    columns = {"question": "ask", "images": "picture", "reference": "label"}
-    entry = {"name": "hub", "dataset": "someone/something", "columns": columns, **changes}
-    return gather(suite(tasks=[entry]))[0]["hub"]
-
-
-def test_a_dataset_is_read_by_its_columns(rows: list[dict[str, Any]]) -> None:
-    first, second = hub()
-    assert (first.id, second.id) == ("hub-0", "hub-1")
-    assert first.turns[0].text == "What is 0?"
-    assert first.turns[0].images == (rows[0]["picture"],)
-    assert first.turns[0].score("0")["exact"] == 1.0
-
-
-def test_what_is_wrong_with_a_dataset_is_said(rows: list[dict[str, Any]]) -> None:
-    with pytest.raises(SaccadeError, match="has no column 'question'; it has ask, picture, label"):
-        hub(columns={})
-    with pytest.raises(SaccadeError, match="unknown column 'answer'"):
-        hub(columns={"answer": "label"})
-    with pytest.raises(SaccadeError, match=r"Cannot load the dataset someone/else \(test\): Dataset .* not there"):
-        hub(dataset="someone/else")
-    rows.clear()
-    with pytest.raises(SaccadeError, match="is empty"):
-        hub()
-
-
 def test_without_the_package_a_dataset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # type: ignore[arg-type]
-    with pytest.raises(SaccadeError, match="needs the package datasets"):
-        hub()
+    with pytest.raises(
+        SaccadeError, match=r"textvqa needs the package datasets; run `pip install saccade\[datasets\]`"
+    ):
+        gather(suite(tasks=[{"dataset": "textvqa"}]))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +273,7 @@ def test_without_the_package_a_dataset_is_refused(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_references_are_met_without_case_and_punctuation(answer: str, marks: tuple[float, float]) -> None:
-    score = reference_score("forty-two")
+    score = against("match", "forty-two")
     assert score is not None
     assert tuple(score(answer).values()) == marks
-    assert reference_score(None) is None
+    assert against("match", None) is None

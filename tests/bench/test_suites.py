@@ -77,7 +77,7 @@ def test_an_unknown_suite_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": 3}, "unknown key 'prompts'; expected one of claims, max_new_tokens"),
+        ({"prompts": 3}, "unknown key 'prompts'; expected one of claims, judge, max_new_tokens"),
         ({"tasks": []}, "tasks is missing or empty"),
         ({"methods": "chain"}, "methods is missing or empty"),
         ({"tasks": [{"name": "mine"}]}, "needs exactly one of task"),

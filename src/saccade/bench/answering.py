@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from saccade.bench.questions import Question, Turn
 from saccade.bench.records import RESUME, Record
+from saccade.bench.turns import Question, Turn
 from saccade.errors import SaccadeWarning
 from saccade.files import write_file
 from saccade.inputs.media import load_image
@@ -58,12 +58,14 @@ class Answer:
         messages: the conversation up to and including the question, with its media.
         seconds: wall time, tokenizing included.
         traced_seconds: wall time of the extra answer whose trees are recorded.
+        reading: of its videos, as of the question.
     """
 
     record: Record
     messages: list[Mapping[str, Any]]
     seconds: float
     traced_seconds: float
+    reading: Mapping[str, Any]
 
 
 def answer_turns(
@@ -81,11 +83,12 @@ def answer_turns(
 
     Args:
         label: of the method, for the record.
-        options: generation options.
+        options: generation options of the suite; the question's own take their place.
         seed: of the suite; random draws depend on it, the turn and the repeat, not on the method.
         media: names of the saved pictures, by turn.
         trace: repeat the answer untimed to record its draft trees.
     """
+    options = question.options(options)
     conversation = _Conversation(vlm, len(question.turns) > 1, options)
     traced_conversation = _Conversation(vlm, len(question.turns) > 1, {**options, "trace": True})
     answers = []
@@ -113,7 +116,9 @@ def answer_turns(
             trees=[_tree(vlm, tree) for tree in traced.trees] if traced else [],
             warnings=list(dict.fromkeys(warned)),
         )
-        answers.append(Answer(record, reply.messages, reply.seconds, traced.seconds if traced else 0.0))
+        answers.append(
+            Answer(record, reply.messages, reply.seconds, traced.seconds if traced else 0.0, question.reading)
+        )
     return answers
 
 

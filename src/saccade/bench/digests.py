@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.bench.questions import Question
+from saccade.bench.turns import Question
 from saccade.inputs.media import Video, load_image, read_source
 
 _MEDIA = ("image", "video")

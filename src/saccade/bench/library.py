@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.bench.suite import MethodEntry, Suite, TaskEntry, parse, with_baseline
+from saccade.data import catalogue
 from saccade.errors import SaccadeError
 from saccade.formats import parse_value
 
@@ -73,9 +74,14 @@ def _with_options(text: str, own: Mapping[str, MethodEntry]) -> MethodEntry:
 
 
 def choose_tasks(suite: Suite, wanted: Iterable[str]) -> Suite:
-    """Return the suite with some tasks: names of its own, or tasks of the pocket world."""
+    """Return the suite with some tasks: names of its own, tasks of the pocket world, or names of `saccade datasets`."""
     own = {t.name: t for t in suite.tasks}
-    chosen = tuple(own.get(name, TaskEntry(name=name, task=name)) for name in dict.fromkeys(wanted))
+    known = catalogue.names()
+    chosen = tuple(
+        own.get(name)
+        or (TaskEntry(name=name, dataset=name) if name.partition("@")[0] in known else TaskEntry(name=name, task=name))
+        for name in dict.fromkeys(wanted)
+    )
     if not chosen:
         raise SaccadeError("No task was given; name at least one, such as --tasks scene.")
     return suite.with_(tasks=chosen)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade import methods
-from saccade.bench import questions
+from saccade.bench import judge, questions
 from saccade.bench.digests import digest
-from saccade.bench.questions import Question
 from saccade.bench.suite import MethodEntry, Suite
+from saccade.bench.turns import Question
 from saccade.draft.heads.head import Head
 from saccade.environment import dtype_name, environment, fingerprint, model_facts
 from saccade.errors import InputError, MethodError, SaccadeError
@@ -68,6 +68,7 @@ class Prepared:
         }
         for task in resolved["tasks"]:
             task.pop("media")  # places of files do not identify a run
+        resolved["judge"] = judge.facts(self.suite.judge)
         return as_json(resolved)
 
     def models(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _refusal(vlm: VLM, group: list[Question]) -> str:
     """Reason why the model cannot take a question of a task, its prompt's length included; empty when it can."""
     try:
         for question in group:
-            vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages)))
+            vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages, **question.reading)))
     except InputError as problem:
         return str(problem)
     return ""

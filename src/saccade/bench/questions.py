@@ -1,68 +1,32 @@
-"""Benchmark prompts: pocket tasks, JSON Lines files and Hugging Face datasets."""
+"""Benchmark prompts: pocket tasks, files of conversations or turns, and data sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from saccade.bench import scorers
+from saccade.bench.dataset_questions import is_turns_file, read_dataset, read_turns_file
 from saccade.bench.suite import Suite, TaskEntry
+from saccade.bench.turns import Question, Turn
 from saccade.errors import InputError, SaccadeError
-from saccade.inputs.conversations import check_media, media_parts, parse_row, read_conversation, resolve_media
-
-Score = Callable[[str], dict[str, float]]
-"""Score of an answer from 0 to 1, by kind of fact."""
+from saccade.inputs.conversations import (
+    check_media,
+    media_parts,
+    parse_json,
+    parse_row,
+    read_conversation,
+    resolve_media,
+)
 
 FIRST_PICTURE = 500_000
 """Number of the first pocket picture at seed 0; training draws from a million on."""
 _SHOWN_FRAMES = 4
 """Frames of a video that a report shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A user turn of a conversation.
-
-    Attributes:
-        messages: of the turn, media included; the last one is the user's.
-        text: the question, for reports.
-        images: sources of its pictures.
-        score: of an answer; None without ground truth.
-        reference: ground truth of the score: right answers, or the facts of a picture.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    text: str
-    images: tuple[Any, ...] = ()
-    score: Score | None = None
-    reference: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One conversation.
-
-    Attributes:
-        id: unique within a run.
-        task: group in which it is reported.
-        turns: in order; each follows the answer to the one before.
-    """
-
-    id: str
-    task: str
-    turns: tuple[Turn, ...]
-
-    def turn_id(self, turn: int) -> str:
-        """Return the ``prompt_id`` of a turn (0, 1, ...)."""
-        return self.id if turn == 0 else f"{self.id}.{turn + 1}"
-
-    def turn_task(self, turn: int) -> str:
-        """Return the group in which a turn is reported; later turns form groups of their own."""
-        return self.task if turn == 0 else f"{self.task}, turn {turn + 1}"
 
 
 def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
@@ -79,26 +43,26 @@ def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
     found: dict[str, list[Question]] = {}
     missing: dict[str, str] = {}
     for entry in suite.tasks:
-        entry = replace(entry, count=entry.count or suite.per_task, turns=entry.turns or suite.turns)
         reason = "" if entry.task is None else lacks(entry.task, entry.grammar)
         if reason and not entry.optional:
             raise SaccadeError(reason)
         if reason:
             missing[entry.name] = reason
             continue
-        found[entry.name] = _questions(entry, suite.seed)
+        found[entry.name] = _questions(entry, suite)
         most = max(len(q.turns) for q in found[entry.name])
-        if most < (entry.turns or 1):
+        if most < (entry.turns or suite.turns):
             missing[f"{entry.name}, turn {most + 1}"] = "its conversations are shorter."
     return found, missing
 
 
-def _questions(entry: TaskEntry, seed: int) -> list[Question]:
-    if entry.file is not None:
-        return read_questions(entry)
+def _questions(entry: TaskEntry, suite: Suite) -> list[Question]:
     if entry.dataset is not None:
-        return read_dataset(entry)
-    return [_draw(entry, seed + i) for i in range(entry.count or 1)]
+        return read_dataset(entry, suite.per_task)
+    count = entry.count or suite.per_task
+    if entry.file is not None:
+        return read_questions(replace(entry, count=count), suite.turns)
+    return [_draw(entry, suite.seed + number) for number in range(count)]
 
 
 def _draw(entry: TaskEntry, number: int) -> Question:
@@ -122,34 +86,20 @@ def _mark(score: Any, task: str, facts: Any, answer: str) -> dict[str, float]:
     return marks
 
 
-def reference_score(reference: Any) -> Score | None:
-    """Return scores against right answers: ``exact`` and ``contains``, both without case and punctuation."""
-    if reference is None:
-        return None
-    right = [_plain(str(r)) for r in (reference if isinstance(reference, (list, tuple)) else [reference])]
-
-    def score(answer: str) -> dict[str, float]:
-        given = _plain(answer)
-        contains = any(f" {r} " in f" {given} " for r in right)
-        return {"exact": float(given in right), "contains": float(contains)}
-
-    return score
-
-
-def _plain(text: str) -> str:
-    return " ".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
-
-
 _KEYS = {"id", "conversations", "messages", "image", "images", "video", "videos", "reference"}
 
 
-def read_questions(entry: TaskEntry) -> list[Question]:
+def read_questions(entry: TaskEntry, turns: int = 1) -> list[Question]:
     """Read the first ``entry.count`` prompts of a file.
 
     A line is ``{"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": "a.jpg"}`` (LLaVA) or
     ``{"messages": [{"role": "user", "content": [...]}]}`` (OpenAI); ``id`` and ``reference`` (a right answer, or a
     list of them) are optional. The question is the first turn of a LLaVA conversation, or the last of messages with all
-    that precede it; with more than one turn, turns follow in order without the answers of the file.
+    that precede it; with more than one turn, turns follow in order without the answers of the file. A file whose first
+    line has ``turns`` is one of Spec-Bench or MMSpec (`read_turns_file`).
+
+    Args:
+        turns: most turns of a conversation, where the entry does not say.
 
     Raises:
         SaccadeError: the file or one of its images or videos is missing, it is empty, or a line has another form.
@@ -157,22 +107,22 @@ def read_questions(entry: TaskEntry) -> list[Question]:
     assert entry.file is not None
     path = Path(entry.file).expanduser()
     folder = Path(entry.media).expanduser() if entry.media else path.parent
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other ends of lines, such as U+2028
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
-        raise SaccadeError(f"Cannot read the prompts in {path}: {reason}.") from problem
-    found: list[Question] = []
-    for number, line in enumerate(lines, 1):
-        if len(found) == entry.count:
-            break
-        if line.strip():
-            try:
-                found.append(_question(entry, line, number, folder))
-            except InputError as problem:
-                raise SaccadeError(f"{path}, line {number}: {problem}.") from problem
-    if not found:
+    lines = list(_lines(path))
+    if not lines:
         raise SaccadeError(f"{path} holds no prompt; expected one JSON object per line.")
+    if _has_turns(lines[0][1]):
+        return read_turns_file(entry, lines, entry.count)
+    if entry.prompt is not None or entry.system is not None:
+        raise SaccadeError(f"The prompts in {path} are conversations already; leave out prompt and system.")
+    entry = replace(entry, turns=entry.turns or turns)
+    scorer = "match" if entry.scorer is None else entry.scorer
+    scorers.check(scorer)
+    found: list[Question] = []
+    for number, line in islice(lines, entry.count):
+        try:
+            found.append(_question(entry, line, number, folder, scorer))
+        except InputError as problem:
+            raise SaccadeError(f"{path}, line {number}: {str(problem).rstrip('.')}.") from problem
     ids = [q.id for q in found]
     if len(set(ids)) < len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
@@ -180,24 +130,24 @@ def read_questions(entry: TaskEntry) -> list[Question]:
     return found
 
 
-def turns_of(messages: Sequence[Mapping[str, Any]], count: int, reference: Any = None) -> tuple[Turn, ...]:
-    """Split messages in content-list form into turns; with more than one, the given answers are left out."""
-    if count == 1:
-        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
-        return (_turn(messages[: last + 1], reference),)
-    turns: list[Turn] = []
-    waiting: list[Mapping[str, Any]] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            continue
-        waiting.append(message)
-        if message["role"] == "user":
-            turns.append(_turn(waiting))
-            waiting = []
-    return tuple(turns[:count])
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of every line that is not blank."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other ends of lines, such as U+2028
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
+        raise SaccadeError(f"Cannot read the prompts in {path}: {reason}.") from problem
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Question:
+def _has_turns(line: str) -> bool:
+    try:
+        return is_turns_file(parse_json(line))
+    except InputError:
+        return False  # said when the line is read
+
+
+def _question(entry: TaskEntry, line: str, number: int, folder: Path, scorer: str) -> Question:
     row = parse_row(line)
     unknown = sorted(set(row) - _KEYS)
     if unknown:
@@ -209,75 +159,37 @@ def _question(entry: TaskEntry, line: str, number: int, folder: Path) -> Questio
         first = next(i for i, message in enumerate(messages) if message["role"] == "user")
         messages = messages[: first + 1]
     name = number if conversation.id is None else conversation.id
-    return Question(f"{entry.name}-{name}", entry.name, turns_of(messages, count, row.get("reference")))
+    reading = {key: value for key in ("num_frames", "fps") if (value := getattr(entry, key))}
+    turns = tuple(_turns_of(messages, count, row, scorer))
+    return Question(f"{entry.name}-{name}", entry.name, turns, reading, entry.max_new_tokens)
 
 
-def _turn(messages: Sequence[Mapping[str, Any]], reference: Any = None) -> Turn:
+def _turns_of(messages: Sequence[Mapping[str, Any]], count: int, row: Mapping[str, Any], scorer: str) -> Iterator[Turn]:
+    """Split messages in content-list form into turns; with more than one, the given answers are left out."""
+    if count == 1:
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        yield _turn(messages[: last + 1], row, scorer, row.get("reference"))
+        return
+    waiting: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        waiting.append(message)
+        if message["role"] == "user" and count:
+            yield _turn(waiting, row, scorer)
+            waiting, count = [], count - 1
+
+
+def _turn(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], scorer: str, reference: Any = None) -> Turn:
     images = [p["image"] for p in media_parts(messages) if p["type"] == "image"]
     texts = [part["text"] for part in messages[-1]["content"] if part["type"] == "text"]
-    return Turn(tuple(messages), " ".join(texts).strip(), tuple(images), reference_score(reference), reference)
-
-
-_PARTS = ("question", "images", "videos", "reference", "id")
-
-
-def read_dataset(entry: TaskEntry) -> list[Question]:
-    """Read the first ``entry.count`` rows of a dataset's split as single questions.
-
-    Raises:
-        SaccadeError: the package is missing, the dataset cannot be loaded, or a column does not exist.
-    """
-    columns = {"question": "question", **entry.columns}
-    unknown = sorted(set(columns) - set(_PARTS))
-    if unknown:
-        raise SaccadeError(f"Task {entry.name}: unknown column {unknown[0]!r}; expected {', '.join(_PARTS)}.")
-    try:
-        datasets: Any = import_module("datasets")
-    except ImportError:
-        raise SaccadeError(
-            f"Task {entry.name} needs the package datasets; install it, or give the prompts as a JSONL file."
-        ) from None
-    try:
-        rows = datasets.load_dataset(entry.dataset, entry.subset, split=entry.split)
-    except Exception as problem:  # the hub, its cache and its readers raise many kinds
-        first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise SaccadeError(f"Cannot load the dataset {entry.dataset} ({entry.split}): {first}") from problem
-    found = [_row_question(entry, columns, i, row) for i, row in enumerate(islice(rows, entry.count))]
-    if not found:
-        raise SaccadeError(f"The dataset {entry.dataset} ({entry.split}) is empty; choose another split.")
-    return found
-
-
-def _row_question(entry: TaskEntry, columns: Mapping[str, str], number: int, row: Mapping[str, Any]) -> Question:
-    absent = next((c for c in columns.values() if c not in row), None)
-    if absent is not None:
-        raise SaccadeError(
-            f"The dataset {entry.dataset} has no column {absent!r}; it has {', '.join(row)} (set them in columns)."
-        )
-    given = {part: row[column] for part, column in columns.items()}
-    images = [_source(i) for i in _listed(given.get("images"))]
-    content: list[dict[str, Any]] = [{"type": "image", "image": i} for i in images]
-    content += [{"type": "video", "video": _source(v)} for v in _listed(given.get("videos"))]
-    text = str(given["question"])
-    content.append({"type": "text", "text": text})
-    turn = Turn(
-        messages=({"role": "user", "content": content},),
-        text=text,
-        images=tuple(images),
-        score=reference_score(given.get("reference")),
-        reference=given.get("reference"),
+    is_users = scorers.is_users(scorer)
+    return Turn(
+        tuple(messages),
+        " ".join(texts).strip(),
+        tuple(images),
+        None if is_users else scorers.against(scorer, reference),
+        reference,
+        row,
+        scorer if is_users else None,
     )
-    return Question(f"{entry.name}-{given.get('id', number)}", entry.name, (turn,))
-
-
-def _listed(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _source(given: Any) -> Any:
-    """Return the bytes of an image or video that `datasets` left undecoded, else its path."""
-    if isinstance(given, Mapping):
-        return given.get("bytes") or given.get("path")
-    return given

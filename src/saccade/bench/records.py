@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from saccade.journal import lock
 
 SCHEMA = 1
 FILE = "records.jsonl"
+SCORES = "scores.jsonl"
+"""Scores beside the records that were made once all answers were there: one line per scorer and distinct answer."""
 """Name of the records file in a run's folder; pictures are beside it in ``media/``."""
 RESUME = "the records so far are intact, so free some space and run the same command again to resume"
 """Advice in messages about failed writes."""
@@ -34,7 +37,8 @@ class Header:
         schema: version of this format.
         costs: step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured.
         places: suite, prompts, models and heads as the command line named them, to repeat the run; another attempt may
-            find them elsewhere. Empty for runs from Python.
+            find them elsewhere; ``questions`` are the words of data sets and scorers, ``sizes`` those that were given.
+            Empty for runs from Python.
     """
 
     suite: str
@@ -209,7 +213,38 @@ def read(folder: Path) -> Run:
             problems.append(f"{path}, line {number}: not a record of this version ({problem}); skipped.")
     if header is None or header.schema != SCHEMA:
         raise SaccadeError(f"{path} has no readable header of schema {SCHEMA}; run `saccade bench` again.")
-    return Run(path.parent, header, list(records.values()), problems)
+    return Run(path.parent, header, scored(path.parent, list(records.values())), problems)
+
+
+Key = tuple[str, str, str]
+"""Scorer, prompt and hash of the answer."""
+
+
+def score_key(by: str, record: Record) -> Key:
+    """Key of a record's score; equal answers of several methods share one."""
+    return by, record.prompt_id, hashlib.blake2b(record.text.encode(), digest_size=8).hexdigest()
+
+
+def stored_scores(folder: Path) -> dict[Key, dict[str, float]]:
+    """Scores in a run's folder; damaged lines are left out, and made again by `saccade.bench.marking`."""
+    found: dict[Key, dict[str, float]] = {}
+    path = folder / SCORES
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            found[row["by"], row["prompt_id"], row["answer"]] = dict(row["scores"])
+    return found
+
+
+def scored(folder: Path, records: Sequence[Record]) -> list[Record]:
+    """Records with the scores that are stored beside them."""
+    found = stored_scores(folder)
+    names = sorted({by for by, _, _ in found})
+    complete = []
+    for record in records:
+        own = [found.get(score_key(name, record), {}) for name in names]
+        complete.append(replace(record, scores={k: v for scores in (record.scores, *own) for k, v in scores.items()}))
+    return complete
 
 
 def warned(records: Sequence[Record]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from saccade.bench.records import Header
 
+_OF_QUESTIONS = ("per_task", "turns", "max_new_tokens")
+"""Sizes that a data set may decide, unless the command line gives them."""
 _SIZES = ("per_task", "repeats", "turns", "max_new_tokens", "seed")
 
 
@@ -23,13 +25,16 @@ def commands(header: Header, labels: Iterable[str]) -> str:
     """
     config, places = header.config, header.places
     words = ["saccade", "bench", "--suite", str(places.get("suite") or header.suite), "--methods", ",".join(labels)]
+    given = places.get("sizes")
+    named = [str(word) for word in places.get("questions") or ()]
     if places.get("data"):
         words += ["--data", str(places["data"])]
-    else:
+    words += named
+    if not places.get("data") and "--dataset" not in named:
         tasks = [task.get("name") for task in config.get("tasks", ()) if isinstance(task, Mapping)]
         words += ["--tasks", ",".join(map(str, tasks))] if tasks else []
     for option in _SIZES:
-        if option in config:
+        if option in config and (given is None or option in given or option not in _OF_QUESTIONS):
             words += [f"--{option.replace('_', '-')}", str(config[option])]
     words += _models(header)
     if "threads" in header.environment:

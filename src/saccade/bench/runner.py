@@ -14,10 +14,12 @@ import torch
 from saccade.bench import answering, cost
 from saccade.bench.answering import Answer, answer_turns
 from saccade.bench.check import compare_with_plain, require_equal
+from saccade.bench.judge import parse as parse_judge
+from saccade.bench.marking import mark
 from saccade.bench.preparing import Prepared
-from saccade.bench.questions import Question
 from saccade.bench.records import FILE, Header, Record, Run, Writer, lacks_header, read
 from saccade.bench.suite import BASELINE
+from saccade.bench.turns import Question
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
 
@@ -115,12 +117,22 @@ class Runner:
         self._traced = {q.id for group in prepared.questions.values() for q in group[: prepared.suite.trace]}
 
     def run(self) -> Run:
-        """Answer all questions that have no record yet.
+        """Answer all questions that have no record yet, then let the user's scorers and the judge score the answers.
 
         Raises:
             Mismatch: a lossless method differs from plain decoding in float32 or exact mode; its record is on disk.
-            SaccadeError: the folder holds another run, or the disk is full; records so far are intact.
+            SaccadeError: the folder holds another run, the disk is full, or a scorer or the judge failed; records so
+                far are intact.
         """
+        table = self._prepared.suite.judge
+        judge = parse_judge(table, self._prepared.suite.name) if table else None
+
+        def report(done: int, total: int) -> None:
+            self._progress(Progress(done, total, "judging"))
+
+        return mark(self._answered(), self._prepared.questions, judge, report)
+
+    def _answered(self) -> Run:
         complete = self._complete(earlier_run(self._folder, self._prepared))
         if complete is not None:
             return complete
@@ -196,7 +208,8 @@ class Runner:
     def _costs(self) -> cost.Costs:
         """Step times after the first prompt."""
         prepared = self._prepared
-        prompt = prepared.vlm.processor.prompt(next(iter(prepared.questions.values()))[0].turns[0].messages)
+        first = next(iter(prepared.questions.values()))[0]
+        prompt = prepared.vlm.processor.prompt(first.turns[0].messages, **first.reading)
         trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
         text = prepared.vlm.processor.text_only(prompt)
         models = prepared.vlm.target, prompt, prepared.vlm.draft_model, text
@@ -246,7 +259,8 @@ class Runner:
             record = answer.record
             if all(r.equal for r in records):
                 vlm = self._prepared.vlm
-                record = compare_with_plain(record, tokens, vlm.target, partial(vlm.processor.prompt, answer.messages))
+                prompt = partial(vlm.processor.prompt, answer.messages, **answer.reading)
+                record = compare_with_plain(record, tokens, vlm.target, prompt)
             records.append(record)
         return records
 

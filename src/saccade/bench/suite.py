@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from saccade.bench import judge
 from saccade.errors import SaccadeError
 from saccade.typed import check_keys, check_whole, make
 
@@ -21,13 +22,20 @@ class TaskEntry:
         name: of the group in records and reports.
         task: a task of the pocket world.
         grammar: of the pocket task: ``dense`` or ``verbose``.
-        file: JSON lines with LLaVA conversations or OpenAI messages.
-        media: folder of the file's images and videos; the file's own when None.
-        dataset: id of a Hugging Face dataset (needs the package ``datasets``).
-        subset, split: of the dataset.
-        columns: names of the dataset's columns for ``question``, ``images``, ``videos``, ``reference``, ``id``.
-        count: number of prompts; the suite's ``per_task`` when None.
-        turns: most user turns per conversation; the suite's when None.
+        file: JSON lines with LLaVA conversations, OpenAI messages, or questions with turns (Spec-Bench, MMSpec).
+        media: folder of the images and videos that rows name; that of the file or data set when None.
+        dataset: a data set (needs the package ``datasets``): a name of `saccade datasets`, a hub id, or a folder or
+            file of this machine.
+        subset, split, prompt, system, where, shuffle: as of `saccade.data.dataset.DataSet`, in place of the data set's
+            own.
+        columns: of the data set, by part (`saccade.data.dataset.PARTS`).
+        num_frames, fps: frames taken of a video; the data set's, or the checkpoint's, when None.
+        scorer: name of a scorer or ``module:function`` (`saccade.bench.scorers`); the data set's, or ``match`` for a
+            file, when None; empty for none.
+        max_new_tokens: longest answer; the data set's, or the suite's, when None.
+        count: number of prompts, of every category where there are some; the data set's, or the suite's ``per_task``,
+            when None.
+        turns: most user turns per conversation; the suite's when None, but all that a row's ``turns`` hold.
         optional: omit the task, and report that, where this version of Saccade lacks it.
     """
 
@@ -38,8 +46,16 @@ class TaskEntry:
     media: str | None = None
     dataset: str | None = None
     subset: str | None = None
-    split: str = "test"
+    split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    prompt: str | None = None
+    system: str | None = None
+    where: dict[str, Any] = field(default_factory=dict)
+    shuffle: int | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    scorer: str | None = None
+    max_new_tokens: int | None = None
     count: int | None = None
     turns: int | None = None
     optional: bool = False
@@ -99,6 +115,7 @@ class Suite:
         turns: most user turns per conversation.
         max_new_tokens: longest answer.
         sampling: options such as ``temperature``; empty for greedy decoding.
+        judge: table of `saccade.bench.judge.Judge`, which grades the answers; empty without one.
     """
 
     name: str
@@ -116,6 +133,7 @@ class Suite:
     turns: int = 1
     max_new_tokens: int = 128
     sampling: dict[str, Any] = field(default_factory=dict)
+    judge: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
@@ -155,6 +173,8 @@ def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:
     }
     parts["claims"] = tuple(_claim(item, parts["methods"], where) for item in _claims(content, where))
     check_keys(_sampling(content, where), SAMPLING, f"{where}, sampling")
+    if content.get("judge"):
+        judge.parse(_table(content, "judge", where), f"{where}, judge")
     suite = make(Suite, {"title": name, **content, **parts}, where)
     _check_sizes(suite, where)
     _check_unique([t.name for t in suite.tasks], "tasks", where)
@@ -228,6 +248,13 @@ def _sampling(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise SaccadeError(f"{where}: sampling must be a table such as {{temperature = 1.0}}.")
     return given
+
+
+def _table(content: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    found = content[key]
+    if not isinstance(found, Mapping):
+        raise SaccadeError(f"{where}: {key} must be a table.")
+    return found
 
 
 def _list(content: Mapping[str, Any], key: str, where: str) -> list[Any]:

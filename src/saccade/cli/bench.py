@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import completion, screen
+from saccade.cli import data_options as of
 from saccade.errors import InputError
 from saccade.formats import count, duration
 
@@ -53,7 +54,10 @@ def bench(
     tasks: Annotated[
         str | None,
         typer.Option(
-            "--tasks", metavar="A,B,C", autocompletion=completion.tasks, help="Only these of the suite's tasks."
+            "--tasks",
+            metavar="A,B,C",
+            autocompletion=completion.tasks,
+            help="Only these: the suite's own, tasks of the pocket world, or names of `saccade datasets`.",
         ),
     ] = None,
     data: Annotated[
@@ -61,7 +65,39 @@ def bench(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Use your own prompts instead: JSON lines with LLaVA conversations or OpenAI messages.",
+            help="Use your own prompts instead: JSON lines with LLaVA conversations, OpenAI messages, or questions "
+            "with turns (Spec-Bench, MMSpec).",
+        ),
+    ] = None,
+    dataset: of.Datasets = None,
+    subset: of.Subset = None,
+    split: of.Split = None,
+    columns: of.Columns = None,
+    template: of.Template = None,
+    system: of.System = None,
+    where: of.Where = None,
+    shuffle: of.Shuffle = None,
+    media_root: of.MediaRoot = None,
+    num_frames: of.NumFrames = None,
+    fps: of.Fps = None,
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            "--scorer",
+            metavar="NAME",
+            help="Score of the answers: match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own as "
+            "MODULE:FUNCTION, called with answer, reference and row.",
+            rich_help_panel="Scores",
+        ),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            "--judge",
+            metavar="FILE.toml",
+            help="Let a model behind an OpenAI-compatible endpoint grade the answers once they are all there: url, "
+            "model, key_env, template, low, high, pictures.",
+            rich_help_panel="Scores",
         ),
     ] = None,
     out: Annotated[
@@ -125,6 +161,8 @@ def bench(
 
     `saccade bench --preset lvspec/qwen2.5-vl-32b --dry-run`
 
+    `saccade bench --suite quick --dataset textvqa@hivis --dataset mmmu -t Qwen/Qwen2.5-VL-7B-Instruct --plan`
+
     `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
     if list_presets:
@@ -142,7 +180,7 @@ def bench(
             "drafter": drafter,
             "max_new_tokens": max_new_tokens,
         }
-        chosen_options = setting.with_given(given, data is not None)
+        chosen_options = setting.with_given(given, data is not None or bool(dataset))
         suite, methods, tasks, target, drafter, max_new_tokens = (chosen_options.get(name) for name in given)
         _show_preset(setting, {**chosen_options, "data": data, "per_task": per_task, "repeats": repeats}, dry_run)
         if dry_run:
@@ -160,8 +198,19 @@ def bench(
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    chosen = choose_suite(suite, methods, tasks, data, {k: v for k, v in sizes.items() if v is not None})
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    reading = of.DataOptions(
+        *(subset, split, columns, template, system, where, shuffle, media_root, num_frames, fps),
+        extra={"--scorer": scorer, "--judge": judge},
+    )
+    chosen = choose_suite(suite, methods, tasks, data, sizes)
+    if dataset and (data is not None or tasks is not None):
+        raise InputError("--dataset replaces the suite's tasks; leave out --data and --tasks.")
+    chosen = chosen.with_(tasks=of.tasks_of(chosen.tasks, dataset or [], reading, sizes))
+    from saccade.bench.judge import from_file
     from saccade.bench.preparing import prepare
+
+    chosen = chosen.with_(judge=from_file(judge)) if judge else chosen
 
     name = target or "pocket"
     vlm = screen.load_models(
@@ -175,7 +224,11 @@ def bench(
         threads=threads,
         exact=exact,
     )
-    prepared = prepare(chosen, vlm, (name, drafter), places(suite, data, name, drafter, head, device))
+    found = places(suite, data, name, drafter, head, device)
+    words = [*(word for each in dataset or [] for word in ("--dataset", each)), *reading.words()]
+    if words or data is not None:
+        found |= {"questions": words, "sizes": sizes}
+    prepared = prepare(chosen, vlm, (name, drafter), found)
     folder = out or Path("runs") / chosen.name
     if plan:
         _plan(prepared, folder)
@@ -251,6 +304,7 @@ def _names(given: str) -> list[str]:
 
 def _plan(prepared: Prepared, folder: Path) -> None:
     from saccade.bench.cost import estimate
+    from saccade.bench.records import stored_scores
     from saccade.bench.runner import earlier_run
 
     suite, earlier = prepared.suite, earlier_run(folder, prepared)
@@ -276,14 +330,28 @@ def _plan(prepared: Prepared, folder: Path) -> None:
     line(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
     done = f", {len(earlier.records)} of them finished" if earlier else ""
     traced = count(expected.traced, "more answer")
+    if suite.judge:
+        line(judging(suite.judge, expected.answers, len(stored_scores(folder))))
     line(f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees")
     line(f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding")
 
 
+def judging(table: Mapping[str, Any], answers: int, there: int) -> str:
+    """Say what a judge will cost."""
+    known = f"; {count(there, 'score')} of earlier attempts" if there else ""
+    return (
+        f"Judge: {table['model']} at {table['url']}, at most {count(answers, 'request')}, one per distinct answer to a "
+        f"prompt{known}"
+    )
+
+
 def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     from saccade.bench.check import Mismatch
+    from saccade.bench.records import stored_scores
     from saccade.bench.runner import Runner
 
+    if prepared.suite.judge:
+        screen.note(judging(prepared.suite.judge, prepared.answers, len(stored_scores(folder))))
     with _progress() as update:
         runner = Runner(prepared, folder, update)
         try:

@@ -87,6 +87,10 @@ class DataSet:
         _check(changed)
         return changed
 
+    def without_frames(self) -> DataSet:
+        """Return the same with the checkpoint's own frames of a video."""
+        return replace(self, num_frames=None, fps=None)
+
     def with_columns(self, columns: Mapping[str, str]) -> DataSet:
         """Return the same with other columns; several of a part are separated by ``+``, none are an empty text.
 

@@ -1,0 +1,206 @@
+"""Options of commands that take data sets, and the words that repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from saccade.cli import completion
+from saccade.errors import InputError
+
+if TYPE_CHECKING:
+    from saccade.bench.suite import TaskEntry
+    from saccade.data.dataset import DataSet
+
+_PANEL = "Data sets"
+
+Subset = Annotated[
+    str | None, typer.Option("--subset", metavar="NAME", help="Subset (configuration) of it.", rich_help_panel=_PANEL)
+]
+Split = Annotated[str | None, typer.Option("--split", metavar="NAME", help="Split of it.", rich_help_panel=_PANEL)]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--columns",
+        metavar="PART=COLUMN",
+        help="Column of a part: question, images, videos, choices, reference, id, category, turns; `+` joins several. "
+        "May be repeated.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        metavar="TEXT",
+        help="Prompt with the fields of a row, such as `<image> {question}`; `<image>` and `<video>` mark places.",
+        rich_help_panel=_PANEL,
+    ),
+]
+System = Annotated[str | None, typer.Option("--system", help="System message.", rich_help_panel=_PANEL)]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where", metavar="COLUMN=VALUE", help="Only rows with this value. May be repeated.", rich_help_panel=_PANEL
+    ),
+]
+Shuffle = Annotated[
+    int | None,
+    typer.Option(
+        "--shuffle",
+        metavar="SEED",
+        help="Draw the rows at random, which loads the whole split; without it the first ones are streamed.",
+        rich_help_panel=_PANEL,
+    ),
+]
+MediaRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--media-root", metavar="FOLDER", help="Folder of the images and videos that rows name.", rich_help_panel=_PANEL
+    ),
+]
+NumFrames = Annotated[
+    int | None,
+    typer.Option(help="Frames sampled from a video; by default the checkpoint's.", rich_help_panel=_PANEL),
+]
+Fps = Annotated[
+    float | None, typer.Option(help="Frames per second sampled from a video, likewise.", rich_help_panel=_PANEL)
+]
+Datasets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dataset",
+        metavar="NAME",
+        autocompletion=completion.datasets,
+        help="Use the questions of a data set instead: a name of `saccade datasets`, a hub id, or a folder or file "
+        "(Parquet, JSON, CSV). May be repeated.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The options as given; None and empty where they are not."""
+
+    subset: str | None = None
+    split: str | None = None
+    columns: Sequence[str] | None = None
+    template: str | None = None
+    system: str | None = None
+    where: Sequence[str] | None = None
+    shuffle: int | None = None
+    media_root: str | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def changes(self) -> dict[str, Any]:
+        """Fields of a `saccade.data.dataset.DataSet` in place of its own, ``columns`` among them.
+
+        Raises:
+            InputError: an option has another form.
+        """
+        found = {
+            "subset": self.subset,
+            "split": self.split,
+            "columns": _pairs(self.columns, "--columns", "PART=COLUMN"),
+            "prompt": self.template,
+            "system": self.system,
+            "where": _pairs(self.where, "--where", "COLUMN=VALUE"),
+            "shuffle": self.shuffle,
+            "media": self.media_root,
+            "num_frames": self.num_frames,
+            "fps": self.fps,
+        }
+        return {name: value for name, value in found.items() if value not in (None, {})}
+
+    def data(self, name: str) -> DataSet:
+        """Return the data set of a name, with these changes.
+
+        Raises:
+            SaccadeError: there is no such data set, or a value is wrong.
+        """
+        from saccade.data import catalogue
+
+        changes = self.changes()
+        columns = changes.pop("columns", {})
+        data = catalogue.find(name)
+        data = data.without_frames() if {"num_frames", "fps"} & set(changes) else data
+        return data.with_columns(columns).with_(**changes)
+
+    def words(self) -> list[str]:
+        """Words of the command line that give them again."""
+        found: list[str] = []
+        for name in (f.name for f in fields(self) if f.name != "extra"):
+            found += _words(f"--{name.replace('_', '-')}", getattr(self, name))
+        for option, value in self.extra.items():
+            found += _words(option, value)
+        return found
+
+
+def _words(option: str, value: Any) -> list[str]:
+    values = [] if value is None else [value] if isinstance(value, (str, int, float)) else value
+    return [word for each in values for word in (option, str(each))]
+
+
+def _pairs(given: Sequence[str] | None, option: str, form: str) -> dict[str, str]:
+    found = {}
+    for pair in given or []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise InputError(f"{option} takes {form}, not {pair!r}.")
+        found[name] = value
+    return found
+
+
+def tasks_of(
+    tasks: Sequence[TaskEntry], datasets: Sequence[str], reading: DataOptions, sizes: Mapping[str, Any]
+) -> tuple[TaskEntry, ...]:
+    """Return the data sets that the command line names, or else the tasks, with the options in place of their own.
+
+    Args:
+        tasks: of the suite.
+        sizes: of the suite, as the command line gives them.
+
+    Raises:
+        SaccadeError: options fit none of the tasks, contradict each other, or there is no such data set.
+    """
+    from saccade.bench import scorers
+    from saccade.bench.suite import TaskEntry
+
+    changes, scorer = reading.changes(), reading.extra.get("--scorer")
+    if scorer is not None:
+        scorers.check(scorer)
+        changes["scorer"] = scorer
+    if len(set(datasets)) < len(datasets):
+        raise InputError("A data set is named twice; name each once.")
+    chosen = [TaskEntry(name=_name(name), dataset=name) for name in datasets] or list(tasks)
+    if changes and all(entry.task is not None for entry in chosen):
+        raise InputError("Options of data sets and scorers need --dataset or --data; name one.")
+    return tuple(_with(entry, changes, sizes, reading) for entry in chosen)
+
+
+def _with(entry: TaskEntry, changes: Mapping[str, Any], sizes: Mapping[str, Any], reading: DataOptions) -> TaskEntry:
+    if entry.task is not None:
+        return entry
+    if entry.dataset is not None:
+        reading.data(entry.dataset)  # what is wrong shows before models are loaded
+        own = {"count": "per_task", "turns": "turns", "max_new_tokens": "max_new_tokens"}
+    else:
+        odd = sorted({"columns", "prompt", "where", "shuffle", "subset", "split"} & set(changes))
+        if odd:
+            word = "template" if odd[0] == "prompt" else odd[0]
+            raise InputError(f"--{word} is for --dataset; the prompts of --data are complete.")
+        own = {"turns": "turns"}
+    given = {field: sizes[size] for field, size in own.items() if size in sizes}
+    return replace(entry, **changes, **given)
+
+
+def _name(dataset: str) -> str:
+    """Name of a data set in reports: as given, or of its file or folder."""
+    return Path(dataset).stem if Path(dataset).expanduser().exists() else dataset.rpartition("/")[2]

@@ -1,0 +1,160 @@
+"""Rows in the layouts of the ready mappings, as evaluation code of August 2026 reads them, and what becomes of them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from PIL import Image
+
+
+def png(colour: str = "red") -> dict[str, Any]:
+    """A picture as `datasets` leaves it when it does not decode."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (24, 24), colour).save(buffer, format="PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def _pictures(count: int, columns: int = 5, first: int = 0) -> dict[str, Any]:
+    return {f"image_{n}": png() if n < first + count else None for n in range(first, first + columns)}
+
+
+def _interleaved(task: str, question: str, count: int) -> dict[str, Any]:
+    own = {"sample_id": 3, "sub_task": task, "question_type": "open-ended", "question": question, "answer": "It moved."}
+    return {**own, **_pictures(count)}
+
+
+_VQA = {"question_id": 9, "question": "What is it?", "image": png()}
+_TEN = ["red"] * 7 + ["dark red"] * 3
+ROWS: dict[str, dict[str, Any]] = {
+    "coco-caption": {
+        "question_id": "a.jpg",
+        "image": png(),
+        "question": "Please carefully observe the image.",
+        "answer": ["A wall.", "A red wall."],
+        "id": 4,
+    },
+    "textcaps": {"image_id": "f", "image": png(), "caption_str": ["A sign.", "A red sign."]},
+    "textvqa": {**_VQA, "answers": _TEN, "ocr_tokens": ["EXIT"]},
+    "vqav2": {**_VQA, "answers": [{"answer": a, "answer_confidence": "yes", "answer_id": 1} for a in _TEN]},
+    "gqa": {"id": "201", "imageId": "n1", "question": "Is it red?", "answer": "yes", "image": png()},
+    "pope": {**_VQA, "question": "Is there a cat in the image?", "answer": "no", "category": "popular"},
+    "mme": {**_VQA, "question": "Is it red? Please answer yes or no.", "answer": "Yes", "category": "color"},
+    "mmvet": {**_VQA, "answer": "8<AND>x", "capability": "math"},
+    "llava-bench": {**_VQA, "gpt_answer": "A red wall.", "caption": "wall", "category": "conv"},
+    "docvqa": {"questionId": "5", "question": "What is the date?", "image": png(), "answers": ["1 May", "May 1"]},
+    "chartqa": {"type": "human_test", "question": "How much?", "answer": "40", "image": png()},
+    "ocrbench": {"dataset": "IIIT5K", "question": "what is written?", "question_type": "text", "answer": ["EXIT"]}
+    | {"image": png()},
+    "mathvista": {"pid": "1", "query": "Hint: give a number.\nQuestion: How many?", "question": "How many?"}
+    | {"answer": "2", "choices": None, "decoded_image": png(), "image": "images/1.jpg"},
+    "scienceqa": {"hint": "", "question": "Which one?", "choices": ["iron", "wood"], "answer": 1, "image": png()},
+    "mmmu": {
+        "id": "validation_Art_1",
+        "question": "Compare <image 2> with <image 1>. Which is <image 2>?",
+        "options": "['red', 'blue']",
+        "question_type": "multiple-choice",
+        "answer": "B",
+        **_pictures(2, 7, 1),
+    },
+    "seed-bench": {"question_id": "7", "question": "What is it?", "image": [png(), png("blue")], "answer": "C"}
+    | {"choice_a": "a", "choice_b": "b", "choice_c": "c", "choice_d": "d", "data_type": "image"},
+    "seed-bench-2": {"question_id": "7", "question": "<img> What is it?", "image": [png()], "answer": "A"}
+    | {"choice_a": "a", "choice_b": "b", "choice_c": "c", "choice_d": "d", "data_type": "Single Image", "data_id": "1"},
+    "mmt-bench": {
+        "index": 1,
+        "question": "What is it?",
+        "image": png(),
+        "answer": "B",
+        "l2-category": "x",
+        "split": "VAL",
+    }
+    | dict.fromkeys("CDEFGHI")
+    | {"A": "cat", "B": "dog"},
+    "spot-the-diff": _interleaved("Spot-the-Diff", "Explain the disparities. <image> <image> Difference:", 2),
+    "iedit": _interleaved("IEdit", "Source Image: <image> Target Image: <image> Instruction:", 2),
+    "magicbrush": _interleaved("MagicBrush", "Source Image: <image> Target Image: <image> Instruction:", 2),
+    "pororo-sv": _interleaved("PororoSV", "".join(f"<image> Caption #{n}: c. " for n in range(1, 6)), 5),
+    "vist": _interleaved("VIST", "".join(f"<image> Caption #{n}: c. " for n in range(1, 4)), 3),
+    "video-detail-caption": {"video_name": "clip", "question": "Describe the video.", "answer": "A ball rolls."},
+    "vdc": {"video_name": "clip", "caption": "A ball rolls."},
+    "moviechat": {"video_name": "clip.mp4", "question": "Who comes?", "answer": "A cat.", "time": 3},
+    "video-mme": {"videoID": "clip", "question_id": "1-1", "question": "What?", "answer": "B"}
+    | {"options": ["A. A cat.", "B. A dog."], "duration": "short", "domain": "x"},
+    "mvbench": {"video": "clip.mp4", "question": "How often?", "candidates": ["3", "2"], "answer": "2"},
+    "mlvu": {"video_name": "clip.mp4", "question": "What?\n(A) cat\n(B) dog", "answer": "B", "task_type": "count"},
+    "long-video-bench": {"id": "x_0", "video_path": "clip.mp4", "question": "What?", "correct_choice": 1}
+    | {"option0": "cat", "option1": "dog", "option2": "N/A", "option3": "N/A", "option4": "N/A"},
+    "gsm8k": {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"},
+    "nq-open": {"question": "who wrote it", "answer": ["Ann", "Ann Lee"]},
+}
+"""One row of every ready mapping; that of ``gqa`` with the columns of its second table."""
+
+EXPECTED: dict[str, tuple[str, Any]] = {
+    "coco-caption": ("[image]Provide a one-sentence caption for the provided image.", ["A wall.", "A red wall."]),
+    "textcaps": ("[image]Provide a one-sentence caption for the provided image.", ["A sign.", "A red sign."]),
+    "textvqa": ("[image]What is it?\nAnswer the question using a single word or phrase.", _TEN),
+    "vqav2": ("[image]What is it?\nAnswer the question using a single word or phrase.", _TEN),
+    "gqa": ("[image]Is it red?\nAnswer the question using a single word or phrase.", "yes"),
+    "pope": ("[image]Is there a cat in the image?\nAnswer the question using a single word or phrase.", "no"),
+    "mme": ("[image]Is it red? Please answer yes or no.", "Yes"),
+    "mmvet": ("[image]What is it?", "8<AND>x"),
+    "llava-bench": ("[image]What is it?", "A red wall."),
+    "docvqa": ("[image]What is the date?\nAnswer the question using a single word or phrase.", ["1 May", "May 1"]),
+    "chartqa": ("[image]How much?\nAnswer the question with a single word.", "40"),
+    "ocrbench": ("[image]what is written?", ["EXIT"]),
+    "mathvista": ("[image]Hint: give a number.\nQuestion: How many?", "2"),
+    "scienceqa": (
+        "[image]Which one?\nA. iron\nB. wood\nAnswer with the option's letter from the given choices directly.",
+        "B",
+    ),
+    "mmmu": (
+        "Compare [image] with [image]. Which is image 2?\nA. red\nB. blue\n\n"
+        "Answer with the option's letter from the given choices directly.",
+        "B",
+    ),
+    "seed-bench": (
+        "[image][image]What is it?\nA. a\nB. b\nC. c\nD. d\n"
+        "Answer with the option's letter from the given choices directly.",
+        "C",
+    ),
+    "seed-bench-2": (
+        "[image] What is it?\nA. a\nB. b\nC. c\nD. d\nAnswer with the option's letter from the given choices directly.",
+        "A",
+    ),
+    "mmt-bench": (
+        "[image]What is it?\nA: cat\nB: dog\nAnswer the question using a single character from the given options.",
+        "B",
+    ),
+    "spot-the-diff": ("Explain the disparities. [image][image] Difference:", "It moved."),
+    "iedit": ("Source Image: [image] Target Image: [image] Instruction:", "It moved."),
+    "magicbrush": ("Source Image: [image] Target Image: [image] Instruction:", "It moved."),
+    "pororo-sv": (" ".join(f"[image] Caption #{n}: c." for n in range(1, 6)), "It moved."),
+    "vist": (" ".join(f"[image] Caption #{n}: c." for n in range(1, 4)), "It moved."),
+    "video-detail-caption": ("[video]Describe the video.", "A ball rolls."),
+    "vdc": (
+        "[video]Please imagine the video based on the sequence of frames, and provide a faithfully detailed "
+        "description of this video in more than three sentences.",
+        "A ball rolls.",
+    ),
+    "moviechat": ("[video]Who comes?", "A cat."),
+    "video-mme": (
+        "[video]Select the best answer to the following multiple-choice question based on the video. Respond with only "
+        "the letter (A, B, C, or D) of the correct option.\nWhat?\nA. A cat.\nB. A dog.\nThe best answer is:",
+        "B",
+    ),
+    "mvbench": ("[video]Question:How often?\nOption:\n(A) 3\n(B) 2\nOnly give the best option.", "B"),
+    "mlvu": ("[video]What?\n(A) cat\n(B) dog\nOnly give the best option.\nBest option: (", "B"),
+    "long-video-bench": (
+        "[video]What?\nA. cat\nB. dog\nAnswer with the option's letter from the given choices directly.",
+        "B",
+    ),
+    "gsm8k": ("How many?", "2 + 2 = 4\n#### 4"),
+    "nq-open": ("who wrote it", ["Ann", "Ann Lee"]),
+}
+"""Content of the message of every row, media as ``[image]`` and ``[video]``, and the right answer."""
+
+
+def shown(content: list[dict[str, Any]]) -> str:
+    """Content of a message in one text."""
+    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
