@@ -44,6 +44,7 @@ LAYERS = [
         "jobs",
         "distill",
         "train",
+        "evaluators",
         "cli",
     ),
 ]

@@ -51,6 +51,32 @@ def draw_samples(
         print(path)
 
 
+@app.command("tasks")
+def write_tasks(
+    evaluator: Annotated[str, typer.Argument(metavar="EVALUATOR", help="`lmms-eval` or `vlmevalkit`.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Output folder.")],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--task", "-t", help="A task; repeat for more. By default `scene` and `difference`."),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples of every task.")] = 8,
+    seed: Annotated[int, typer.Option(help="Number of the first sample; equal numbers draw equal samples.")] = 0,
+) -> None:
+    """Write tasks of the pocket world for an evaluator, to try its plug-in without a download.
+
+    Example: `saccade pocket tasks lmms-eval --task scene --count 8 --out pocket-tasks`
+    """
+    from saccade.evaluators.pocket_tasks import write_lmms_tasks, write_vlmevalkit_tables
+
+    writers = {"lmms-eval": write_lmms_tasks, "vlmevalkit": write_vlmevalkit_tables}
+    if evaluator not in writers:
+        raise InputError(f"There is no evaluator {evaluator!r} here; choose one of {', '.join(writers)}.")
+    with screen.waiting("Drawing"):
+        written = writers[evaluator](out, tasks or ["scene", "difference"], count, seed)
+    for path in written:
+        print(path)
+
+
 @app.command("train", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train_pair() -> None:
     """Moved to the repository's tools."""

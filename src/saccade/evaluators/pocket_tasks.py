@@ -1,0 +1,198 @@
+"""Tasks of the pocket world for evaluators: a folder of local data, so that a plug-in can be tried without a download.
+
+`write_lmms_tasks` writes task files for lmms-eval's ``--include_path``, whose functions are in this module;
+`write_vlmevalkit_tables` writes tables for VLMEvalKit's data folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from PIL import Image
+
+from saccade.errors import InputError
+from saccade.files import write_file
+from saccade.pocket import WORLD, Sample, draw, lacks, score
+from saccade.pocket.contact_sheet import write_video
+from saccade.pocket.sample import IMAGE_MARK
+
+FIRST = 600_000
+"""Number of the first sample; neither training nor the suites draw from there on."""
+CHOICES = 4
+"""Answers to choose from: the right one, and those to other samples of the task."""
+
+_GENERATED = """task: saccade_{name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: generate_until
+doc_to_visual: !function saccade.evaluators.pocket_tasks.doc_to_visual
+doc_to_text: question
+doc_to_target: answer
+doc_to_messages: !function saccade.evaluators.pocket_tasks.doc_to_messages
+generation_kwargs: {{max_new_tokens: {longest}, temperature: 0, do_sample: false, until: []}}
+process_results: !function saccade.evaluators.pocket_tasks.process_results
+metric_list:
+  - {{metric: facts, aggregation: mean, higher_is_better: true}}
+"""
+_CHOSEN = """task: saccade_{name}_choice
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: multiple_choice
+doc_to_visual: !function saccade.evaluators.pocket_tasks.doc_to_visual
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: label
+process_results: !function saccade.evaluators.pocket_tasks.process_choices
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+
+
+def write_lmms_tasks(folder: Path, tasks: Sequence[str], count: int, seed: int = 0) -> list[Path]:
+    """Write two tasks for lmms-eval per task of the pocket world, and their data.
+
+    ``saccade_NAME`` generates answers, scored by the share of right facts; ``saccade_NAME_choice`` selects the right
+    one of four answers by its log-probability (simple models only).
+
+    Args:
+        count: samples of each task, at least `CHOICES`.
+        seed: number of the first sample.
+
+    Returns:
+        Paths of the task files.
+
+    Raises:
+        SaccadeError: a task does not exist or has several turns, there are too few samples, or the disk is full.
+    """
+    if count < CHOICES:
+        raise InputError(f"--count must be at least {CHOICES} for lmms-eval, whose wrong choices are other answers.")
+    written = []
+    for name in tasks:
+        samples = _samples(name, count, seed)
+        docs = [_doc(sample, number, folder / name) for number, sample in enumerate(samples)]
+        data = folder / name / "samples.jsonl"
+        write_file(data, "".join(json.dumps(doc) + "\n" for doc in _with_choices(docs)))
+        values = {"name": name, "data": json.dumps(str(data.resolve())), "longest": WORLD[name].longest}
+        for suffix, text in (("", _GENERATED), ("_choice", _CHOSEN)):
+            written.append(folder / f"saccade_{name}{suffix}.yaml")
+            write_file(written[-1], text.format(**values))
+    return written
+
+
+def write_vlmevalkit_tables(folder: Path, tasks: Sequence[str], count: int, seed: int = 0) -> list[Path]:
+    """Write one table ``saccade_NAME.tsv`` per task of the pocket world, for VLMEvalKit's data folder.
+
+    VLMEvalKit takes a table with questions and answers as a custom VQA data set, for which it has no scores.
+
+    Raises:
+        SaccadeError: as of `write_lmms_tasks`, or a task has videos, or pictures between its words.
+    """
+    written = []
+    for name in tasks:
+        text = io.StringIO()
+        table = csv.writer(text, delimiter="\t", lineterminator="\n")
+        table.writerow(["index", "image", "question", "answer"])
+        for number, sample in enumerate(_samples(name, count, seed)):
+            if sample.video is not None or IMAGE_MARK in sample.question:
+                raise InputError(f"The pocket task {name} has a video, or pictures between its words; choose another.")
+            images = [_base64(image) for image in sample.images]
+            image = images[0] if len(images) == 1 else str(images)
+            table.writerow([number, image, sample.question, sample.answer])
+        written.append(folder / f"saccade_{name}.tsv")
+        write_file(written[-1], text.getvalue())
+    return written
+
+
+def _samples(name: str, count: int, seed: int) -> list[Sample]:
+    if reason := lacks(name):
+        raise InputError(reason)
+    samples = [draw(FIRST + seed + number, name) for number in range(count)]
+    if any(sample.turns for sample in samples):
+        raise InputError(f"The pocket task {name} has earlier turns, which these tasks lack; choose another.")
+    return samples
+
+
+def _base64(image: Image.Image) -> str:
+    stream = io.BytesIO()
+    image.save(stream, format="PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def _doc(sample: Sample, number: int, folder: Path) -> dict[str, Any]:
+    """One line of data; pictures and videos are files."""
+    folder = folder.resolve()
+    media = []
+    for index, image in enumerate(sample.images):
+        media.append(folder / f"{number}-{index}.png")
+        write_file(media[-1], partial(image.save, format="PNG"))
+    if sample.video is not None:
+        media.append(folder / f"{number}.mp4")
+        write_file(media[-1], partial(_write_video, sample))
+    return {
+        "id": number,
+        "pocket_task": sample.task,
+        "media": [str(path) for path in media],
+        "question": sample.question,
+        "answer": sample.answer,
+        "facts": json.dumps(sample.facts),
+    }
+
+
+def _write_video(sample: Sample, path: Path) -> None:
+    assert sample.video is not None
+    write_video(path, sample.video, sample.fps or 1.0)
+
+
+def _with_choices(docs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for number, doc in enumerate(docs):
+        others = [other["answer"] for other in (*docs[number + 1 :], *docs[:number])][: CHOICES - 1]
+        choices = Random(number).sample([doc["answer"], *others], CHOICES)
+        found.append({**doc, "choices": choices, "label": choices.index(doc["answer"])})
+    return found
+
+
+def doc_to_visual(doc: Mapping[str, Any]) -> list[Any]:
+    """Pictures of a line of data, and paths of its videos, as lmms-eval's tasks hand them over."""
+    return [path if path.endswith(".mp4") else Image.open(path).convert("RGB") for path in doc["media"]]
+
+
+def doc_to_messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation of a line of data in lmms-eval's form, pictures in the places of their marks."""
+    waiting = doc_to_visual(doc)
+    content: list[dict[str, Any]] = []
+    texts = doc["question"].split(IMAGE_MARK)
+    for text in texts[:-1]:
+        content += [{"type": "text", "text": text}] if text else []
+        content.append({"type": "image", "url": waiting.pop(0)})
+    front = [{"type": "video" if isinstance(v, str) else "image", "url": v} for v in waiting]
+    return [{"role": "user", "content": [*front, *content, {"type": "text", "text": texts[-1]}]}]
+
+
+def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Score of an answer: the mean over the kinds of facts that `saccade.pocket.score` counts."""
+    marks = score(doc["pocket_task"], results[0], json.loads(doc["facts"]))
+    return {"facts": sum(marks.values()) / max(1, len(marks))}
+
+
+def process_choices(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
+    """Whether the right choice has the least loss.
+
+    lmms-eval 0.7.0 to 0.7.3 turns the pairs of every model's `loglikelihood` into text before a task gets them, which
+    its own scoring of multiple choice does not expect; this reads both forms.
+    """
+    losses = [(ast.literal_eval(pair) if isinstance(pair, str) else pair)[0] for pair in results]
+    return {"acc": float(losses.index(min(losses)) == doc["label"])}

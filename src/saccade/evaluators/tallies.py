@@ -1,0 +1,130 @@
+"""Speed of an evaluation beside its scores: counts and seconds per task, in a file and in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import SaccadeError
+from saccade.files import write_file
+from saccade.formats import count
+from saccade.output import Output
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the answers of a task, or of all.
+
+    Attributes:
+        answers: that were generated.
+        failed: answers left empty because their question could not be used.
+        cut: answers that ended at their limit of tokens.
+        prompt_tokens, new_tokens, decoded_tokens, target_passes, drafted_tokens, accepted_tokens: as of `Stats`.
+        seconds: wall time, reading of media and tokenization included; a step of several rows counts in equal parts.
+        scored: continuations whose log-probability was computed; they take no drafts.
+        scoring_seconds: wall time for them.
+    """
+
+    answers: int = 0
+    failed: int = 0
+    cut: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    decoded_tokens: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    seconds: float = 0.0
+    scored: int = 0
+    scoring_seconds: float = 0.0
+
+    def add(self, output: Output, seconds: float) -> None:
+        """Add an answer."""
+        stats = output.stats
+        self.answers += 1
+        self.cut += output.finish_reason == "length"
+        self.prompt_tokens += stats.prompt_tokens
+        self.new_tokens += stats.new_tokens
+        self.decoded_tokens += stats.decoded_tokens
+        self.target_passes += stats.target_passes
+        self.drafted_tokens += stats.drafted_tokens
+        self.accepted_tokens += stats.accepted_tokens
+        self.seconds += seconds
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Tokens per second, tokens per target pass (prefill excluded), and accepted share of drafted tokens."""
+
+        def ratio(part: float, whole: float) -> float:
+            return round(part / whole, 4) if whole else 0.0
+
+        return {
+            "tokens_per_second": ratio(self.new_tokens, self.seconds),
+            "tokens_per_pass": ratio(self.decoded_tokens, self.target_passes),
+            "acceptance": ratio(self.accepted_tokens, self.drafted_tokens),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """All sums and rates as JSON values."""
+        found = {**asdict(self), **self.rates}
+        return {**found, "seconds": round(self.seconds, 4), "scoring_seconds": round(self.scoring_seconds, 4)}
+
+    def __str__(self) -> str:
+        rates = self.rates
+        return (
+            f"{count(self.answers, 'answer')} with {count(self.new_tokens, 'token')} in {self.seconds:.1f} s: "
+            f"{rates['tokens_per_second']:.1f} tokens/s, {rates['tokens_per_pass']:.2f} tokens per target pass, "
+            f"{rates['acceptance']:.2f} of the drafted tokens accepted"
+        )
+
+
+@dataclass(slots=True)
+class Speed:
+    """Tallies of all tasks of an evaluation.
+
+    Attributes:
+        run: facts about models, method and settings.
+        path: JSON file that `save` writes; None for none.
+        tasks: one tally per task.
+    """
+
+    run: dict[str, Any]
+    path: Path | None = None
+    tasks: dict[str, Tally] = field(default_factory=dict)
+
+    def of(self, task: str) -> Tally:
+        """Tally of a task."""
+        return self.tasks.setdefault(task, Tally())
+
+    @property
+    def total(self) -> Tally:
+        """Sums over all tasks."""
+        rows = [asdict(tally) for tally in self.tasks.values()]
+        return Tally(**{name: sum(row[name] for row in rows) for name in asdict(Tally())})
+
+    def save(self) -> None:
+        """Write the file, where one is named.
+
+        Raises:
+            SaccadeError: the disk is full or the folder cannot be written.
+        """
+        if self.path is not None:
+            tasks = {name: tally.as_dict() for name, tally in self.tasks.items()}
+            content = {"run": self.run, "total": self.total.as_dict(), "tasks": tasks}
+            write_file(self.path, json.dumps(content, indent=2) + "\n", advice="choose another file with speed=FILE")
+
+
+def speed_file(given: str | None, rank: int) -> Path | None:
+    """Path of the speed file of one process; those of further processes get their number.
+
+    Raises:
+        SaccadeError: it is a folder.
+    """
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    if path.is_dir():
+        raise SaccadeError(f"speed={given} is a folder; give the name of a JSON file in it.")
+    return path if rank == 0 else path.with_name(f"{path.stem}.{rank}{path.suffix}")

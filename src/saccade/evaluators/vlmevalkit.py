@@ -1,0 +1,220 @@
+"""Saccade's model in VLMEvalKit: any method on its data sets, with the speed beside the scores.
+
+VLMEvalKit has no entry points for models: it looks classes up in ``vlmeval.vlm`` and names in ``supported_VLM``.
+`register` adds both, and ``python -m saccade.evaluators.vlmevalkit run.py ...`` then runs VLMEvalKit's own script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import runpy
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from saccade.errors import InputError, SaccadeError
+from saccade.evaluators.evaluated_model import Ask, EvaluatedModel, Reply, Running
+from saccade.inputs.requests import Messages
+
+FAILED = "Failed to obtain answer via API."
+"""Answer by which VLMEvalKit knows questions that it reports as failed and asks again."""
+
+DECIDED_ELSEWHERE = ("num_frames", "fps")
+KINDS = ("text", "image", "video")
+
+_LOG = logging.getLogger("saccade")
+
+
+class _Owner:
+    """The thread that owns a model's batch, for questions from several threads.
+
+    Args:
+        model: whose batch it is.
+    """
+
+    def __init__(self, model: EvaluatedModel) -> None:
+        self._model = model
+        self._inbox: queue.SimpleQueue[tuple[Ask, Future[Reply]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="saccade", daemon=True).start()
+
+    def ask(self, ask: Ask) -> Reply:
+        """Answer one question beside those of other threads."""
+        answer: Future[Reply] = Future()
+        self._inbox.put((ask, answer))
+        return answer.result()
+
+    def _run(self) -> None:
+        waiting: dict[int, tuple[Running, Future[Reply]]] = {}
+        while True:
+            while self._model.has_room and not (waiting and self._inbox.empty()):
+                self._start(*self._inbox.get(), waiting)
+            try:
+                ended = self._model.step()
+            except Exception as problem:
+                self._model.drop()
+                for _, answer in waiting.values():
+                    answer.set_exception(problem)
+                waiting.clear()
+                continue
+            for running in ended:
+                _, answer = waiting.pop(id(running))
+                assert running.reply is not None
+                answer.set_result(running.reply)
+
+    def _start(self, ask: Ask, answer: Future[Reply], waiting: dict[int, tuple[Running, Future[Reply]]]) -> None:
+        try:
+            running = self._model.start(ask)
+        except Exception as problem:
+            answer.set_exception(problem)
+            return
+        if running.reply is not None:
+            answer.set_result(running.reply)
+        else:
+            waiting[id(running)] = (running, answer)
+
+
+class SaccadeModel:
+    """The part of VLMEvalKit's model that is Saccade's; `model_class` joins it with VLMEvalKit's base class.
+
+    Args:
+        given: arguments of `EvaluatedModel`; the target is ``target`` or ``model_path``. With a ``batch_size`` above 1
+            the model declares itself an API, whose questions VLMEvalKit asks in ``--api-nproc`` threads at once.
+
+    Attributes:
+        nframe, fps: sampling of videos, which VLMEvalKit overwrites by the data set's.
+    """
+
+    INTERLEAVE = True
+    VIDEO_LLM = True
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        for name in DECIDED_ELSEWHERE:
+            if given.get(name) is not None:
+                raise InputError(
+                    f"VLMEvalKit's data sets decide how videos are sampled; give {name} in the configuration of the "
+                    "data set (nframe or fps), not to the model."
+                )
+        self.model = EvaluatedModel(given, _LOG.warning, ("target", "model_path"), int(os.environ.get("RANK", 0)))
+        self.nframe: int | None = 8
+        self.fps: float | None = 1.0
+        self.is_api = self.model.max_rows > 1
+        self._owner = _Owner(self.model) if self.is_api else None
+        atexit.register(self.report_speed)
+
+    def generate_inner(self, message: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
+        """Answer one question.
+
+        Args:
+            message: parts with ``type`` (text, image or video), ``value`` and, where it is not the user, ``role``.
+            dataset: its data set, for the speed by task.
+        """
+        return self._answer(partial(_by_role, message), message, dataset)
+
+    def chat_inner(self, messages: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
+        """Answer the last of several turns, each with ``role`` and ``content`` (parts as of `generate_inner`)."""
+        parts = [part for message in messages for part in message["content"]]
+        return self._answer(partial(_turns, messages), parts, dataset)
+
+    def report_speed(self) -> None:
+        """Log the speed by data set, and write the speed file."""
+        for task, tally in self.model.speed.tasks.items():
+            _LOG.warning("Speed of %s: %s.", task, tally)
+        self.model.speed.save()
+
+    def _answer(self, messages: Any, parts: Sequence[Mapping[str, Any]], dataset: str | None) -> str:
+        sampling: dict[str, Any] = {}
+        if any(part["type"] == "video" for part in parts):
+            if self.nframe is not None and self.fps is not None:
+                raise InputError(
+                    "VLMEvalKit hands the sampling of videos over only where it asks one question at a time; give "
+                    "batch_size=1 for video data sets."
+                )
+            sampling = {"num_frames": self.nframe, "fps": self.fps}
+        ask = Ask(dataset or "unnamed", "a question", messages, {}, **sampling)
+        reply = self._owner.ask(ask) if self._owner else self.model.replies([ask])[0]
+        return FAILED if reply.failure else reply.text
+
+
+def _part(given: Mapping[str, Any]) -> dict[str, Any]:
+    kind, value = given["type"], given["value"]
+    if kind not in KINDS:
+        raise InputError(f"A message part of type {kind!r} is not usable; expected one of {', '.join(KINDS)}.")
+    return {"type": kind, kind: value}
+
+
+def _by_role(parts: Sequence[Mapping[str, Any]]) -> Messages:
+    """A conversation from a list of parts: neighbours of one role are one message."""
+    messages: list[dict[str, Any]] = []
+    for part in parts:
+        role = part.get("role", "user")
+        if not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": []})
+        messages[-1]["content"].append(_part(part))
+    return messages
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    return [{"role": m["role"], "content": [_part(part) for part in m["content"]]} for m in messages]
+
+
+def model_class() -> type:
+    """Class of Saccade's models below VLMEvalKit's ``BaseModel``.
+
+    Raises:
+        SaccadeError: VLMEvalKit is not installed.
+    """
+    if find_spec("vlmeval") is None:
+        raise SaccadeError("VLMEvalKit is not installed here; install it from its repository, into this environment.")
+    from vlmeval.vlm.base import BaseModel
+
+    return type("Saccade", (SaccadeModel, BaseModel), {"__doc__": SaccadeModel.__doc__})
+
+
+def register(name: str | None = None, **given: Any) -> type:
+    """Make VLMEvalKit know the class ``Saccade``, and a model of a name where one is given.
+
+    Args:
+        name: for ``run.py --model NAME``.
+        given: arguments of that model.
+
+    Returns:
+        The class, which ``run.py --config`` finds as ``"class": "Saccade"``.
+    """
+    import vlmeval.config
+    import vlmeval.vlm
+
+    found = model_class()
+    vlmeval.vlm.Saccade = found
+    if name is not None:
+        vlmeval.config.supported_VLM[name] = partial(found, **given)
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run VLMEvalKit's ``run.py`` with its own arguments, the class registered before.
+
+    Raises:
+        SaccadeError: no script is named.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise SaccadeError(
+            "Name VLMEvalKit's run.py first, then its own arguments: "
+            "python -m saccade.evaluators.vlmevalkit run.py --config config.json"
+        )
+    script = arguments[0]
+    sys.argv = list(arguments)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as Python does for a script that it runs itself
+    register()
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""Tasks of the pocket world for evaluators: their data, their functions, and the command that writes them."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from saccade.cli import main
+from saccade.errors import InputError
+from saccade.evaluators import pocket_tasks
+from saccade.pocket import draw
+
+
+def docs_of(folder: Path, name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / name / "samples.jsonl").read_text().splitlines()]
+
+
+def test_right_answers_score_one_and_others_less(tmp_path: Path) -> None:
+    written = pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], count=4)
+    assert [path.name for path in written] == ["saccade_scene.yaml", "saccade_scene_choice.yaml"]
+    docs = docs_of(tmp_path, "scene")
+    assert [pocket_tasks.process_results(doc, [doc["answer"]])["facts"] for doc in docs] == [1.0] * 4
+    assert pocket_tasks.process_results(docs[0], [docs[1]["answer"]])["facts"] < 1
+
+
+def test_task_files_name_functions_and_fields_that_exist(tmp_path: Path) -> None:
+    for path in pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], count=4):
+        lines = path.read_text().splitlines()
+        named = [line.rpartition(".")[2] for line in lines if "!function saccade.evaluators.pocket_tasks." in line]
+        assert named
+        assert all(hasattr(pocket_tasks, name) for name in named)
+        (doc, *_) = docs_of(tmp_path, "scene")
+        fields = [line.split(": ")[1] for line in lines if line.startswith("doc_to") and "!function" not in line]
+        assert fields
+        assert all(field in doc for field in fields)
+
+
+def test_pictures_survive_as_files_and_stand_before_the_question(tmp_path: Path) -> None:
+    pocket_tasks.write_lmms_tasks(tmp_path, ["difference"], count=4, seed=3)
+    doc = docs_of(tmp_path, "difference")[1]
+    sample = draw(pocket_tasks.FIRST + 4, "difference")
+    for ours, theirs in zip(sample.images, pocket_tasks.doc_to_visual(doc), strict=True):
+        assert ImageChops.difference(ours, theirs).getbbox() is None
+    ((message,),) = [pocket_tasks.doc_to_messages(doc)]
+    assert [part["type"] for part in message["content"]] == ["image", "image", "text"]
+
+
+def test_pictures_go_between_the_words_that_mark_them(tmp_path: Path) -> None:
+    pocket_tasks.write_lmms_tasks(tmp_path, ["story"], count=4)
+    doc = docs_of(tmp_path, "story")[0]
+    (message,) = pocket_tasks.doc_to_messages(doc)
+    kinds = [part["type"] for part in message["content"]]
+    assert kinds.count("image") == len(doc["media"])  # type: ignore[arg-type]
+    assert kinds.index("text") < kinds.index("image") or kinds[:2] == ["image", "text"]
+    assert "<image>" not in "".join(part.get("text", "") for part in message["content"])
+
+
+def test_the_right_choice_is_the_one_of_least_loss(tmp_path: Path) -> None:
+    pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], count=4)
+    for doc in docs_of(tmp_path, "scene"):
+        assert doc["choices"][doc["label"]] == doc["answer"]  # type: ignore[index]
+        assert len(set(doc["choices"])) == pocket_tasks.CHOICES  # type: ignore[arg-type]
+        pairs = [(0.1 if n == doc["label"] else 0.5, False) for n in range(4)]
+        assert pocket_tasks.process_choices(doc, pairs) == {"acc": 1.0}
+        assert pocket_tasks.process_choices(doc, [str(pair) for pair in pairs]) == {"acc": 1.0}
+        assert pocket_tasks.process_choices(doc, [(-loss, hit) for loss, hit in pairs]) == {"acc": 0.0}
+
+
+def test_tables_hold_questions_answers_and_pictures(tmp_path: Path) -> None:
+    (path,) = pocket_tasks.write_vlmevalkit_tables(tmp_path, ["scene"], count=2)
+    csv.field_size_limit(10**7)
+    rows = list(csv.DictReader(path.open(), delimiter="\t"))
+    sample = draw(pocket_tasks.FIRST + 1, "scene")
+    assert (rows[1]["index"], rows[1]["question"], rows[1]["answer"]) == ("1", sample.question, sample.answer)
+    with Image.open(io.BytesIO(base64.b64decode(rows[1]["image"]))) as image:
+        assert ImageChops.difference(image, sample.image).getbbox() is None
+
+
+def test_tasks_without_a_form_are_refused(tmp_path: Path) -> None:
+    for write, name, words in (
+        (pocket_tasks.write_lmms_tasks, "followup", "earlier turns"),
+        (pocket_tasks.write_lmms_tasks, "nonsense", "no pocket task"),
+        (pocket_tasks.write_vlmevalkit_tables, "story", "between its words"),
+        (pocket_tasks.write_vlmevalkit_tables, "video", "has a video"),
+    ):
+        with pytest.raises(InputError, match=words):
+            write(tmp_path, [name], 4)
+    with pytest.raises(InputError, match="at least 4"):
+        pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], 3)
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["pocket", "tasks", "vlmevalkit", "--task", "scene", "--count", "1", "--out", str(tmp_path)])
+    assert end.value.code in (0, None)
+    assert capsys.readouterr().out.split() == [str(tmp_path / "saccade_scene.tsv")]
+    with pytest.raises(SystemExit) as end:
+        main(["pocket", "tasks", "helm", "--out", str(tmp_path)])
+    assert end.value.code == 2
