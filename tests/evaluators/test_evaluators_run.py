@@ -1,0 +1,118 @@
+"""lmms-eval and VLMEvalKit themselves, from their command lines, on tasks of the pocket world."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.evaluators.pocket_tasks import FIRST, write_lmms_tasks, write_vlmevalkit_tables
+from saccade.pocket import draw
+from saccade.vlm import load
+
+LMMS = os.environ.get("SACCADE_LMMS_PYTHON", "")
+"""An interpreter with lmms-eval and Saccade; docs/how-to/evaluators.md says how to install both."""
+VLMEVALKIT = os.environ.get("SACCADE_VLMEVALKIT_PYTHON", "")
+"""An interpreter with VLMEvalKit (`ms-vlmeval` on PyPI) and what Saccade needs."""
+SOURCE = Path(__file__).parents[2] / "src"
+MOST = 48
+
+
+def run(python: str, arguments: list[str], folder: Path, **more: str) -> str:
+    """Run a program with this tree's sources, and return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+    done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def expected(count: int) -> list[str]:
+    vlm = load("pocket", method="plain", dtype="float32")
+    samples = [draw(FIRST + number, "scene") for number in range(count)]
+    return [vlm.generate(s.messages(), do_sample=False, max_new_tokens=MOST).text for s in samples]
+
+
+def lmms_eval(folder: Path, *more: str, tasks: str, method: str) -> dict[str, Any]:
+    """Run lmms-eval on some tasks and return its results, with the texts by task."""
+    write_lmms_tasks(folder / "tasks", ["scene"], 4)
+    model = ["--model", "saccade", "--model_args", f"target=pocket,method={method},dtype=float32,speed=out/speed.json"]
+    place = ["--include_path", "tasks", "--tasks", tasks, "--output_path", "out", "--log_samples"]
+    limits = ["--gen_kwargs", f"max_new_tokens={MOST}"]
+    text = run(LMMS, ["-m", "lmms_eval", *model, *place, *limits, *more], folder)
+    assert "Traceback" not in text, text
+    (results,) = (folder / "out").rglob("*results.json")
+    found: dict[str, Any] = json.loads(results.read_text())
+    lines = {path.name: path.read_text().splitlines() for path in results.parent.glob("*samples*.jsonl")}
+    found["texts"] = {
+        name.partition("_samples_")[2].removesuffix(".jsonl"): [
+            row["filtered_resps"] for row in sorted(map(json.loads, rows), key=lambda row: row["doc_id"])
+        ]
+        for name, rows in lines.items()
+    }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LMMS, reason="SACCADE_LMMS_PYTHON does not name an interpreter that has lmms-eval and Saccade")
+@pytest.mark.timeout(1800)
+def test_lmms_eval_scores_the_answers_of_plain_decoding_and_reports_their_speed(tmp_path: Path) -> None:
+    found = lmms_eval(tmp_path, "--batch_size", "2", tasks="saccade_scene", method="chain")
+    assert found["texts"] == {"saccade_scene": expected(4)}
+    assert 0.3 < found["results"]["saccade_scene"]["facts,none"] <= 1
+    assert found["throughput"]["avg_tokens_per_target_pass"] > 1.5
+    speed = json.loads((tmp_path / "out" / "speed.json").read_text())
+    assert speed["tasks"]["saccade_scene"]["answers"] == 4
+    assert speed["run"]["rows"] == 2
+    assert speed["total"]["tokens_per_second"] == pytest.approx(found["throughput"]["avg_speed"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LMMS, reason="SACCADE_LMMS_PYTHON does not name an interpreter that has lmms-eval and Saccade")
+@pytest.mark.timeout(1800)
+def test_lmms_eval_chooses_by_the_simple_models_losses(tmp_path: Path) -> None:
+    names = "saccade_scene,saccade_scene_choice"
+    found = lmms_eval(tmp_path, "--force_simple", tasks=names, method="plain")
+    assert found["texts"]["saccade_scene"] == expected(4)
+    assert found["results"]["saccade_scene_choice"]["acc,none"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLMEVALKIT, reason="SACCADE_VLMEVALKIT_PYTHON does not name an interpreter that has VLMEvalKit")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_vlmevalkit_writes_the_answers_of_plain_decoding(rows: int, tmp_path: Path) -> None:
+    write_vlmevalkit_tables(tmp_path / "data", ["scene"], 4)
+    model = {"class": "Saccade", "target": "pocket", "method": "chain", "dtype": "float32", "batch_size": rows}
+    model |= {"max_new_tokens": MOST, "speed": "outputs/speed.json"}
+    data = {"saccade_scene": {"class": "CustomVQADataset", "dataset": "saccade_scene"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"saccade-pocket": model}, "data": data}))
+    where = "import importlib.util; print(importlib.util.find_spec('vlmeval').submodule_search_locations[0])"
+    script = Path(run(VLMEVALKIT, ["-c", where], tmp_path).splitlines()[0]) / "run.py"
+    harness = Path(__file__).with_name("in_vlmevalkit.py")
+    place = {"LMUData": str(tmp_path / "data"), "PRED_FORMAT": "tsv"}
+    arguments = [str(harness), str(script), "--config", "config.json", "--mode", "infer"]
+    run(VLMEVALKIT, arguments, tmp_path, **place)
+    (table,) = (tmp_path / "outputs").rglob("saccade-pocket_saccade_scene.*")
+    read = f"import pandas, json; print(json.dumps(list(pandas.read_csv({str(table)!r}, sep='\\t')['prediction'])))"
+    assert json.loads(run(VLMEVALKIT, ["-c", read], tmp_path).splitlines()[-1]) == expected(4)
+    speed = json.loads((tmp_path / "outputs" / "speed.json").read_text())
+    assert speed["tasks"]["saccade_scene"]["answers"] == 4
+    assert speed["total"]["tokens_per_pass"] > 1.5
+
+
+def test_the_harness_stands_in_for_imports_of_vlmevalkit_alone(tmp_path: Path) -> None:
+    (tmp_path / "vlmeval.py").write_text("from torchvision import transforms as T\nimport cv2\nF = T.Compose\n")
+    code = (
+        "import sys, in_vlmevalkit\nsys.meta_path.append(in_vlmevalkit.Finder())\n"
+        "try:\n    import torchvision\nexcept ImportError:\n    import vlmeval\n    print(vlmeval.F)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert "Anything" in done.stdout, done.stderr
