@@ -225,6 +225,7 @@ def test_only_caches_of_another_fingerprint_are_removed(tmp_path: Path) -> None:
     assert FeatureCache(target("llava"), 1e9, tmp_path, "one").samples == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_a_cache_on_disk_goes_on_with_another_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,8 +59,11 @@ def held(run: Trainer, step: int) -> int:
     return total
 
 
+EACH = [pytest.param(k, marks=[] if k in ("eagle2", "dream", "draft") else [pytest.mark.slow]) for k in KINDS]
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 def test_a_drafter_learns_the_same_bits_from_recomputed_activations(kind: str, precision: str, tmp_path: Path) -> None:
     for recompute in (False, True):
         trainer(kind, tmp_path / str(recompute), recompute=recompute, precision=precision).run()
@@ -70,7 +73,7 @@ def test_a_drafter_learns_the_same_bits_from_recomputed_activations(kind: str, p
         assert torch.equal(weight, again[name]), name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("medusa", "hydra")])
+@pytest.mark.parametrize("kind", [kind for kind in EACH if kind.values[0] not in ("medusa", "hydra")])
 def test_recomputed_activations_are_not_kept(kind: str, tmp_path: Path) -> None:
     plain, again = (held(trainer(kind, tmp_path / str(on), recompute=on), 0) for on in (False, True))
     assert again < 0.7 * plain
