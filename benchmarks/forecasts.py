@@ -54,12 +54,14 @@ def rate(size: int = 1024, rounds: int = 7) -> float:
     return 2 * size**3 / median(spent)
 
 
-def small(name: str) -> Recipe:
+def small(name: str, recompute: bool) -> Recipe:
     """Return a recipe cut to a few steps."""
     recipe = read_recipe(name)
     stages = {f"stage{n}.steps": 0 for n in range(1, len(recipe.stages))}
     more = WHOLE.get(name, {})
-    return recipe.with_settings({**SMALL, **more, **stages, f"stage{len(recipe.stages)}.steps": STEPS})
+    return recipe.with_settings(
+        {**SMALL, **more, "recompute": recompute, **stages, f"stage{len(recipe.stages)}.steps": STEPS}
+    )
 
 
 def peak(trainer: Trainer, step: int) -> int:
@@ -118,7 +120,9 @@ def computed(found: Forecast) -> dict[str, float]:
     }
 
 
-def rows(like: str, recipes: list[str], count: int, speed: float, folder: Path) -> list[dict[str, Any]]:
+def rows(
+    like: str, recipes: list[str], count: int, speed: float, folder: Path, recompute: bool = False
+) -> list[dict[str, Any]]:
     """Return a row per recipe, of each quantity computed, measured, and their ratio."""
     target = pocket.target_path()
     if like != "pocket":
@@ -130,7 +134,7 @@ def rows(like: str, recipes: list[str], count: int, speed: float, folder: Path) 
     here = Preset("here", "this processor", 1, speed, 1e12, 1.0, {}, {})
     made = []
     for name in recipes:
-        recipe = small(name)
+        recipe = small(name, recompute)
         out = folder / f"run-{like}-{name}"
         real, said = measured(vlm, recipe, data, out), computed(forecast(recipe, target, data, here, dtype="float32"))
         shutil.rmtree(out)
@@ -149,13 +153,14 @@ def main() -> None:
     words.add_argument("--like", nargs="+", default=["pocket", "1024x16x16"], help="pocket, or WIDTHxLAYERSxHEADS")
     words.add_argument("--recipes", nargs="+", default=["eagle2", "eagle3", "hivis", "dream", "medusa"])
     words.add_argument("--count", type=int, default=6, help="answers of each of two tasks")
+    words.add_argument("--recompute", action="store_true", help="activations computed again instead of kept")
     given = words.parse_args()
     torch.set_num_threads(1)
     speed = rate()
     print(f"{speed / 1e9:.1f} GFLOP/s in a float32 product of 1024x1024 matrices")
     with tempfile.TemporaryDirectory() as folder:
         for like in given.like:
-            for row in rows(like, given.recipes, given.count, speed, Path(folder)):
+            for row in rows(like, given.recipes, given.count, speed, Path(folder), given.recompute):
                 print(f"{row.pop('like'):10} {row.pop('recipe'):8} " + json.dumps(row))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from PIL import Image
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.sizing import machine
 from saccade.sizing.model_size import ModelSize
-from saccade.train.forecasting import Forecast, forecast
+from saccade.train.forecasting import Forecast, forecast, head_work
 from saccade.train.recipe import read_recipe, trained_kinds
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
@@ -95,6 +96,16 @@ def test_what_the_recipes_train_fits_the_gpu_of_its_preset(name: str, kind: str,
     assert found.memory <= found.preset.bytes
     assert "it fits" in str(found)
     assert "WARNING" not in str(found)
+
+
+def test_recomputing_lets_the_longest_samples_fit() -> None:
+    most = machine.preset("24gb").training("eagle3")["max_tokens"]
+    needed = {}
+    for recompute in (True, False):
+        found = forecast_of("qwen2.5-vl-7b", "eagle3", "24gb", recompute=recompute)
+        lengths = replace(found.lengths, longest=(300, most - 300 - 512, 4 * most, 512))
+        needed[recompute] = replace(found, work=head_work(found.recipe, found.size, lengths)).memory
+    assert needed[True] <= found.preset.bytes < needed[False]
 
 
 def test_what_does_not_fit_is_said() -> None:

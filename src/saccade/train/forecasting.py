@@ -213,7 +213,7 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
         cache=(kept + shown) * size.width * size.each + 9 * lengths.tokens,
         reading=size.forward(lengths.tokens, lengths.patches),
         learning=tuple(
-            _head_flops(size, head, entries, lengths.answer, trained - own_head, own_head, stage.draft_steps)
+            _head_flops(size, head, recipe, entries, lengths.answer, trained - own_head, own_head, stage.draft_steps)
             for stage in _stages(recipe)
         ),
         once=size.forward(lengths.text + lengths.visual, lengths.patches) if recipe.kind == "dream" else 0.0,
@@ -228,7 +228,14 @@ def _entries(head: Head, recipe: Recipe, text: float, visual: float, answer: flo
 
 
 def _head_flops(
-    size: ModelSize, head: Head, entries: float, answer: float, weights: int, own_head: int, steps: int
+    size: ModelSize,
+    head: Head,
+    recipe: Recipe,
+    entries: float,
+    answer: float,
+    weights: int,
+    own_head: int,
+    steps: int,
 ) -> float:
     """Arithmetic of a sample: the first pass over all entries, later ones over the answer, and their logits."""
     passed = entries if not head.blocks else entries + (steps - 1) * answer
@@ -236,7 +243,8 @@ def _head_flops(
     mixing = 12 * size.mixing * mixed if head.blocks else 0.0
     teacher = 2 * size.lm_head * answer
     logits = 6 * own_head * answer if own_head else 4 * size.lm_head * answer
-    return 6 * weights * passed + mixing + steps * (teacher + logits)
+    again = 4 / 3 if recipe.recompute else 1.0
+    return again * (6 * weights * passed + mixing) + steps * (teacher + logits)
 
 
 def _head_memory(
@@ -251,8 +259,14 @@ def _head_memory(
     inner = config.intermediate_size if head.gated else config.hidden_size
     vectors = (VECTORS + len(head.layers)) * width + 4 * inner + 4 * config.heads * config.head_dim
     blocks = max(head.blocks, 1) + int(config.options.get("cross", 0))
-    retained = (entries + (recipe.deepest - 1) * answer) * blocks * vectors * each
+    passed = entries + (recipe.deepest - 1) * answer
     mixed = sum(entries + step * answer for step in range(recipe.deepest))
+    if recipe.recompute:  # what leaves a step and its keys and values are retained, and one step is computed at a time
+        between = passed * (3 * width * _MARK + 2 * config.kv_heads * config.head_dim * each)
+        passed, mixed = max(entries, answer), entries + (recipe.deepest - 1) * answer
+    else:
+        between = 0.0
+    retained = between + passed * blocks * vectors * each
     retained += (mixed * 2 * config.heads * config.head_dim + mixed * answer) * each if head.blocks else 0.0
     given = entries * (len(head.layers) + 2) * width * _MARK
     size_of_teacher = size.target.text_config.intermediate_size
@@ -296,6 +310,9 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     projector = trained - small.decoder - small.lm_head
     longest = sum(lengths.longest) - lengths.longest[2]
     vectors = VECTORS * text.hidden_size + 4 * text.intermediate_size + 4 * small.mixing
+    kept = text.num_hidden_layers * vectors
+    if recipe.recompute:
+        kept = text.num_hidden_layers * text.hidden_size + vectors
     vocabulary = small.lm_head // small.width
     seen = lengths.longest[2] * 10 * small.target.config.vision_config.hidden_size * each
     kl = bool(recipe.loss.get("kl"))
@@ -309,11 +326,7 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
         memory={
             "drafter": _MARK * trained * 4 + _MARK * frozen + (small.weights * each if each < _MARK else 0),
             "micro batch": rows
-            * (
-                longest * text.num_hidden_layers * vectors * each
-                + lengths.longest[3] * vocabulary * OF_TOKENS * 2 * _MARK
-                + seen
-            ),
+            * (longest * kept * each + lengths.longest[3] * vocabulary * OF_TOKENS * 2 * _MARK + seen),
             "update": _MARK * trained,
         },
         cache=0.0,
