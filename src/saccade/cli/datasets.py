@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from saccade.cli import completion, screen
+from saccade.cli import data_options as of
+from saccade.errors import InputError
+from saccade.formats import count as counted
 
 if TYPE_CHECKING:
     from saccade.data.dataset import DataSet
@@ -19,8 +23,26 @@ def datasets(
             metavar="[NAME]", autocompletion=completion.datasets, help="Show how the rows of this one become questions."
         ),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FOLDER",
+            help="Load its questions and write them as `FOLDER/prompts.jsonl` with their media, for `saccade distill` "
+            "and `saccade batch`.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Write only the first so many questions.")] = None,
+    subset: of.Subset = None,
+    split: of.Split = None,
+    columns: of.Columns = None,
+    template: of.Template = None,
+    system: of.System = None,
+    where: of.Where = None,
+    shuffle: of.Shuffle = None,
+    media_root: of.MediaRoot = None,
 ) -> None:
-    """List data sets that are known by name, and the papers that use them; nothing is downloaded.
+    """List data sets that are known by name, and the papers that use them; nothing is downloaded without `--write`.
 
     `NAME@PAPER` is a data set with what that paper says of its own use: prompt, number of questions, frames, longest
     answer.
@@ -28,17 +50,33 @@ def datasets(
     Examples:
 
     `saccade datasets textvqa@hivis`
+
+    `saccade datasets textvqa --split train --limit 5000 --write textvqa`
     """
     from saccade.data import catalogue
 
+    reading = of.DataOptions(subset, split, columns, template, system, where, shuffle, media_root)
+    if name is None and (write is not None or reading.changes()):
+        raise InputError("No data set is named; give one, such as `saccade datasets textvqa`.")
     if name is not None:
-        _show(name, catalogue.find(name))
+        if write is not None:
+            _write(reading.data(name), write, limit)
+        else:
+            _show(name, reading.data(name))
         return
     for known in catalogue.names():
         data = catalogue.find(known)
         papers = ", ".join(f"{catalogue.PAPERS[word]} (@{word})" for word in data.papers) or "no paper"
         screen.out().print(f"[bold]{known}[/bold]  {papers}: {data.title}", soft_wrap=True)
     _line("Columns are as evaluation code of August 2026 reads them; `saccade datasets NAME` shows those of one.")
+
+
+def _write(data: DataSet, folder: Path, limit: int | None) -> None:
+    from saccade.data import writing
+
+    with screen.waiting(f"Reading {data.path}"):
+        count = writing.write(data, folder, limit)
+    _line(f"{counted(count, 'question')} in {folder / writing.FILE}.")
 
 
 def _show(name: str, data: DataSet) -> None:
