@@ -154,6 +154,16 @@ def test_what_one_process_cannot_do_is_said_once(tmp_path: Path) -> None:
     assert run.said == ["saccade: line 7: it is not valid JSON."]
 
 
+def test_a_fault_that_sounds_like_a_lost_connection_is_not_hidden(tmp_path: Path) -> None:
+    def fails(rank: int, step: int) -> None:
+        if rank == 1 and step == 5:
+            raise RuntimeError("the connection matrix is singular")
+
+    run = Run(tmp_path, summing(tmp_path, fails))
+    assert run.codes(30) == [1, 1]
+    assert "RuntimeError: the connection matrix is singular" in run.said
+
+
 def test_what_no_process_can_do_is_said_once(tmp_path: Path) -> None:
     def fails(rank: int, step: int) -> None:
         raise TrainingError("The recipe is not valid TOML.")

@@ -22,14 +22,15 @@ from saccade.errors import SaccadeError, TrainingError
 
 PERIOD = 1.0
 """Seconds between two counts."""
-PATIENCE = 30
+PATIENCE = 60
 """Looks at an unchanged count until its process is given up; looks, not seconds: a run may be paused as a whole."""
 HURRY = 5
 """The same, once a connection to some process has broken."""
 GRACE = 5.0
 """Seconds that a process has to end by itself after another one has, and the others to hear of the first one's end."""
 _ADVICE = "the run can be resumed from its last checkpoint"
-_BROKEN = ("gloo", "nccl", "connection", "socket", "store", "broken pipe", "timed out")
+_BROKEN = ("gloo", "nccl", "connection", "socket", "tcpstore", "broken pipe", "timed out")
+"""Words of errors that may be another process's end."""
 _LOST = (RuntimeError, OSError)
 """What the store raises when the first process, which holds it, has ended."""
 
@@ -199,9 +200,8 @@ def together(rank: int, count: int) -> Iterator[None]:
 def _explain(watch: Watch, rank: int, problem: BaseException) -> None:
     """Raise what this process has to say where it is not the problem itself."""
     if watch.reason is None and isinstance(problem, _LOST) and _is_broken(problem):
-        if watch.find() is None:
-            raise TrainingError(f"The connection to another process has broken; {_ADVICE}.") from problem
-    elif watch.reason is None and watch.report(*_words(problem)):
+        watch.find()
+    if watch.reason is None and watch.report(*_words(problem)):
         if isinstance(problem, _Terminated):
             raise TrainingError(_words(problem)[0]) from None
         return
