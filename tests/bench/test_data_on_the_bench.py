@@ -23,6 +23,7 @@ from saccade.bench.runner import Runner
 from saccade.bench.scorers import against, names
 from saccade.cli import app, screen
 from saccade.errors import SaccadeError
+from saccade.pocket.contact_sheet import write_video
 
 Invoke = Callable[..., Result]
 
@@ -131,6 +132,22 @@ def test_a_data_set_is_asked_scored_and_repeated(invoke: Invoke, tmp_path: Path)
     assert [r.tokens for r in second.records] == [r.tokens for r in first.records]
     assert "2 answers" not in invoke(*chosen, "--out", "first").output  # it is complete, and nothing runs again
     assert (tmp_path / "first" / "records.jsonl").read_text().count("\n") == 5
+
+
+@pytest.mark.parametrize(("option", "value"), [("num_frames", 2), ("fps", 1.0)])
+def test_a_video_is_sampled_as_its_task_says(vlm: saccade.VLM, tmp_path: Path, option: str, value: Any) -> None:
+    pytest.importorskip("av", reason="videos need the video extra")
+    frames = [Image.new("RGB", (96, 96), (20 * n, 0, 0)) for n in range(12)]
+    write_video(tmp_path / "film.mp4", frames, fps=4)
+    row = {"messages": [{"role": "user", "content": [{"type": "video", "video": "film.mp4"}, "What happens?"]}]}
+    path = lines(tmp_path / "mine.jsonl", [row])
+    prompts = {}
+    for name, chosen in (("own", {}), ("few", {option: value})):
+        entry = {"name": "films", "file": str(path), **chosen}
+        run = Runner(prepare(suite(tasks=[entry], methods=["chain"]), vlm), tmp_path / name).run()
+        prompts[name] = run.records[0].stats["prompt_tokens"]
+        assert all(r.equal for r in run.records if r.method == "chain")
+    assert prompts["few"] < prompts["own"]
 
 
 def test_a_paper_decides_number_and_length_unless_the_command_line_does(invoke: Invoke, monkeypatch: Any) -> None:

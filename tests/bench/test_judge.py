@@ -19,6 +19,7 @@ from saccade.bench.judge import Judge, parse
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import SCORES, read
 from saccade.bench.runner import Runner
+from saccade.cli import bench
 from saccade.errors import SaccadeError
 
 
@@ -127,6 +128,17 @@ def test_a_judge_that_stops_in_between_is_asked_for_the_rest_only(
     assert len(endpoint.asked) == 4
 
 
+def test_replies_that_are_under_way_at_a_fault_are_kept(
+    vlm: saccade.VLM, mine: Path, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    prepared = ready(vlm, mine, {"url": endpoint.url, "model": "m", "concurrency": 2})
+    endpoint.replies = [(400, "too long"), "5"]
+    with pytest.raises(SaccadeError, match=r"refused the request \(400\): too long\.$"):
+        Runner(prepared, tmp_path / "run").run()
+    Runner(prepared, tmp_path / "run").run()
+    assert len(endpoint.asked) == 3  # both, and the refused one again
+
+
 def test_passing_faults_are_tried_again_and_then_said(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(judging.time, "sleep", waited.append)
@@ -162,7 +174,7 @@ def test_the_number_of_a_reply_is_found(reply: str, score: float | None) -> None
 
 
 def test_a_reply_without_a_number_is_no_score_and_not_asked_for_again(
-    vlm: saccade.VLM, mine: Path, endpoint: Endpoint, tmp_path: Path
+    vlm: saccade.VLM, mine: Path, endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint.replies = ["Good!"]
     prepared = ready(vlm, mine, {"url": endpoint.url, "model": "m"})
@@ -170,6 +182,8 @@ def test_a_reply_without_a_number_is_no_score_and_not_asked_for_again(
     Runner(prepared, tmp_path / "run").run()
     assert len(endpoint.asked) == 2
     assert all(not r.scores for r in run.records)
+    bench.run_suite(prepared, tmp_path / "run")
+    assert "2 of 2 grades are missing: the judge's replies" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_judge_of_pictures_sees_them_and_the_fields_of_the_row(

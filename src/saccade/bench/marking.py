@@ -103,7 +103,7 @@ def _by_user(record: Record, turn: Turn) -> tuple[Key, dict[str, float]]:
 def _replies(
     judge: Judge, run: Run, records: Sequence[Record], turns: Mapping[str, Turn]
 ) -> Iterator[tuple[Record, str]]:
-    """Yield the judge's replies as they come."""
+    """Yield the judge's replies as they come; after a fault those that are under way, then raise it."""
 
     def ask(record: Record) -> str:
         turn = turns[record.prompt_id]
@@ -114,12 +114,22 @@ def _replies(
 
     with ThreadPoolExecutor(judge.concurrency, "judge") as pool:
         asked = {pool.submit(ask, record): record for record in records}
+        fault: BaseException | None = None
         try:
             for future in as_completed(asked):
-                yield asked[future], future.result()
+                if future.cancelled():
+                    continue
+                if (problem := future.exception()) is None:
+                    yield asked[future], future.result()
+                    continue
+                fault = fault or problem
+                for other in asked:
+                    other.cancel()
         finally:
             for future in asked:
                 future.cancel()
+        if fault is not None:
+            raise fault
 
 
 def _shown(reference: Any) -> str:

@@ -347,7 +347,8 @@ def judging(table: Mapping[str, Any], answers: int, there: int) -> str:
 
 def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     from saccade.bench.check import Mismatch
-    from saccade.bench.records import stored_scores
+    from saccade.bench.marking import JUDGE
+    from saccade.bench.records import SCORES, stored_scores
     from saccade.bench.runner import Runner
 
     if prepared.suite.judge:
@@ -355,13 +356,21 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     with _progress() as update:
         runner = Runner(prepared, folder, update)
         try:
-            return runner.run(), runner.spent
+            run = runner.run()
         except Mismatch as problem:
             print(f"saccade: {problem}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             screen.note(f"Stopped. The answers so far are in {folder}; the same command resumes the run.")
             raise
+    grades = [scores for (by, _, _), scores in stored_scores(folder).items() if by == JUDGE]
+    if not all(grades):
+        without = sum(not scores for scores in grades)
+        screen.note(
+            f"{without} of {count(len(grades), 'grade')} are missing: the judge's replies, which are in "
+            f"{folder / SCORES}, hold no number of its range."
+        )
+    return run, runner.spent
 
 
 @contextmanager
