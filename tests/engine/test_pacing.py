@@ -12,7 +12,8 @@ import pytest
 
 from checkpoints import ready
 from saccade import load
-from saccade.engine.pacing import SPAN, Forwards, Ledger, Pacer, Trials, sampled_length
+from saccade.engine.pacing import SPAN, Ledger, Pacer, Trials, sampled_length
+from saccade.engine.step_times import Forwards
 from saccade.errors import MethodError
 
 

@@ -11,11 +11,11 @@ of a limit, so that a drafter that was good and is useless now costs no more tha
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
-from statistics import median
+
+from saccade.engine.step_times import FEW, Forwards, Recent, plausible
 
 MARGIN = 1.03
 """Times that drafting must be faster than plain decoding, as estimated, to be done."""
@@ -59,27 +59,6 @@ _CAUTION = 0.7
 
 
 @dataclass(slots=True)
-class Recent:
-    """The last values, of which the median is typical: steps that other programs interrupted do not count.
-
-    Attributes:
-        typical: the median; not a number without values.
-    """
-
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    typical: float = float("nan")
-
-    def add(self, value: float) -> None:
-        """Take in a value."""
-        self.values.append(value)
-        self.typical = median(self.values)
-
-    def or_else(self, value: float) -> float:
-        """What is typical, or a value where nothing is known."""
-        return self.typical if self.values else value
-
-
-@dataclass(slots=True)
 class Trials:
     """Acceptance rate of draft tokens, each verified behind accepted ones only."""
 
@@ -95,88 +74,6 @@ class Trials:
     def rate(self, prior: float = _PRIOR, trials: float = _PRIOR_TRIALS) -> float:
         """The rate, shrunk towards ``prior`` as if that had been seen in ``trials`` trials."""
         return (self.accepted + prior * trials) / (self.count + trials)
-
-
-_FEW = 3
-"""Values below which a measured time may differ from what is expected by a factor only."""
-_FACTOR = 1.5
-
-
-@dataclass(slots=True)
-class Forwards:
-    """Time of the target's forwards by number of tokens, in units.
-
-    Two numbers of tokens are compared where a step of one follows steps of the other: both met the same machine.
-
-    Args:
-        slope: time of one more token over that of the first, until it is measured.
-
-    Attributes:
-        unit: seconds of a unit, by the last steps; None before the first.
-    """
-
-    slope: float = 0.1
-    unit: float | None = None
-    _relative: dict[int, Recent] = field(default_factory=dict)
-    _anchor: int | None = None
-    _found: dict[int, float] = field(default_factory=dict)
-    _run: tuple[int, deque[float]] = field(default_factory=lambda: (0, deque(maxlen=5)))
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take in a forward that follows the one before at once."""
-        if seconds <= 0:
-            return
-        before, run = self._run
-        if tokens != before:
-            if self._anchor is None:
-                self._anchor = tokens
-                self._relative.setdefault(tokens, Recent()).add(self.guess(tokens))
-            elif tokens == self._anchor:
-                self._relative.setdefault(before, Recent()).add(self(tokens) * median(run) / seconds)
-            else:
-                self._relative.setdefault(tokens, Recent()).add(self(before) * seconds / median(run))
-            self._found.clear()
-            run = deque(maxlen=5)
-            self._run = tokens, run
-        run.append(seconds)
-        self.unit = median(run) / self(tokens)
-
-    def knows(self, tokens: int) -> bool:
-        """Whether a forward of this number of tokens was measured."""
-        return tokens in self._relative
-
-    def guess(self, tokens: int) -> float:
-        """Time by the slope."""
-        return 1 + self.slope * (tokens - 1)
-
-    def __call__(self, tokens: int) -> float:
-        """Expected units of a forward of some tokens."""
-        found = self._found.get(tokens)
-        if found is None:
-            found = self._found[tokens] = self._expected(tokens)
-        return found
-
-    def _expected(self, tokens: int) -> float:
-        known = self._relative.get(tokens)
-        if known is not None and self._is_trusted(tokens):
-            return known.typical
-        others = self._between(tokens)
-        return others if known is None else _near(known.typical, others)
-
-    def _is_trusted(self, tokens: int) -> bool:
-        return tokens == self._anchor or len(self._relative[tokens].values) >= _FEW
-
-    def _between(self, tokens: int) -> float:
-        """Expected units by other numbers of tokens."""
-        below = max((n for n in self._relative if n < tokens and self._is_trusted(n)), default=None)
-        above = min((n for n in self._relative if n > tokens and self._is_trusted(n)), default=None)
-        if below is not None and above is not None:
-            low, high = self._relative[below].typical, self._relative[above].typical
-            return low + (max(high, low) - low) * (tokens - below) / (above - below)
-        near = below if below is not None else above
-        if near is None:
-            return self.guess(tokens)
-        return self._relative[near].typical * self.guess(tokens) / self.guess(near)
 
 
 @dataclass(slots=True)
@@ -300,7 +197,7 @@ class Pacer:
         """Expected units of a token of a drafter's prompt; a first time that was interrupted is not believed."""
         guess = _PREFILL * self.draft_cost
         typical = self._prefill.or_else(guess)
-        return typical if len(self._prefill.values) >= _FEW else _near(typical, guess)
+        return typical if len(self._prefill.values) >= FEW else plausible(typical, guess)
 
     @property
     def is_proven(self) -> bool:
@@ -364,7 +261,7 @@ class Pacer:
             return guess
         known = self.drafts[near]
         found = known.typical * self.forward.guess(rows) / self.forward.guess(near)
-        return found if len(known.values) >= _FEW else _near(found, guess)
+        return found if len(known.values) >= FEW else plausible(found, guess)
 
     # -- observations --------------------------------------------------------------------------------------
 
@@ -427,7 +324,3 @@ def sampled_length(row: Trials) -> int:
     A seed therefore draws the same answer in every run, on any machine and beside any other rows.
     """
     return _SAMPLED if row.rate() >= _SAMPLED_RATE else 0
-
-
-def _near(value: float, expected: float) -> float:
-    return min(max(value, expected / _FACTOR), expected * _FACTOR)
