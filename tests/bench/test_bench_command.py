@@ -79,6 +79,7 @@ def test_json_holds_every_method(invoke: Invoke) -> None:
     [
         ("--suite", "quick", "--methods", "chain,prompt-lookup", "--tasks", "chart,scene", "--seed", "3"),
         ("--suite", "quick", "--methods", "chain", "--data", "mine.jsonl", "--turns", "2", "--repeats", "2"),
+        ("--suite", "quick", "--methods", "short=chain:gamma=2,prompt-lookup:gamma=3", "--tasks", "scene"),
         ("--suite", "mine.toml", "--per-task", "2", "-n", "6"),
     ],
 )

@@ -106,6 +106,11 @@ def test_methods_take_options_behind_colons() -> None:
     of_label = library.choose_methods(library.load("sage-1"), ["SAGE-25:d_max=6"]).methods[1]
     assert of_label.name == "sage"
     assert (of_label.options["total"], of_label.options["d_max"]) == (25, 6)
+    labelled = library.choose_methods(suite, ["small=sage:total=25"]).methods[1]
+    assert (labelled.label, labelled.name, labelled.options["total"]) == ("small", "sage", 25)
+    assert library.choose_methods(suite, ["plainest=chain"]).methods[1].label == "plainest"
+    with pytest.raises(SaccadeError, match="Two methods have the label 'a'"):
+        library.choose_methods(suite, ["a=sage", "a=chain"])
     with pytest.raises(SaccadeError, match="expected NAME=VALUE"):
         library.choose_methods(suite, ["sage:total"])
 

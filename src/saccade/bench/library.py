@@ -44,23 +44,28 @@ def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
     """Return the suite with some methods.
 
     Args:
-        wanted: labels of its own, or names of `saccade methods`, either with options behind colons such as
-            ``sage:total=25``.
+        wanted: labels of its own, or names of `saccade methods`, either with options behind colons and a label of the
+            user's in front, such as ``small=sage:total=25``.
 
     Raises:
-        SaccadeError: there is none, or an option has another form.
+        SaccadeError: there is none, an option has another form, or two have the same label.
     """
     own = {m.label: m for m in suite.methods}
     chosen = [_with_options(name, own) for name in dict.fromkeys(wanted)]
     if not chosen:
         raise SaccadeError("No method was given; name at least one, such as --methods chain.")
+    labels = [entry.label for entry in chosen]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise SaccadeError(f"Two methods have the label {twice!r}; give one of them another, such as other=sage.")
     return suite.with_(methods=with_baseline(chosen))
 
 
 def _with_options(text: str, own: Mapping[str, MethodEntry]) -> MethodEntry:
     if text in own:
         return own[text]
-    name, *pairs = text.split(":")
+    first, *pairs = text.split(":")
+    label, _, name = ("", "", first) if first in own else first.rpartition("=")
     entry = own.get(name, MethodEntry(name, name))
     options = {}
     for pair in pairs:
@@ -70,7 +75,7 @@ def _with_options(text: str, own: Mapping[str, MethodEntry]) -> MethodEntry:
                 f"The method {text!r} has an option {pair!r}; expected NAME=VALUE, such as sage:total=25."
             )
         options[key] = parse_value(value)
-    return replace(entry, label=text, options={**entry.options, **options})
+    return replace(entry, label=label or text, options={**entry.options, **options})
 
 
 def choose_tasks(suite: Suite, wanted: Iterable[str]) -> Suite:

@@ -24,7 +24,8 @@ def commands(header: Header, labels: Iterable[str]) -> str:
         labels: methods of the run.
     """
     config, places = header.config, header.places
-    words = ["saccade", "bench", "--suite", str(places.get("suite") or header.suite), "--methods", ",".join(labels)]
+    words = ["saccade", "bench", "--suite", str(places.get("suite") or header.suite)]
+    words += ["--methods", str(places.get("methods") or ",".join(labels))]
     given = places.get("sizes")
     named = [str(word) for word in places.get("questions") or ()]
     if places.get("data"):

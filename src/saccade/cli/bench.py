@@ -47,8 +47,8 @@ def bench(
             "--methods",
             metavar="A,B,C",
             autocompletion=completion.several_methods,
-            help="Only these: the suite's own labels, or `saccade methods`, also with options behind colons, such as "
-            "`sage:total=25`.",
+            help="Only these: the suite's own labels, or `saccade methods`, also with options and a label of yours, "
+            "such as `small=sage:total=25`.",
         ),
     ] = None,
     tasks: Annotated[
@@ -224,7 +224,7 @@ def bench(
         threads=threads,
         exact=exact,
     )
-    found = places(suite, data, name, drafter, head, device)
+    found = places(suite, data, name, drafter, head, device) | ({"methods": methods} if methods else {})
     words = [*(word for each in dataset or [] for word in ("--dataset", each)), *reading.words()]
     if words or data is not None:
         found |= {"questions": words, "sizes": sizes}
