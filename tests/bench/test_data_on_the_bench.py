@@ -20,7 +20,7 @@ from saccade.bench.questions import gather
 from saccade.bench.records import read
 from saccade.bench.repeating import commands
 from saccade.bench.runner import Runner
-from saccade.bench.scorers import against, names
+from saccade.bench.scorers import against
 from saccade.cli import app, screen
 from saccade.errors import SaccadeError
 from saccade.pocket.contact_sheet import write_video
@@ -225,5 +225,5 @@ def test_answers_are_scored_as_their_benchmarks_do(scorer: str, answer: str, ref
 
 
 def test_without_a_reference_nothing_is_scored() -> None:
-    assert all(against(name, None) is None for name in names())
+    assert all(against(name, None) is None for name in ("match", "vqa", "rouge-l", "choice"))
     assert against("", "red") is None

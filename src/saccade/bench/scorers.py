@@ -19,11 +19,6 @@ UserScorer = Callable[[str, Any, Mapping[str, Any]], Any]
 from 0 to 1, a truth, or several by name."""
 
 
-def names() -> list[str]:
-    """Names of the built-in scorers."""
-    return list(_SCORERS)
-
-
 def is_users(name: str | None) -> bool:
     """Whether a scorer is the user's own."""
     return name is not None and ":" in name

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saccade.data.template import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.typed import check_whole, make
 
-PREFIX = "dataset:"
-"""Marks the name of a data set where a command takes files."""
 PARTS = ("question", "images", "videos", "choices", "reference", "id", "category", "turns")
 """Parts of a question that a column can be named for."""
 
@@ -113,12 +111,6 @@ class DataSet:
         """Templates of its prompts."""
         return [text for text in (self.prompt, self.open_prompt) if text is not None]
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Everything that decides its questions, ready for JSON."""
-        left_out = ("title", "source", "papers", "media", "count", "scorer")
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
-
 
 def parse(table: Mapping[str, Any], name: str, where: str) -> DataSet:
     """Make a data set of a table.
@@ -151,7 +143,3 @@ def _check(found: DataSet) -> None:
         raise InputError(f"{found.name}: num_frames and fps exclude each other; leave one of them out.")
     if found.join and set(found.join) != {"subset", "column", "key"}:
         raise SaccadeError(f"{found.name}: join needs subset, column and key.")
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
