@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 import saccade.evaluators.evaluated_model as core
-from saccade.errors import InputError, MethodError
+from saccade.errors import InputError, MethodError, SaccadeError
+from saccade.evaluators.tallies import speed_file
 from saccade.inputs.batching import join
 from saccade.pocket import Sample, draw
 from saccade.vlm import VLM, load
@@ -350,6 +351,14 @@ def test_an_unknown_argument_is_taken_for_an_option_and_refused(monkeypatch: pyt
     fake.install_lmms_eval(monkeypatch)
     with pytest.raises(MethodError, match="gama"):
         model_of("chat", method="chain", gama=4)
+
+
+def test_every_process_has_a_speed_file_of_its_own(tmp_path: Path) -> None:
+    given = str(tmp_path / "speed.json")
+    assert [speed_file(given, rank) for rank in (0, 1)] == [tmp_path / "speed.json", tmp_path / "speed.1.json"]
+    assert speed_file(None, 0) is None
+    with pytest.raises(SaccadeError, match="is a folder"):
+        speed_file(str(tmp_path), 0)
 
 
 def test_memory_is_free_after_the_answers(logs: fake.Logs) -> None:
