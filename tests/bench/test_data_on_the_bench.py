@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import saccade
+from saccade.bench import table
 from saccade.bench.metrics import by_method
 from saccade.bench.preparing import prepare
 from saccade.bench.questions import gather
@@ -75,6 +77,11 @@ def test_turns_of_a_file_are_a_chat_with_the_models_own_answers(vlm: saccade.VLM
     path = lines(tmp_path / "question.jsonl", SPEC_BENCH[:1] + SPEC_BENCH[3:])
     run = Runner(prepare(suite(tasks=[{"name": "spec", "file": str(path)}]), vlm), tmp_path / "run").run()
     assert {r.task for r in run.records} == {"spec, writing", "spec, writing, turn 2", "spec, qa"}
+    by_task = table.by_task(run)
+    assert by_task is not None
+    assert list(by_task.columns[0].cells) == ["spec, writing", "spec, writing, turn 2", "spec, qa"]
+    assert list(by_task.columns[1].cells) == ["1", "1", "1"]
+    assert all(re.fullmatch(r"\d+\.\d\dx, \d+\.\d\d", cell) for cell in by_task.columns[2].cells)
     plain = {r.prompt_id: r for r in run.records if r.method == "plain"}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Say one."}]},

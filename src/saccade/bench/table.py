@@ -15,6 +15,9 @@ from saccade.bench.records import Run, warned
 from saccade.bench.statistics import Estimate
 from saccade.bench.suite import BASELINE
 
+_SHOWN = 4
+"""Methods of which results by task are printed."""
+
 
 def results(run: Run) -> Table:
     """Speed, block efficiency and equality of every method over all tasks.
@@ -66,6 +69,35 @@ def quality(run: Run) -> Table | None:
         if retained is not None and retained.low is not None and retained.high is not None:
             retention += f" {retained.low:.1%}-{retained.high:.1%}"
         table.add_row(result.method, score, retention, f"{result.loosened:.1%}")
+    return table
+
+
+def by_task(run: Run) -> Table | None:
+    """Speed-up and block efficiency of the fastest methods, and plain decoding's score, by task; None for one task.
+
+    The report has all methods; more than `_SHOWN` do not fit a terminal.
+    """
+    tasks = list(dict.fromkeys(record.task for record in run.records))
+    if len(tasks) < 2:
+        return None
+    found = {task: metrics.by_method(r for r in run.records if r.task == task) for task in tasks}
+    ours = [result for result in _in_order(run) if result.method != BASELINE]
+    fastest = sorted(ours, key=lambda r: -r.speedup.value if r.speedup else 0.0)[:_SHOWN]
+    labels = [result.method for result in ours if result in fastest]
+    scored = any(r.score is not None for results in found.values() for r in results.values())
+    which = "" if len(ours) <= _SHOWN else f", fastest {_SHOWN}"
+    table = _table(f"speed-up, block efficiency\nby task{which}", "prompts", *labels, *["plain's\nscore"] * scored)
+    for task, results in found.items():
+        cells = [task, str(max(r.prompts for r in results.values()))]
+        for label in labels:
+            result = results.get(label)
+            speed = "-" if result is None else _value(result.speedup, ".2f", "x")
+            efficiency = "-" if result is None else _value(result.block_efficiency, ".2f")
+            cells.append(f"{speed}, {efficiency}")
+        if scored:
+            plain = results.get(BASELINE)
+            cells.append("-" if plain is None or plain.score is None else f"{plain.score:.3f}")
+        table.add_row(*cells)
     return table
 
 

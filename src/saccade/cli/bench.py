@@ -409,7 +409,8 @@ def show(run: Run, spent: Spent, as_json: bool) -> None:
     console = screen.out()
     if first := headline(run):
         console.print(f"{first}\n", markup=False, soft_wrap=True)
-    for part in (table.results(run), table.quality(run), table.times(run), table.predicted(run)):
+    parts = (table.results(run), table.by_task(run), table.quality(run), table.times(run), table.predicted(run))
+    for part in parts:
         if part is not None:
             console.print(part)
             console.print()
