@@ -46,6 +46,11 @@ def test_without_a_suite_all_are_listed(invoke: Invoke) -> None:
     assert "TABED, Table 1" in result.stdout
 
 
+def test_a_run_without_a_suite_is_not_taken_for_the_list(invoke: Invoke) -> None:
+    result = invoke("--data", "prompts.jsonl", "--methods", "chain")
+    assert "No suite is named; add --suite quick" in str(result.exception)
+
+
 def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("--suite", "hivis-1", "--plan")
     assert result.exit_code == 0, result.output

@@ -189,7 +189,7 @@ def bench(
     elif dry_run:
         raise InputError("--dry-run prints what a preset stands for; give one with --preset, or use --plan.")
     if suite is None:
-        _list()
+        _list(data, dataset, methods, tasks, target, drafter, out, plan)
         return
     sizes = {
         "per_task": per_task,
@@ -237,10 +237,12 @@ def bench(
         show(run, spent, as_json)
 
 
-def _list() -> None:
-    """Print the built-in suites."""
+def _list(*named: object) -> None:
+    """Print the built-in suites, unless a run was asked for."""
     from saccade.bench import library
 
+    if any(named):
+        raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
     console = screen.out()
     for name in library.names():
         suite = library.load(name)
