@@ -167,12 +167,13 @@ def replicas_of(process: int) -> list[int]:
     return named_below(process, b"ray::ServeReplica:saccade:Replica")
 
 
-def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Kill a replica once half of the streams have begun; the ends of all, and the times of recovery."""
-    expected = [Stream() for _ in range(options.streams)]
+def begin_streams(
+    client: openai.OpenAI, options: argparse.Namespace
+) -> tuple[list[Stream], list[Stream], list[threading.Thread]]:
+    """Answers one after the other, and the same ones at once by threads, half of which have begun."""
+    expected, found = [Stream() for _ in range(options.streams)], [Stream() for _ in range(options.streams)]
     for number, each in enumerate(expected):
         stream(client, number, options.tokens, each)
-    found = [Stream() for _ in range(options.streams)]
     threads = [
         threading.Thread(target=stream, args=(client, number, options.tokens, each))
         for number, each in enumerate(found)
@@ -181,6 +182,12 @@ def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Na
         thread.start()
     while sum(each.tokens > 0 for each in found) < options.streams // 2:
         time.sleep(0.01)
+    return expected, found, threads
+
+
+def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Kill a replica once half of the streams have begun; the ends of all, and the times of recovery."""
+    expected, found, threads = begin_streams(client, options)
     victim, begun = replicas_of(process)[0], [each.tokens > 0 for each in found]
     os.kill(victim, signal.SIGKILL)
     killed = time.perf_counter()
@@ -211,17 +218,7 @@ def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Na
 
 def update_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
     """Replace all replicas once half of the streams have begun, and ask questions until that is done."""
-    expected, found = [Stream() for _ in range(options.streams)], [Stream() for _ in range(options.streams)]
-    for number, each in enumerate(expected):
-        stream(client, number, options.tokens, each)
-    threads = [
-        threading.Thread(target=stream, args=(client, number, options.tokens, each))
-        for number, each in enumerate(found)
-    ]
-    for thread in threads:
-        thread.start()
-    while sum(each.tokens > 0 for each in found) < options.streams // 2:
-        time.sleep(0.01)
+    expected, found, threads = begin_streams(client, options)
     old, questions = set(replicas_of(process)), []
     os.kill(process, signal.SIGHUP)
     begin = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit import write_answers
 
-from checkpoints import ready, saved_picture, says, text
+from checkpoints import ready
 from over_processes import as_rank, free_port
 from processes import forked, speak_by
 from saccade.cli import main
@@ -188,18 +188,7 @@ def test_a_signal_to_all_is_answered_by_one(number: signal.Signals, words: str, 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    saved_picture(tmp_path / "a.png")
-    lines = [
-        {
-            "id": str(n),
-            "messages": says({"type": "image", "image": "a.png"}, text(f"What {n}?")),
-            "answer": "one two three four five",
-            "answer_ids": [40 + n, 41, 42, 43 + n],
-        }
-        for n in range(20)
-    ]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path / "answers.jsonl"
+    return write_answers(tmp_path)
 
 
 def command(data: Path, *more: object) -> Callable[[int], None]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit import write_answers
 
-from checkpoints import ready, saved_picture, says, text
+from checkpoints import ready
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
@@ -23,18 +24,7 @@ def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    saved_picture(tmp_path / "a.png")
-    lines = [
-        {
-            "id": str(n),
-            "messages": says({"type": "image", "image": "a.png"}, text(f"What {n}?")),
-            "answer": "one two three four five",
-            "answer_ids": [40 + n, 41, 42, 43 + n],
-        }
-        for n in range(20)
-    ]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path / "answers.jsonl"
+    return write_answers(tmp_path)
 
 
 def command(data: Path, *more: Any) -> list[Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpoints import saved_picture, says, text
 from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
@@ -14,6 +17,22 @@ from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.train.samples import Listed, Sample
+
+
+def write_answers(folder: Path) -> Path:
+    """Twenty answered questions about a picture, as `saccade distill` writes them."""
+    saved_picture(folder / "a.png")
+    lines = [
+        {
+            "id": str(n),
+            "messages": says({"type": "image", "image": "a.png"}, text(f"What {n}?")),
+            "answer": "one two three four five",
+            "answer_ids": [40 + n, 41, 42, 43 + n],
+        }
+        for n in range(20)
+    ]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "answers.jsonl"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Watch over the processes of one run: if one ends before its time, all end within seconds, and one says why.
+"""Heartbeats of the processes of one run: if one ends before its time, all end soon, and one says why.
 
 A reduction waits for every process, for ever where one is gone without a trace (a machine without power, a kill behind
 NCCL). So every process counts its seconds in the store that the processes met by, and looks at the next one's count.

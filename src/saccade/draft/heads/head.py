@@ -144,7 +144,7 @@ class Head(nn.Module, ABC):
 
     def known_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., N]`` of `known_tokens` alone, of a head that has them."""
-        raise NotImplementedError
+        raise NotImplementedError  # only heads with known_tokens are called, and define it
 
     @property
     def blocks(self) -> int:
