@@ -281,7 +281,7 @@ def main() -> None:
         print(f"at random: {chance}", flush=True)
         shares, texts = follow_up(client, options, range(count), at_random=False)
         print(f"affinity: {shares}", flush=True)
-        _, again = follow_up(client, options, range(4), at_random=True)
+        _, again = follow_up(client, options, range(min(4, count)), at_random=True)
         ends = kill_under_streams(client, process, options)
         print("\n".join(f"  {key}: {value}" for key, value in ends.items()), flush=True)
         update = update_under_streams(client, process, options)
