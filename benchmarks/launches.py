@@ -6,12 +6,16 @@ or several on a real device, whose fused norms and attention take fewer. Times a
 greedy and sampled steps take turns in one process; each method's first answer is left out.
 
     python -m benchmarks.launches --threads 1 --methods dynamic-tree,eagle2
+
+With --graphs, forwards are captured as on a GPU (`saccade.target.graphs`), before the counted answers, and a replay
+counts as one launch.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,10 +35,12 @@ from saccade.inputs.processor import InputProcessor
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
 from saccade.pocket import draft_path, head_path, target_path
+from saccade.target import graphs, lean
 from saccade.target.adapter import Target
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from pretend_device import NAME, Counts, PretendDevice
+from pretend_device import NAME, Counts, OnPretend, PretendDevice
+from recorded_graphs import record
 
 METHODS = (
     "plain",
@@ -116,18 +122,40 @@ def steps(
         raise row.error
 
 
+def capture(device: PretendDevice) -> graphs.Capture:
+    """Capturing on the pretended device, on which a replay is one launch."""
+
+    def recorded(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        replay, outputs = record(function, pool)
+
+        def once() -> None:
+            with device.counting():  # what is repeated does not count
+                replay()
+            if device.counts is not None:
+                device.counts.launches["graph"] += 1
+
+        return once, outputs
+
+    return recorded
+
+
 def measure(
-    methods: list[str], count: int, answers: int, new_tokens: int, clock: Callable[[], float]
+    methods: list[str], count: int, answers: int, new_tokens: int, clock: Callable[[], float], captured: bool
 ) -> Iterator[tuple[str, dict[bool, Steps]]]:
     """Every method's steps, greedy and sampled."""
-    with PretendDevice():
+    lean.WEIGHTS = (*lean.WEIGHTS, OnPretend)  # weights there are of a type of their own
+    with PretendDevice() as device:
+        if captured:
+            graphs.CAPTURES[NAME] = capture(device)
         pretended = Pair(NAME)
     pair = Pair("cpu")
     for method in methods:
         found = {sampled: Steps() for sampled in DECODING}
-        with PretendDevice() as device:
+        with device:
             engine = pretended.engine(method)
             for sampled, inputs in ((s, i) for s in DECODING for i in pretended.prompts(count)):
+                for _ in range(2 if captured else 0):  # in which the forwards are captured
+                    deque(steps(engine, inputs, new_tokens, sampled, nullcontext, clock), maxlen=0)
                 for counts, _ in steps(engine, inputs, new_tokens, sampled, device.counting, clock):
                     found[sampled].counts.append(counts)
         engine = pair.engine(method)
@@ -160,6 +188,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24, help="of a counted answer (default: 24)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--clock", default="cpu", choices=CLOCKS, help="cpu counts processor time (default: cpu)")
+    parser.add_argument("--graphs", action="store_true", help="capture forwards, as on a GPU")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -171,6 +200,7 @@ def main() -> None:
         options.answers,
         options.new_tokens,
         CLOCKS[options.clock],
+        options.graphs,
     )
     for method, by_decoding in found:
         print(row(method, by_decoding[False], by_decoding[True]), flush=True)

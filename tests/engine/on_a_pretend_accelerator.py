@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
+from recorded_graphs import record
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned
 from saccade.draft.heads.config import HeadConfig
@@ -29,7 +31,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
-from saccade.target import cache, exact, lean
+from saccade.target import cache, exact, graphs, lean
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 
@@ -114,9 +116,11 @@ class Ran:
     steps: list[Counts] = field(default_factory=list)
 
 
-def run(under_test: Engine, sampled: bool, device: PretendDevice | None = None, rows: int = ROWS) -> Ran:
+def run(
+    under_test: Engine, sampled: bool, device: PretendDevice | None = None, rows: int = ROWS, new: int = NEW
+) -> Ran:
     prompts = split(under_test.target.config, CASE.inputs("image", rows=rows))
-    decoding = plan(under_test.target, prompts, max_new_tokens=NEW, **(SAMPLED if sampled else {}))
+    decoding = plan(under_test.target, prompts, max_new_tokens=new, **(SAMPLED if sampled else {}))
     batch = under_test.open(len(prompts))
     asked = [
         batch.add(Request(prompt, seed=seed), own, decoding.do_sample)
@@ -164,6 +168,43 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevi
         assert method not in FEW_UPLOADS or counts.sent.total() <= 3, counts.sent
     for counts in ran.prefill:
         assert sum(counts.waits.values()) <= PREFILL_WAITS, counts.waits
+
+
+def _captured_on(device: PretendDevice) -> Any:
+    """Captures on the pretended device; a replay is one launch."""
+
+    def capture(function: Any, pool: Any) -> tuple[Any, Any]:
+        replay, outputs = record(function, pool)
+
+        def once() -> None:
+            with device.counting():  # and forgotten
+                replay()
+            if device.counts is not None:
+                device.counts.launches["graph"] += 1
+
+        return once, outputs
+
+    return capture
+
+
+@pytest.mark.parametrize(("method", "rows"), [("plain", 1), ("plain", ROWS), ("chain", 1), ("dynamic-tree", 1)])
+def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_once(
+    device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str, rows: int
+) -> None:
+    alone = run(engine(method, NAME), False, device, rows, new=24)
+    monkeypatch.setitem(graphs.CAPTURES, NAME, _captured_on(device))
+    models = [Target(make().to(NAME)) for make in (CASE.model, CASE.draft_model)]
+    under_test = build(method, Parts(*models), **OPTIONS[method])
+    first, again = (run(under_test, False, device, rows, new=24) for _ in range(2))
+    assert first.tokens == again.tokens == alone.tokens
+    few = [counts for counts in again.steps if counts.launches["graph"]]
+    assert len(few) > len(again.steps) / 2
+    usual = median(counts.launches.total() for counts in alone.steps)
+    assert min(counts.launches.total() for counts in few) < usual / 2
+    for counts in few:
+        if sum(counts.waits.values()) == 1:  # nothing was captured in it
+            assert not counts.blocking
+    assert sum(sum(counts.waits.values()) == 1 for counts in few) > len(few) / 2
 
 
 @pytest.mark.parametrize(("of_target", "of_drafter"), [(NAME, "cpu"), ("cpu", NAME)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from saccade.target.forward import (
     replaced_embeddings,
     split_outputs,
 )
+from saccade.target.graphs import GraphPool
 from saccade.target.hidden_states import FeatureTap, early_exit
 from saccade.target.layout import ALL, Layout, Span
 from saccade.target.lean import LeanDecoder, gives_stock_logits, lean_decoder
@@ -47,6 +49,7 @@ class Target:
     Attributes:
         ranks: processes over which the weights are split; None for a whole model.
         shards: the same, where each runs sequences of its own (`saccade.target.sharding`); else None.
+        graphs: forwards of fixed shapes that a GPU runs in one launch; None where nothing is captured.
 
     Raises:
         ModelError: the model has no decoder layers, or cannot be exact.
@@ -72,6 +75,7 @@ class Target:
         self._pins = 0
         self._pinned: bool | None = None
         self._lean: LeanDecoder | None = None
+        self.graphs: GraphPool | None = None
         self.exact = exact
         if exact:
             self._use_exact()
@@ -89,11 +93,13 @@ class Target:
         """Whether forwards run on a lean decoder."""
         if self._lean is None or self._stock_contexts:
             return False
-        if not self._pins:
-            return self._lean.is_current
-        if self._pinned is None:
-            self._pinned = self._lean.is_current
-        return self._pinned
+        if self._pinned is not None:
+            return self._pinned
+        if self.graphs is not None:
+            self.graphs.check_weights()
+        current = self._lean.is_current
+        self._pinned = current if self._pins else None
+        return current
 
     @property
     def has_rope_index(self) -> bool:
@@ -137,6 +143,7 @@ class Target:
         self._lean = lean_decoder(self.model, self.decoder)
         if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
+        self.graphs = GraphPool.of(self, self._positions)
 
     def _use_exact(self) -> None:
         """Install the decoder of exact mode.
@@ -159,9 +166,12 @@ class Target:
                 "Exact mode does not hold on this machine: a tree gives other bits than its tokens one by one; leave "
                 "exact out, and please report processor and version of torch."
             )
+        self.graphs = GraphPool.of(self, self._positions)
 
     def new_cache(self, rows: int) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows."""
+        if self.graphs is not None:
+            return self.graphs.cache(self._layer_devices, rows)
         return RowCache(self._layer_devices, rows)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -195,7 +205,9 @@ class Target:
         """
         requirements = requirements or Requirements()
         if self.traits.limits.longrope_threshold is None:
-            return self._run_blocks(cache, blocks, requirements)
+            if cache.graphs is None or len(blocks) > 1 or not self.is_lean:
+                return self._run_blocks(cache, blocks, requirements)
+            return [cache.graphs.run(blocks[0], requirements, partial(self._run_blocks, cache, blocks, requirements))]
         parts = [list(block.split_rows()) for block in blocks]
         singles = [single for part in parts for single in part]
         outputs: dict[int, ForwardOutput] = {}

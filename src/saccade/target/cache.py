@@ -9,9 +9,10 @@ accepted entries never move.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from saccade.target.layout import Layout, Masks, Span
 
 QUANTUM = 64
 """Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
-
-
 _MOST_NUMBERS = 256
 """Most tuples of host integers on a device at a time."""
 
@@ -58,7 +57,7 @@ class RowLayer(CacheLayerMixin):
 
     def __init__(self, owner: RowCache, index: int) -> None:
         super().__init__()
-        self._owner = owner
+        self._owner = cast("RowCache", weakref.proxy(owner))  # or an arena would stay until garbage is collected
         self._index = index
         self._store: _Store | None = None
 
@@ -117,7 +116,11 @@ class RowCache(Cache):
         layout: of the current forward.
         numbers: integers of the forwards under way, on the device of the first layer.
         max_slots: size beyond which the arena grows without headroom.
+        moves: how often the arena was allocated, so that its addresses changed.
+        graphs: captured forwards of this cache (`saccade.target.graphs`); None without.
     """
+
+    graphs: Any = None
 
     def __init__(self, layer_devices: Sequence[torch.device], rows: int) -> None:
         super().__init__(layers=[RowLayer(self, i) for i in range(len(layer_devices))])
@@ -127,6 +130,7 @@ class RowCache(Cache):
         self.layout = Layout([], slice(0, 0))
         self.slots = 0
         self.max_slots = sys.maxsize
+        self.moves = 0
         self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)
         # a cache may have no layers
@@ -241,9 +245,25 @@ class RowCache(Cache):
         self._enlarge(round_to_segment(slots))
 
     def release(self, row: int) -> None:
-        """Free a row's segment and drop its entries."""
+        """Free a row's segment; zero it, because masked values that are not finite would spread to neighbours."""
         self.lengths[row] = self.pending[row] = 0
-        self._segments[row] = None
+        segment, self._segments[row] = self._segments[row], None
+        if segment is not None:
+            self._clear(segment.start, segment.stop)
+
+    def reset(self) -> None:
+        """Empty the cache for a new owner; the arena stays where it is."""
+        self.lengths, self.pending = [0] * self.rows, [0] * self.rows
+        self.layout, self.max_slots = Layout([], slice(0, 0)), sys.maxsize
+        self.numbers = HostNumbers(self.numbers.device)
+        self._segments = [None] * self.rows
+        self._clear(0, self.slots)
+
+    @torch.inference_mode()
+    def _clear(self, start: int, stop: int) -> None:
+        for store in self._stores.values():
+            store.keys[:, :, start:stop].zero_()
+            store.values[:, :, start:stop].zero_()
 
     def _compact(self) -> None:
         """Close the gaps between segments."""
@@ -287,6 +307,7 @@ class RowCache(Cache):
         for store in self._stores.values():
             store.keys, store.values = larger(store.keys), larger(store.values)
         self.slots = slots
+        self.moves += 1
         for layer in self.layers:
             layer.refresh()
 
@@ -356,6 +377,7 @@ class RowCache(Cache):
                 layers=layers,
             )
             self._stores[key] = store
+            self.moves += 1
         return store
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -31,6 +32,8 @@ class Context:
     def __init__(self, target: Target, rows: int, media: MediaCache | None = None) -> None:
         self.target = target
         self.cache: RowCache = target.new_cache(rows)
+        if target.graphs is not None:  # the next context finds its graphs
+            weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
         self.requirements = Requirements()
         self.media = media or MediaCache()
         self._contents = [RowContent() for _ in range(rows)]

@@ -8,7 +8,7 @@ as a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from torch import Tensor
 
 MAX_PADDING = 128
 """Most padding slots per row with which rows of different lengths form a group."""
+MAX_FOLDED = 64
+"""Most tokens per row for which query heads of one key head run as further queries."""
 _MAX_UPCAST = 2**19  # elements of keys whose conversion to float32 costs next to nothing
 
 Masks = Mapping[str, Tensor | None]
@@ -51,7 +53,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class _RowGroup:
+class RowGroup:
     """Rows that share an attention kernel call.
 
     Attributes:
@@ -62,6 +64,7 @@ class _RowGroup:
         step: slots from one row's segment to the next one's.
         visible: attended slots of every row, K.
         masks: ``[A or 1, 1, n, K]`` per kind of layer.
+        folded: the same for queries of several heads, ``[A or 1, 1, G * n, K]``, made when they are needed.
     """
 
     first: int
@@ -71,6 +74,16 @@ class _RowGroup:
     step: int
     visible: int
     masks: dict[str, Tensor | None]
+    folded: dict[str, Tensor] = field(default_factory=dict)
+
+    def folded_mask(self, kind: str, heads: int) -> Tensor | None:
+        """Mask of a kind of layer for the queries of ``heads`` heads, one head after the other."""
+        mask = self.masks[kind]
+        if mask is None:
+            return None
+        if kind not in self.folded:
+            self.folded[kind] = mask.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
+        return self.folded[kind]
 
     def of(self, tensor: Tensor) -> Tensor:
         """View ``[A, H, K, D]`` of a layer's keys or values ``[H, N, D]``."""
@@ -89,13 +102,20 @@ class Layout:
         spans: in the order of the packed sequence, without gaps.
         slots: slots of the tokens' entries, ``[T]`` or a slice.
         total: slots of the arena.
+        groups: rows by attention kernel call, in that order; None: found from the spans.
     """
 
-    def __init__(self, spans: Sequence[Span], slots: Tensor | slice, total: int = 0) -> None:
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        slots: Tensor | slice,
+        total: int = 0,
+        groups: Sequence[RowGroup] | None = None,
+    ) -> None:
         self.spans = list(spans)
         self.slots = slots
         self._total = total
-        self._groups: list[_RowGroup] | None = None
+        self._groups = None if groups is None else list(groups)
 
     @property
     def count(self) -> int:
@@ -130,7 +150,14 @@ class Layout:
         for group in self._groups:
             part = query[:, group.first : group.first + group.rows * group.count]
             part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
-            mixed = kernel(part, group.of(keys), group.of(values), group.masks[kind], scale, grouped)
+            own = group.of(keys), group.of(values)
+            if grouped and kernel is attend and query.is_cuda and group.count <= MAX_FOLDED:
+                times = query.shape[0] // keys.shape[0]
+                folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
+                mixed = attend(folded, *own, group.folded_mask(kind, times), scale, grouped=False)
+                mixed = mixed.unflatten(2, (times, group.count)).flatten(1, 2)
+            else:
+                mixed = kernel(part, *own, group.masks[kind], scale, grouped)
             out.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -142,7 +169,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
     long in bfloat16, and for several while that costs nothing: less rounding, less difference between one query and
     several (`benchmarks/attention_cost.py`).
     """
-    if grouped and keys.is_cuda:  # its fused kernels take no mask with grouped heads
+    if grouped and keys.is_cuda:  # its fused kernels take no mask with grouped heads; few queries are folded instead
         keys, values = (_repeat_heads(t, query.shape[1] // keys.shape[1]) for t in (keys, values))
         grouped = False
     low = query.dtype != torch.float32 and query.device.type == "cpu"
@@ -160,7 +187,7 @@ def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
     return tensor[:, :, None].expand(rows, heads, times, count, dim).reshape(rows, heads * times, count, dim)
 
 
-def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[_RowGroup]:
+def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
     """Group runs of spans at equal distances with equally many tokens; other spans stay alone.
 
     Args:
@@ -179,6 +206,20 @@ def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[_RowGr
     return groups
 
 
+def even_runs(starts: Sequence[int]) -> list[range]:
+    """Runs of neighbouring places whose slots lie at equal, positive distances."""
+    runs: list[range] = []
+    at = 0
+    while at < len(starts):
+        stop = at + 1
+        step = starts[stop] - starts[at] if stop < len(starts) else 0
+        while step > 0 and stop < len(starts) and starts[stop] - starts[stop - 1] == step:
+            stop += 1
+        runs.append(range(at, stop))
+        at = stop
+    return runs
+
+
 def _extends(spans: Sequence[Span], first: int, index: int) -> bool:
     span = spans[index]
     step = spans[first + 1].start - spans[first].start
@@ -191,12 +232,12 @@ def _is_worthwhile(spans: Sequence[Span], total: int) -> bool:
     return padding <= MAX_PADDING * len(spans) and spans[-1].start + longest <= total
 
 
-def _row_group(spans: Sequence[Span], like: Tensor) -> _RowGroup:
+def _row_group(spans: Sequence[Span], like: Tensor) -> RowGroup:
     first, rows = spans[0], len(spans)
     visible = max(span.visible for span in spans)
     step = spans[1].start - first.start if rows > 1 else 0
     masks = {kind: _joint_mask(spans, kind, visible, like) for kind in first.masks}
-    return _RowGroup(first.first, rows, first.count, first.start, step, visible, masks)
+    return RowGroup(first.first, rows, first.count, first.start, step, visible, masks)
 
 
 def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) -> Tensor | None:

@@ -1,0 +1,65 @@
+"""Graphs on the CPU: a forward's operations, recorded with their tensors and repeated on the same memory.
+
+As with a graph on a GPU, a repetition sees new inputs only through the memory of the recorded ones: a number that the
+host computed, a tensor that was made outside, and every shape stay as they were. A host that reads a tensor while it is
+recorded is refused (`HostRead`), as a GPU refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_READS = (
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::item",
+)
+
+
+class HostRead(RuntimeError):
+    """The host read a tensor inside a recorded part."""
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in _READS:
+            raise HostRead(f"{func._schema.name} inside a recorded part")
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        made = [x if isinstance(x, Tensor) and _memory(x) not in given else None for x in tree_leaves(out)]
+        self.operations.append((func, args, kwargs, made))  # type: ignore[arg-type]
+        return out
+
+
+def _memory(tensor: Tensor) -> int:
+    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+
+
+def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+    """Run a function and record it; of the form of `saccade.target.graphs.CAPTURES`."""
+    function()  # as CUDA needs it
+    recorder = _Recorder()
+    with recorder:
+        outputs = function()
+
+    def replay() -> None:
+        for func, args, kwargs, made in recorder.operations:
+            for old, new in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+    return replay, outputs
