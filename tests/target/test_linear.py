@@ -130,3 +130,17 @@ def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: No
     assert not torch.allclose(fused(x), F.linear(x, fused.weight, fused.bias), atol=1e-4)
     assert lean.is_current
     torch.testing.assert_close(fused(x), F.linear(x, fused.weight, fused.bias), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_a_format_that_the_processor_cannot_pack_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN raises for bfloat16 where there is AVX2 alone."""
+
+    def refuse(weight: torch.Tensor, rows: int) -> Any:
+        raise RuntimeError("bf16 path needs the cpu support avx512")
+
+    linear._can_pack.cache_clear()
+    monkeypatch.setattr(linear, "reordered", refuse)
+    try:
+        assert packed_rows(torch.zeros(1024, 1024)) == range(0)
+    finally:
+        linear._can_pack.cache_clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def pack_where_faster(products: Iterable[Linear]) -> list[Linear]:
 
 def packed_rows(weight: Tensor) -> range:
     """Numbers of rows for which a packed copy of a weight is faster on this CPU; empty for none."""
-    if weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
+    if weight.numel() < SMALLEST or not _can_pack(weight.dtype):
         return range(0)
     out, width = weight.shape
     dtype, threads = str(weight.dtype).removeprefix("torch."), torch.get_num_threads()
@@ -119,6 +119,15 @@ def packed_rows(weight: Tensor) -> range:
         f"packed {out}x{width} {dtype} {threads} threads", lambda: _measure(out, width, weight.dtype)
     )
     return range(int(first), int(last))
+
+
+@cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and packs weights of a dtype on this processor: not bfloat16 on one with AVX2 alone."""
+    try:
+        return torch.backends.mkldnn.is_available() and reordered(torch.zeros(64, 64, dtype=dtype), 8) is not None
+    except RuntimeError:
+        return False
 
 
 def _measure(out: int, width: int, dtype: torch.dtype) -> Sequence[int]:
