@@ -179,6 +179,14 @@ class Target:
         embedded: Tensor = self._embeddings(ids)
         return embedded
 
+    def lm_head(self, states: Tensor) -> Tensor:
+        """Return the LM head's outputs ``[..., V]`` of states ``[..., d]`` after the final norm, in its dtype."""
+        if self.is_lean and not self.exact:
+            assert self._lean is not None
+            return self._lean.logits(states.flatten(0, -2)).view(*states.shape[:-1], -1)
+        logits: Tensor = self.model.get_output_embeddings()(states)
+        return logits
+
     def check_length(self, length: int) -> None:
         """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""
         self.traits.limits.check(length)

@@ -8,6 +8,7 @@ test_kangaroo_drafting.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from torch import Tensor
 from families import FAMILIES
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads import vispec
+from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.engine import Request
 
@@ -112,19 +114,19 @@ def _nodes_fed_the_root_s_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         under_test.HeadDraftSession,
         "_run",
-        lambda self, rows, frontier, ran: right(self, rows, frontier, ran[:, :1].expand_as(ran)),
+        lambda self, rows, frontier, ran: right(self, rows, frontier, [ran[0].expand_as(level) for level in ran]),
     )
 
 
 def _positions_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = under_test.HeadDraftSession._forward
+    right = under_test.HeadDraftSession._placed
 
-    def counted(
-        self: Any, rows: Any, features: Tensor, tokens: Tensor, attention_mask: Any, offset: Any, step: int
-    ) -> Tensor:
-        return right(self, rows, features, tokens, attention_mask, torch.arange(tokens.shape[1]) + offset, step)
+    def counted(self: Any, cache: Any, rows: Any, count: int, gap: int | None) -> Placement:
+        at = right(self, cache, rows, count, gap)
+        assert at.last is not None
+        return replace(at, positions=at.positions + torch.arange(count) * (gap is not None), last=at.last + count)
 
-    monkeypatch.setattr(under_test.HeadDraftSession, "_forward", counted)
+    monkeypatch.setattr(under_test.HeadDraftSession, "_placed", counted)
 
 
 def _guesses_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from saccade.draft.heads.block import Block, Placement, Rotary
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
+from saccade.draft.heads.fused import FusedHead
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.session import MASKS
 from saccade.errors import ModelError
@@ -120,13 +121,16 @@ def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
     assert [n for n, p in head.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
+def test_a_cached_forward_is_the_whole_one_in_parts(kind: str, fused: bool) -> None:
     head = random_head("llava", kind)
     features, embeddings, at = inputs()
     steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
     with torch.no_grad():
         whole = head(features, embeddings, at, step=steps)
+        if fused:
+            FusedHead(head)
         cache, parts = head.new_cache(2), []
         for row in range(2):
             cache.reserve(row, 7)
@@ -140,7 +144,7 @@ def test_a_cached_forward_is_the_whole_one_in_parts(kind: str) -> None:
                 head(
                     features[:, here],
                     embeddings[:, here],
-                    Placement(at.positions[:, here], cache=cache),
+                    Placement(at.positions[:, here], cache=cache, last=last - 1 if fused else None),
                     steps[here],
                 )
             )

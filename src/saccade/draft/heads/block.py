@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.fused import Fusable
 from saccade.errors import ModelError
 from saccade.target.cache import RowCache
 
+MOST_READ = 4096
+"""Positions whose rotary angles are computed at first, for drafting."""
 STRETCHED = ("linear", "llama3", "yarn")
 """Scalings that do not depend on the length of a sequence."""
 
@@ -49,6 +54,7 @@ class Rotary:
         self._axes = _axes(rope, len(frequencies))
         signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))
         self._signs = {torch.device("cpu"): signs}
+        self._tables: dict[torch.device, Tensor] = {}  # [P, 2 * D]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``, or ``[3, B, N]``, for `turn`."""
@@ -65,11 +71,36 @@ class Rotary:
         cos = angles.cos() if self._scale == 1 else angles.cos() * self._scale
         return cos, angles.sin_() * self._signs[device]
 
+    def read(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
+        """As `__call__` for ``positions`` ``[B, N]`` up to ``last``, from a table that was computed once."""
+        table = self._tables.get(positions.device)
+        if table is None or len(table) <= last:
+            every = torch.arange(max(MOST_READ, 2 * last), device=positions.device)
+            table = self._tables[positions.device] = torch.cat([part[0, 0] for part in self(every[None])], 1)
+        cos, sin = F.embedding(positions, table)[:, None].chunk(2, -1)
+        return cos, sin
+
+
+@lru_cache(maxsize=64)
+def _rotary(head_dim: int, rope: str) -> Rotary:
+    return Rotary(head_dim, json.loads(rope))
+
+
+def rotary_of(config: HeadConfig) -> Rotary:
+    """Return the rotary angles of a head, shared by all of its blocks; raises as `Rotary`."""
+    return _rotary(config.head_dim, json.dumps(dict(config.rope), sort_keys=True))
+
 
 def turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """``x`` ``[B, H, N, D]`` rotated, in its own dtype."""
     cos, sin = angles
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def turn_packed(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """``x`` ``[T, H, D]`` rotated by angles ``[B or 1, 1, N, D]`` of its T = B * N entries, in its own dtype."""
+    cos, sin = (part.expand(len(x) // part.shape[2], -1, -1, -1).reshape(len(x), 1, -1) for part in angles)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def _axes(rope: Mapping[str, Any], count: int) -> Tensor | None:
@@ -138,11 +169,22 @@ class Placement:
             `RowCache`, whose layout has the mask.
         cache: of `Head.new_cache`, laid out for these entries (`RowCache.plan_layout`), or in training any object whose
             layers have ``update``; None when all entries are given at once (K = N).
+        last: no position is greater, as far as the host knows; None if it does not.
     """
 
     positions: Tensor
     attention_mask: Tensor | None = None
     cache: RowCache | Any = None
+    last: int | None = None
+    _angles: dict[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """As `Rotary.__call__` of the positions, computed once for all blocks."""
+        found = self._angles.get(rotary)
+        if found is None:
+            found = rotary(self.positions) if self.last is None else rotary.read(self.positions, self.last)
+            self._angles[rotary] = found
+        return found
 
 
 class RMSNorm(nn.RMSNorm):
@@ -152,7 +194,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Attention(nn.Module):
+class Attention(Fusable):
     """Grouped-query attention with rotary positions.
 
     Args:
@@ -170,9 +212,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
+    def groups(self) -> dict[str, list[Any]]:
+        return {"qkv": [self.q_proj, self.k_proj, self.v_proj], "out": [self.o_proj]}
+
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], at: Placement, place: int) -> Tensor:
         batch, count, _ = x.shape
         heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
+        if self.products and isinstance(at.cache, RowCache):
+            return self._packed(x.flatten(0, 1), angles, at.cache, place).view(batch, count, -1)
         q = self.q_norm(self.q_proj(x).view(batch, count, heads, dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(batch, count, kv, dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, count, kv, dim).transpose(1, 2)
@@ -181,8 +228,19 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, count, heads * dim))
         return out
 
+    def _packed(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: RowCache, place: int) -> Tensor:
+        """As `forward` by the fused products, for all rows' entries ``[T, d]`` as one sequence."""
+        heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
+        qkv = self.products["qkv"](x).view(-1, heads + 2 * kv, dim)
+        turning = qkv[:, : heads + kv]
+        if self._config.qk_norm:
+            turning = torch.cat([self.q_norm(qkv[:, :heads]), self.k_norm(qkv[:, heads : heads + kv])], 1)
+        turned = turn_packed(turning, angles).transpose(0, 1)  # [H, T, D]
+        keys, values = cache.layers[place].write(turned[heads:], qkv[:, heads + kv :].transpose(0, 1))
+        return self.products["out"](cache.layout.attend(turned[:heads], keys, values, dim**-0.5))
 
-class GatedMLP(nn.Module):
+
+class GatedMLP(Fusable):
     """SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: HeadConfig) -> None:
@@ -191,7 +249,14 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def groups(self) -> dict[str, list[Any]]:
+        return {"gate_up": [self.gate_proj, self.up_proj], "down": [self.down_proj]}
+
+    def forward(self, x: Tensor, cache: RowCache | Any = None) -> Tensor:
+        """``[B, N, d]`` to the same; ``cache`` as of `Placement`."""
+        if self.products and isinstance(cache, RowCache):
+            gate, up = self.products["gate_up"](x.flatten(0, 1)).chunk(2, -1)
+            return self.products["down"](F.silu(gate) * up).view(x.shape)
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -207,7 +272,7 @@ class Block(nn.Module):
     def __init__(self, config: HeadConfig, place: int = 0, normed: bool = True) -> None:
         super().__init__()
         self._place = place
-        self._rotary = Rotary(config.head_dim, config.rope)
+        self._rotary = rotary_of(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps) if normed else nn.Identity()
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -215,6 +280,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, at: Placement) -> Tensor:
         """The residual stream ``[B, N, d]`` after the block, from the one before it."""
-        x = x + self.self_attn(self.input_layernorm(x), self._rotary(at.positions), at, self._place)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn(self.input_layernorm(x), at.angles(self._rotary), at, self._place)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), at.cache)
         return out

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import GatedMLP, RMSNorm, Rotary, cached_attention, turn
+from saccade.draft.heads.block import (
+    GatedMLP,
+    Placement,
+    RMSNorm,
+    cached_attention,
+    rotary_of,
+    turn,
+    turn_packed,
+)
 from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.fused import Fusable
 from saccade.target.cache import RowCache
 
 GATES = ("tanh", "open", "replace")
@@ -15,7 +26,7 @@ _OPEN = 1.0
 """Initial weight of an open gate; its tanh is .76."""
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Fusable):
     """Grouped-query attention to another sequence (DREAM, Eq. 1), with QK-norm.
 
     As released, features have no positions. With rotary positions, keys rotate by the positions of the features'
@@ -28,7 +39,7 @@ class CrossAttention(nn.Module):
     def __init__(self, config: HeadConfig, rotary: bool = False) -> None:
         super().__init__()
         self._config = config
-        self._rotary = Rotary(config.head_dim, config.rope) if rotary else None
+        self._rotary = rotary_of(config) if rotary else None
         width, dim = config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.heads * dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
@@ -37,26 +48,53 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(dim, config.norm_eps)
         self.k_norm = RMSNorm(dim, config.norm_eps)
 
+    def groups(self) -> dict[str, list[Any]]:
+        return {"query": [self.q_proj], "kv": [self.k_proj, self.v_proj], "out": [self.o_proj]}
+
     def forward(
         self,
         x: Tensor,
         features: Tensor,
         reach: Tensor,
-        memory: RowCache | None,
+        memory: RowCache | Any,
         place: int,
-        where: tuple[Tensor, Tensor] | None = None,
+        where: tuple[Placement, Placement] | None = None,
     ) -> Tensor:
+        if self.products and isinstance(memory, RowCache):
+            return self._packed(x.flatten(0, 1), features.flatten(0, 1), memory, place, where).view(x.shape)
         heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
         q = self.q_norm(self.q_proj(x).unflatten(-1, (heads, dim))).transpose(1, 2)
         k = self.k_norm(self.k_proj(features).unflatten(-1, (kv, dim))).transpose(1, 2)
         v = self.v_proj(features).unflatten(-1, (kv, dim)).transpose(1, 2)
         if self._rotary is not None:
             assert where is not None
-            q, k = turn(q, self._rotary(where[0])), turn(k, self._rotary(where[1]))
+            q, k = turn(q, where[0].angles(self._rotary)), turn(k, where[1].angles(self._rotary))
         q, k = q.to(v.dtype), k.to(v.dtype)
         mixed = cached_attention(q, k, v, reach, memory, place)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
+
+    def _packed(
+        self,
+        x: Tensor,
+        features: Tensor,
+        memory: RowCache,
+        place: int,
+        where: tuple[Placement, Placement] | None,
+    ) -> Tensor:
+        """As `forward` by the fused products, for all rows' entries and features ``[T, d]`` as one sequence each."""
+        heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
+        q = self.q_norm(self.products["query"](x).view(-1, heads, dim))
+        keys_values = self.products["kv"](features).view(-1, 2 * kv, dim)
+        k = self.k_norm(keys_values[:, :kv])
+        if self._rotary is not None:
+            assert where is not None
+            if where[0] is where[1]:
+                q, k = turn_packed(torch.cat([q, k], 1), where[0].angles(self._rotary)).split([heads, kv], 1)
+            else:
+                q, k = (turn_packed(t, at.angles(self._rotary)) for t, at in zip((q, k), where, strict=True))
+        keys, values = memory.layers[place].write(k.transpose(0, 1), keys_values[:, kv:].transpose(0, 1))
+        return self.products["out"](memory.layout.attend(q.transpose(0, 1), keys, values, dim**-0.5))
 
 
 class CrossBlock(nn.Module):
@@ -90,8 +128,8 @@ class CrossBlock(nn.Module):
         x: Tensor,
         features: Tensor,
         reach: Tensor,
-        memory: RowCache | None = None,
-        where: tuple[Tensor, Tensor] | None = None,
+        memory: RowCache | Any = None,
+        where: tuple[Placement, Placement] | None = None,
     ) -> Tensor:
         """The residual stream after the block.
 
@@ -102,14 +140,14 @@ class CrossBlock(nn.Module):
                 least one. F is M without a memory.
             memory: keys and values of earlier features, laid out for these.
             where: positions ``[B or 1, N]`` of the latest feature visible to each entry, and ``[B or 1, M]`` of the
-                features; only read with rotary positions.
+                features, the same object where these are the same; only read with rotary positions.
         """
         attended = self.cross_attn(
             self.input_layernorm(x), self.feature_norm(features), reach, memory, self._place, where
         )
         if self.gates is None:
             x = attended
-            return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+            return x + self.mlp(self.post_attention_layernorm(x), memory)  # type: ignore[no-any-return]
         gates = self.gates.tanh()
         x = x + gates[0] * attended
-        return x + gates[1] * self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + gates[1] * self.mlp(self.post_attention_layernorm(x), memory)  # type: ignore[no-any-return]

@@ -130,7 +130,7 @@ class Dream(Head):
         places: Tensor | None = None,
     ) -> Tensor:
         """Return the output ``[B, N, d]`` of `forward` from the stream of `begin`."""
-        out, where = stream, (at.positions, at.positions if places is None else places)
+        out, where = stream, (at, at if places is None else Placement(places))
         if self.direct is not None and self.direct_norm is not None:
             out = out + self.direct(self.direct_norm(_latest(features, at.positions, places)))
         for block in self.cross:
@@ -269,11 +269,10 @@ class DreamDraftSession(HeadDraftSession):
         return hidden
 
     def _forward(
-        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | Tensor, step: int
+        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
     ) -> Tensor:
-        positions = self._placed(self.memory, rows, gap).expand(tokens.shape)
+        at = self._placed(self.memory, rows, tokens.shape[1], gap)
         self._lay(self.cache, rows, tokens.shape[1], mask)
         self._lay(self.memory, rows, tokens.shape[1], mask)
-        at = Placement(positions, cache=self.cache)
         out: Tensor = self._dream(features, self._embed(rows, tokens), at, step, memory=self.memory)
         return out

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm, Rotary
+from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm, rotary_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.errors import ModelError
@@ -78,15 +79,30 @@ class Eagle2(Head):
         return len(self.stack)
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
-        out = self.fused(features, self.embedding_norm(embeddings))
+        out = self.mixed(features, embeddings)
         for block in self.stack:
             out = block(out, at)
         return out
 
-    def fused(self, features: Tensor, words: Tensor) -> Tensor:
-        """``[B, N, d]`` inputs of the block, from features and normalised embeddings."""
-        inputs = words if self._is_blind else torch.cat([words, self.feature_norm(features)], -1)
-        out: Tensor = self.fc(inputs)
+    def mixed(self, features: Tensor, embeddings: Tensor) -> Tensor:
+        """``[B, N, d]`` inputs of the block."""
+        return self._mixed(self._normed(features, embeddings))
+
+    def _normed(self, features: Tensor, embeddings: Tensor) -> Tensor:
+        """Embeddings and features ``[B, N, 2 * d]``, or embeddings ``[B, N, d]`` alone, each behind its norm."""
+        if self._is_blind:
+            normed: Tensor = self.embedding_norm(embeddings)
+            return normed
+        both = torch.cat([embeddings, features], -1)
+        if not (isinstance(self.embedding_norm, RMSNorm) and isinstance(self.feature_norm, RMSNorm)):
+            return both
+        # One norm over pairs of vectors, for half of the operations.
+        weights = torch.stack([self.embedding_norm.weight, self.feature_norm.weight]).to(both.dtype)
+        pairs = F.rms_norm(both.unflatten(-1, (2, -1)), self.embedding_norm.normalized_shape, eps=self.config.norm_eps)
+        return (pairs * weights).flatten(-2)
+
+    def _mixed(self, normed: Tensor) -> Tensor:
+        out: Tensor = self.fc(normed)
         return out
 
 
@@ -150,7 +166,7 @@ class Eagle3(Head):
             self.lm_head = nn.Linear(width, known, bias=False)
             self.token_ids: Tensor
             self.register_buffer("token_ids", torch.arange(known))
-        self._rotary = Rotary(config.head_dim, config.rope)
+        self._rotary = rotary_of(config)
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
@@ -178,8 +194,8 @@ class Eagle3(Head):
         normed = self.feature_norm(features)
         x = normed if self.config.options["residual"] == "normed" else features
         both = torch.cat([self.embedding_norm(embeddings), normed], -1)
-        x = x + self.self_attn(both, self._rotary(at.positions), at, 0)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn(both, at.angles(self._rotary), at, 0)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), at.cache)
         return self.norm(out) if self.config.options["feeds"] == "normed" else out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -237,6 +253,7 @@ class Msd(Eagle2):
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         return decoupled(visual, *super().entries(visual))
 
-    def fused(self, features: Tensor, words: Tensor) -> Tensor:
-        both = super().fused(features, words)
+    def mixed(self, features: Tensor, embeddings: Tensor) -> Tensor:
+        normed = self._normed(features, embeddings)
+        both, words = self._mixed(normed), normed[..., : embeddings.shape[-1]]
         return torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Attention, Placement, RMSNorm, Rotary
+from saccade.draft.heads.block import Attention, Placement, RMSNorm, rotary_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
@@ -52,7 +52,7 @@ class Kangaroo(Head):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self._rotary = Rotary(config.head_dim, config.rope)
+        self._rotary = rotary_of(config)
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
@@ -81,8 +81,7 @@ class Kangaroo(Head):
             features: ``[B, N, d]`` inputs of the target's layer ``exit`` at the entries' own tokens.
             embeddings, step: ignored.
         """
-        angles = self._rotary(at.positions)
-        out: Tensor = features + self.self_attn(self.input_norm(features), angles, at, 0)
+        out: Tensor = features + self.self_attn(self.input_norm(features), at.angles(self._rotary), at, 0)
         return out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -141,7 +140,7 @@ class KangarooDraftSession(HeadDraftSession):
             self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
         return super()._catch_up(rows, new, width)
 
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
+    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         attention_mask = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
         states = self._early(rows, frontier.tokens, attention_mask, frontier.depth)
         return self._forward(rows, states, frontier.tokens, frontier.attention_mask, frontier.depth - 1, 0)

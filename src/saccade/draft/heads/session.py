@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import TargetShape, check_fit
+from saccade.draft.heads.fused import FusedHead
 from saccade.draft.heads.head import Head, logits_scale, read_at
 from saccade.draft.heads.registry import session_class
 from saccade.draft.heads.trial import Trial
@@ -43,6 +44,9 @@ class HeadDrafter(TreeDrafter):
         policy: shape of the draft tree.
         in_training: whether the head is still learning, so that few accepted drafts are no reason for a warning.
 
+    Attributes:
+        fused: what the head's forwards run on while it drafts.
+
     Raises:
         ModelError: the head was made for another target, or the tree is deeper than its reach.
     """
@@ -56,6 +60,7 @@ class HeadDrafter(TreeDrafter):
             )
         super().__init__(policy)
         self.head = head.eval()
+        self.fused = FusedHead(head)
         self.target = target
         self._trial = None if in_training else Trial(head.kind)
         self._scale = 1.0 if head.has_lm_head else logits_scale(target)
@@ -71,9 +76,9 @@ class HeadDrafter(TreeDrafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, N, V]`` of the head's states ``[B, N, d]``, on the scale of the target's."""
-        lm_head = self.target.model.get_output_embeddings()
-        given = hidden if self.head.has_lm_head else hidden.to(lm_head.weight.device, lm_head.weight.dtype)
-        logits = self.head.logits(given, lm_head).to(self.target.device)
+        weight = self.target.model.get_output_embeddings().weight
+        given = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
+        logits = self.head.logits(given, self.target.lm_head).to(self.target.device)
         return logits if self._scale == 1 else logits * self._scale
 
 
@@ -101,6 +106,7 @@ class HeadDraftSession:
         self._device = drafter.target.device
         self._slack = policy.max_run + policy.max_nodes
         self._shaping = policy.open(rows, self._device)
+        self._order = torch.arange(self._slack + 1, device=self._device)
         self.cache: RowCache = self._head.new_cache(rows)
         self._numbers = self.cache.share_numbers(target.cache)
         self._room = [0] * rows
@@ -133,6 +139,7 @@ class HeadDraftSession:
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         assert prefill is not None
+        self._drafter.fused.refresh()
         start, count = prefill.start, len(prompt)
         states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
         if states.shape[0] != count - start or start > self._fed[row]:
@@ -162,23 +169,22 @@ class HeadDraftSession:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
+        self._drafter.fused.refresh()
         counts = [len(tokens) for tokens in new]
         self._send_numbers(rows, new, counts)
         hidden = self._catch_up(rows, new, max(counts))
-        if min(counts) == max(counts):
-            ran = hidden[:, -1:]  # [A, 1 + F, d], root first
-        else:
+        if min(counts) < max(counts):
             last = self._numbers.get(counts) - 1
-            ran = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
+            hidden = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
+        ran = [hidden[:, -1:]]  # [A, 1, d] of the root, then [A, W, d] of every level
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
         # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
         capped = self._drafter.policy.can_sample
-        frontier = growth.expand(self._drafter.logits(ran))
+        frontier = growth.expand(self._drafter.logits(ran[0]))
         while frontier is not None and not (capped and frontier.depth >= limit):
-            hidden = self._run(rows, frontier, ran)
-            ran = torch.cat([ran, hidden], 1)
-            frontier = growth.expand(self._drafter.logits(hidden))
+            ran.append(self._run(rows, frontier, ran))
+            frontier = growth.expand(self._drafter.logits(ran[-1]))
         self.cache.drop(rows)
         return growth.tree()
 
@@ -263,47 +269,50 @@ class HeadDraftSession:
         tokens = self._numbers.get(_padded(new)).view(-1, width)
         firsts = [max(self._known[row] - self.lag, 0) for row in rows]
         parts = [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
-        order = torch.arange(width, device=self._device)
-        hidden = self._forward(rows, torch.stack(parts), tokens, None, order, 0)
+        hidden = self._forward(rows, torch.stack(parts), tokens, None, None, 0)
         self.cache.commit(rows, [range(len(t)) for t in new])
         for row, emitted in zip(rows, new, strict=True):
             self._known[row] += len(emitted)
         return hidden
 
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: Tensor) -> Tensor:
+    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
-        width = frontier.tokens.shape[1]
-        before = ran.shape[1] - 1  # the root is not an entry of the tree's levels
         if frontier.attention_mask is None:
-            features = ran[:, -1:]
+            features = ran[-1][:, -1:]
+        elif len(ran) == 1:
+            features = ran[0].expand(-1, frontier.tokens.shape[1], -1)
         else:
             # Entries are in order of their levels: the last one visible to a node before its own level is its parent.
-            number = torch.arange(1, before + 1, device=self._device)
-            seen = frontier.attention_mask[..., :before] * number
-            parent = pad(seen, (1, 0)).amax(-1).expand(ran.shape[0], width)  # [A, W] into ran
-            features = ran.gather(1, parent[..., None].expand(-1, -1, ran.shape[2]))
+            earlier = torch.cat(ran[1:], 1)
+            order = self._order[: earlier.shape[1]]
+            parent = (frontier.attention_mask[..., : len(order)] * order).amax(-1)  # [A or 1, W]
+            parent = parent[..., None].expand(earlier.shape[0], -1, earlier.shape[2])
+            features = earlier.gather(1, parent)
         return self._forward(
             rows, features, frontier.tokens, frontier.attention_mask, frontier.depth - 1, frontier.depth
         )
 
     def _forward(
-        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | Tensor, step: int
+        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
     ) -> Tensor:
-        """Run pending entries of some rows, ``gap`` positions after their committed ones."""
+        """Run pending entries of some rows, ``gap`` positions after their committed ones; None: one behind another."""
+        at = self._placed(self.cache, rows, tokens.shape[1], gap)
         self._lay(self.cache, rows, tokens.shape[1], mask)
-        positions = self._placed(self.cache, rows, gap).expand(tokens.shape)
-        at = Placement(positions, cache=self.cache)
         out: Tensor = self._head(features, self._embed(rows, tokens), at, step)
         return out
 
-    def _placed(self, cache: RowCache, rows: Sequence[int], offset: int | Tensor) -> Tensor:
-        """Return positions ``[A or 1, N or 1]``, ``offset`` after the rows' committed entries."""
+    def _placed(self, cache: RowCache, rows: Sequence[int], count: int, gap: int | None) -> Placement:
+        """Return the placement of ``count`` entries per row, whose positions count the committed ones of ``cache``."""
         firsts = [cache.lengths[row] + self._ahead[row] for row in rows]
+        far = range(count) if gap is None else range(gap, gap + 1)
+        last = max(firsts) + far[-1]
+        if last >= len(self._order):
+            self._order = torch.arange(2 * last, device=self._device)
         if min(firsts) < max(firsts):
-            return self._numbers.get(firsts)[:, None] + offset
-        if isinstance(offset, int):
-            return torch.full((1, 1), firsts[0] + offset, device=self._device)
-        return (offset + firsts[0])[None]
+            positions = self._numbers.get(firsts)[:, None] + self._order[far.start : far.stop]
+        else:
+            positions = self._order[firsts[0] + far.start : firsts[0] + far.stop][None]
+        return Placement(positions.expand(len(rows), count), cache=self.cache, last=last)
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._words(tokens)
