@@ -32,7 +32,7 @@ from saccade.target.packed import can_pack, mask_labels, packing
 from saccade.target.positions import rope_positions
 from saccade.target.ranks import Ranks
 from saccade.target.sharding import Shards
-from saccade.target.traits import ModelTraits
+from saccade.target.traits import ModelTraits, compute_device
 
 
 class Target:
@@ -65,11 +65,11 @@ class Target:
         self.ranks = Ranks.of(self.model)
         self.shards = Shards.of(self.decoder)
         self._embeddings: Any = self.model.get_input_embeddings()
-        self.device: torch.device = _compute_device(self._embeddings)
+        self.device: torch.device = compute_device(self._embeddings)
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
-        self._layer_devices = [_compute_device(layer) for layer in self.layers]
+        self._layer_devices = [compute_device(layer) for layer in self.layers]
         self._packs = self.traits.tested and can_pack(self.decoder)
         self._stock_contexts = 0
         self._pins = 0
@@ -425,12 +425,3 @@ def _decoder(model: Any) -> Any:
             "image-text-to-text model of transformers."
         )
     return decoder
-
-
-def _compute_device(module: nn.Module) -> torch.device:
-    """Device of a module's weights, or the execution device of offloaded weights."""
-    hook = getattr(module, "_hf_hook", None)
-    execution = getattr(hook, "execution_device", None)
-    if execution is not None:
-        return torch.device(execution) if not isinstance(execution, int) else torch.device("cuda", execution)
-    return next(module.parameters()).device

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from saccade.inputs.families import FAMILIES, family_of
 from saccade.target.limits import Limits
@@ -81,3 +82,12 @@ def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
     shuffled = torch.randperm(vocab_size, generator=generator)[: count + len(special)]
     ordinary = [i for i in shuffled.tolist() if i not in special] or shuffled.tolist()
     return [ordinary[i % len(ordinary)] for i in range(count)]
+
+
+def compute_device(module: nn.Module) -> torch.device:
+    """Device of a module's weights, or the execution device of offloaded weights."""
+    hook = getattr(module, "_hf_hook", None)
+    execution = getattr(hook, "execution_device", None)
+    if execution is not None:
+        return torch.device(execution) if not isinstance(execution, int) else torch.device("cuda", execution)
+    return next(module.parameters()).device
