@@ -23,7 +23,7 @@ from saccade.serve.answers import DONE, error_chunk
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.monitoring import PREFIX
 from saccade.serve.refusals import Refusal, overloaded
-from saccade.serve.streaming import ClientGone, Message, Receive, Send
+from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of
 
 log = logging.getLogger("saccade.serve")
 ATTEMPTS = 3
@@ -87,7 +87,7 @@ class Front:
                 await _send_whole(send, 200, b"text/plain; version=0.0.4; charset=utf-8", await self._metrics())
                 return
             with self._gate.request(self._client(scope)) if scope["method"] == "POST" else nullcontext():
-                body = await self._read(receive)
+                body = await body_of(receive, self._limits)
                 key = dict(scope["headers"]).get(KEY, b"").decode("latin-1") or key_of_body(body)
                 forwarded = Forwarded({name: scope[name] for name in _SCOPE if name in scope}, body, key)
                 await self._until_gone(receive, self._forward(forwarded, answer))
@@ -106,30 +106,6 @@ class Front:
         check_host(headers, self._hosts)
         address = scope.get("client") or ("unknown", 0)
         return self._keys.client(headers.get("authorization"), str(address[0]))
-
-    async def _read(self, receive: Receive) -> bytes:
-        """Read the body.
-
-        Raises:
-            Refusal: 408 or 413.
-            ClientGone: the client has gone.
-        """
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._limits.max_body_mib * 2**20:
-                        most = f"The body is larger than {self._limits.max_body_mib} MiB; send smaller media."
-                        raise Refusal(413, most, "too_large")
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise Refusal(408, "The body came too slowly; send it again.", "timeout") from None
 
     async def _until_gone(self, receive: Receive, work: Any) -> None:
         """Work until the client goes away.

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from saccade.serve.answers import DONE, Choice, Form, error_chunk, usage
+from saccade.serve.configuration import Limits
 from saccade.serve.jobs import Event, Job
 from saccade.serve.monitoring import Timing
 from saccade.serve.refusals import Refusal, invalid, refusal_of
@@ -28,6 +29,34 @@ SSE_HEADERS = [
 
 class ClientGone(Exception):
     """The client has closed the connection, or reads too slowly."""
+
+
+async def body_of(receive: Receive, limits: Limits) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        Refusal: 408 or 413.
+        ClientGone: the client has gone before its end.
+    """
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limits.max_body_mib * 2**20:
+                    raise _too_large(limits)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise Refusal(408, "The body came too slowly; send it again.", "timeout") from None
+
+
+def _too_large(limits: Limits) -> Refusal:
+    return Refusal(413, f"The body is larger than {limits.max_body_mib} MiB; send smaller media.", "too_large")
 
 
 class Inbox:
@@ -139,28 +168,13 @@ class Exchange(Response):
         headers = dict(scope["headers"])
         if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
             raise Refusal(415, "The content type must be application/json; set that header.")
-        most = self._limits.max_body_mib * 2**20
         length = headers.get(b"content-length", b"0")
-        too_large = Refusal(
-            413, f"The body is larger than {self._limits.max_body_mib} MiB; send smaller media.", "too_large"
-        )
-        if length.isdigit() and int(length[:20]) > most:
-            raise too_large
-        parts, size = [], 0
+        if length.isdigit() and int(length[:20]) > self._limits.max_body_mib * 2**20:
+            raise _too_large(self._limits)
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Refusal(400, "The client has gone before the end of the body.", "client_gone")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > most:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise Refusal(408, "The body came too slowly; send it again.", "timeout") from None
+            return await body_of(receive, self._limits)
+        except ClientGone:
+            raise Refusal(400, "The client has gone before the end of the body.", "client_gone") from None
 
     async def _submit(self, body: ChatRequest | CompletionRequest) -> None:
         """Prepare the jobs outside of the event loop, and queue them."""
