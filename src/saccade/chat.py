@@ -48,7 +48,7 @@ class Chat:
         text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Output:
-        """Send a user message and return the answer; arguments as of `VLM.generate`."""
+        """Send a user message and return the answer; arguments as in `VLM.generate`."""
         turn = self.stream(
             text,
             images,
@@ -79,7 +79,7 @@ class Chat:
         text_as_text: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Turn:
-        """Send a user message and stream the answer; arguments as of `VLM.stream`.
+        """Send a user message and stream the answer; arguments as in `VLM.stream`.
 
         Images and videos are decoded once: later turns reuse the frames that ``num_frames`` or ``fps`` select now.
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is

@@ -1,7 +1,7 @@
 """Ray: a cluster of this machine's own, or one by its address, and what an engine reserves there.
 
 Whoever reaches Ray's processes, and has their token where they ask for one, can run code. A cluster of this machine's
-own listens on loopback; one of several machines belongs into a network of its own.
+own listens on loopback; one of several machines belongs in a network of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Places:
         count: of engines.
         cpus: cores that each one reserves, which are its threads on a CPU.
         gpus: GPUs that each one reserves, 0 or 1.
-        per_machine: greatest number of engines of one machine, where they are spread evenly.
+        per_machine: largest number of engines on one machine when they are spread evenly.
     """
 
     count: int

@@ -104,7 +104,7 @@ class Batch:
         engine: runs the steps.
         request: makes the engine's request of a question and a seed.
         tokenizer: the target's.
-        max_rows, kv_memory, prefill_chunk, media_cache, trace: as of `VLM.batch`.
+        max_rows, kv_memory, prefill_chunk, media_cache, trace: as in `VLM.batch`.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class Batch:
 
         Args:
             prompt: a string, a conversation, or a `Prompt`.
-            images, videos, num_frames, fps, limits, text_as_text: as of `VLM.generate`.
+            images, videos, num_frames, fps, limits, text_as_text: as in `VLM.generate`.
             seed: of its random generator when sampling; None: drawn from torch's global generator.
-            options: as of `VLM.generate`, for this request alone.
+            options: as in `VLM.generate`, for this request alone.
 
         Raises:
             InputError: it cannot be used as it is, or can never fit the model's context or the KV memory.

@@ -116,7 +116,7 @@ def check(
 ) -> Callable[[], VLM]:
     """Report every mistake that shows without weights, and return the function that loads them.
 
-    Arguments and errors as of `load`.
+    Arguments and errors as in `load`.
     """
     cpu.check_threads(threads)
     if is_profile(target):
@@ -163,8 +163,8 @@ class VLM:
         processor: its `InputProcessor`; None: made from the model's own checkpoint.
         drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
         draft_processor: the drafter's; None: made from its checkpoint.
-        heads, head, exact: as of `load`.
-        draft_dtype: of heads that are read from their folders, as of `load`.
+        heads, head, exact: as in `load`.
+        draft_dtype: of heads that are read from their folders, as in `load`.
         method: a name of `saccade methods`.
         options: override the method's defaults.
 

@@ -53,5 +53,5 @@ def test_an_earlier_file_is_kept_and_a_fault_leaves_none(tmp_path: Path, monkeyp
         written(tmp_path, monkeypatch, data, [{"turns": ["One."]}, {"turns": ["One.", "Two."]}])
     assert not (tmp_path / "out" / writing.FILE).exists()
     written(tmp_path, monkeypatch, data, [{"turns": ["One."]}])
-    with pytest.raises(SaccadeError, match=r"prompts\.jsonl is there already; delete it"):
+    with pytest.raises(SaccadeError, match=r"prompts\.jsonl exists already; delete it"):
         written(tmp_path, monkeypatch, data, [{"turns": ["One."]}])

@@ -26,7 +26,7 @@ class TaskEntry:
         media: folder of the images and videos that rows name; that of the file or data set when None.
         dataset: a data set (needs the package ``datasets``): a name of `saccade datasets`, a hub id, or a folder or
             file of this machine.
-        subset, split, prompt, system, where, shuffle: as of `saccade.data.dataset.DataSet`, in place of the data set's
+        subset, split, prompt, system, where, shuffle: as in `saccade.data.dataset.DataSet`, in place of the data set's
             own.
         columns: of the data set, by part (`saccade.data.dataset.PARTS`).
         num_frames, fps: frames taken of a video; the data set's, or the checkpoint's, when None.

@@ -226,7 +226,7 @@ Ray = Annotated[
         "--ray",
         metavar="[ADDRESS]",
         help="Run on Ray (`pip install 'saccade[ray]'`): without an address on this machine, `auto` or HOST:PORT is a "
-        "cluster, which belongs into a network of its own.",
+        "cluster, which belongs in a network of its own.",
         rich_help_panel="Several machines",
     ),
 ]

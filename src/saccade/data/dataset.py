@@ -16,7 +16,7 @@ PARTS = ("question", "images", "videos", "choices", "reference", "id", "category
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A data set and how its rows become questions. A column is named by its name; ``a.b`` is ``b`` of every ``a``.
+    """A data set and how its rows become questions. A column is given by its name; ``a.b`` is ``b`` of every ``a``.
 
     Attributes:
         name: as the user named it, for messages and reports.
@@ -28,8 +28,8 @@ class DataSet:
         open_prompt: template of rows without choices; ``prompt`` when None.
         system: system message.
         question, id, category, turns: columns. ``turns`` holds a list of texts, the user's turns of a conversation.
-        images, videos: columns with media or paths, in order; ``image_*`` are all that begin so, by number. Text with
-            fields, such as ``{video_name}.mp4``, is a path in the folder of the media.
+        images, videos: columns with media or paths, in order; ``image_*`` are all whose names begin so, by number.
+            Text with fields, such as ``{video_name}.mp4``, is a path in the folder of the media.
         choices: columns of the choices, or one column with a list.
         choice_form: of a choice in the prompt, with ``{letter}`` and ``{choice}``.
         reference: column of the right answer, or of several; with choices a letter, an index from 0 or a choice.
@@ -38,7 +38,7 @@ class DataSet:
         join: ``subset``, ``column`` and ``key`` of a second table whose row with ``key`` equal to this ``column`` gives
             its columns, too.
         shuffle: seed of a random order; None keeps the data set's own, of which only the first rows are loaded.
-        count: number of questions; None: as many as the run wants.
+        count: number of questions; None: as many as the run asks for.
         max_new_tokens: longest answer; the run's when None.
         num_frames, fps: frames taken of a video, in all or a second; the checkpoint's own when None.
         media: folder of the media that rows name; the data set's own when None.
@@ -90,7 +90,7 @@ class DataSet:
         return replace(self, num_frames=None, fps=None)
 
     def with_columns(self, columns: Mapping[str, str]) -> DataSet:
-        """Return the same with other columns; several of a part are separated by ``+``, none are an empty text.
+        """Return the same with other columns; ``+`` separates those of one part, and an empty text is none.
 
         Raises:
             InputError: a part does not exist.

@@ -32,7 +32,7 @@ def read(data: DataSet, limit: int | None = None) -> Iterator[Asked]:
     shuffle loads the whole split first.
 
     Args:
-        limit: most questions; None for all.
+        limit: maximum number of questions; None for all.
 
     Raises:
         SaccadeError: the package is missing, the data set cannot be read, lacks a column, or a row cannot be used.
@@ -56,7 +56,7 @@ def rows(data: DataSet) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield number (from 0) and content of the rows that the mapping chooses, images and videos not decoded.
 
     Raises:
-        SaccadeError: as of `read`.
+        SaccadeError: as in `read`.
     """
     found = _loaded(data, data.subset)
     second: dict[Any, Mapping[str, Any]] | None = None
@@ -82,7 +82,7 @@ def media_root(data: DataSet) -> Path:
 
 
 def _loaded(data: DataSet, subset: str | None) -> Iterator[dict[str, Any]]:
-    """Rows as dictionaries; what the package raises becomes one sentence."""
+    """Rows as dictionaries; errors of the package become one sentence."""
     datasets = _package(data.name)
     where = f"the data set {data.path} ({', '.join(w for w in (subset, data.split) if w)})"
     try:
@@ -124,7 +124,7 @@ def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mappin
         found = found.to_iterable_dataset() if data.shuffle is None else found
     elif path.is_file():
         if path.suffix.lower() not in _BUILDERS:
-            raise InputError(f"{path} is no data set by its ending; expected one of {', '.join(_BUILDERS)}.")
+            raise InputError(f"{path} does not have the ending of a data set; expected one of {', '.join(_BUILDERS)}.")
         files = {"data_files": {data.split: str(path)}, "split": data.split}
         found = datasets.load_dataset(_BUILDERS[path.suffix.lower()], streaming=data.shuffle is None, **files)
     else:
@@ -138,7 +138,7 @@ def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mappin
 
 
 def _fetched(value: Any) -> Any:
-    """A medium that the reader left on the network, as bytes; anything else as it is."""
+    """A medium that the reader has not downloaded, as bytes; anything else unchanged."""
     if isinstance(value, list):
         return [_fetched(entry) for entry in value]
     if isinstance(value, dict) and {"bytes", "path"} == set(value):

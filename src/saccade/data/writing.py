@@ -29,7 +29,7 @@ def write(
     The file appears when it is complete; media of a broken attempt are written again.
 
     Args:
-        limit: most questions; those of the data set, or all, when None.
+        limit: maximum number of questions; when None that of the data set, or all.
         progress: called with the number of questions after each.
 
     Returns:
@@ -40,7 +40,7 @@ def write(
     """
     path = folder / FILE
     if path.exists():
-        raise InputError(f"{path} is there already; delete it, or choose another folder.")
+        raise InputError(f"{path} exists already; delete it, or choose another folder.")
     count = 0
 
     def lines(part: Path) -> None:
@@ -49,7 +49,7 @@ def write(
             for number, asked in enumerate(read(data, limit or data.count)):
                 if len(asked.turns) > 1:
                     raise InputError(
-                        f"Rows of {data.name} are conversations of several turns, whose answers are not there yet; "
+                        f"Rows of {data.name} are conversations of several turns, whose answers do not exist yet; "
                         "`saccade bench` asks them turn by turn."
                     )
                 name = str(number) if asked.id is None else asked.id

@@ -16,7 +16,7 @@ from saccade.sizing.machine import Preset
 from saccade.sizing.model_size import ModelSize
 
 CHUNK = 512
-"""Tokens of prompts per step, as of `saccade.engine`."""
+"""Tokens of prompts per step, as in `saccade.engine`."""
 LINE = 12
 """Bytes of an answer's token in ``answers.jsonl``: its text and its id."""
 

@@ -50,7 +50,7 @@ def header(
     """Content of ``distill.json``.
 
     Args:
-        models: as of `models_of`.
+        models: as in `models_of`.
         prompts: name of the prompt set.
         source: what identifies the prompt set.
         method_options: those that differ from the method's defaults.

@@ -60,7 +60,7 @@ class MergedSession:
     """Two draft sessions over the same rows.
 
     Args:
-        total: as of `MergedDrafter`.
+        total: as in `MergedDrafter`.
         depth: upper bound of the merged trees' depth.
     """
 

@@ -120,7 +120,7 @@ class ModelDraftSession:
 
         Args:
             every: return logits after every token, not only after the last one of each row.
-            others: as of `run_and_commit`.
+            others: as in `run_and_commit`.
 
         Returns:
             Per row logits ``[n, V]`` with its own n, or ``[1, V]``.

@@ -109,7 +109,7 @@ class RunningBatch:
         return row
 
     def prepare(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
-        """Return a row that can be queued; errors as of `add`."""
+        """Return a row that can be queued; errors as in `add`."""
         self._check_owner()
         self.engine.rule(do_sample)
         self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])

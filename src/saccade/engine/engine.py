@@ -59,7 +59,7 @@ class Engine:
         return self._rule or (Sampling() if do_sample else Greedy())
 
     def open(self, rows: int = 1, **options: Any) -> RunningBatch:
-        """Open a running batch of up to ``rows`` rows; further options as of `RunningBatch`."""
+        """Open a running batch of up to ``rows`` rows; further options as in `RunningBatch`."""
         return RunningBatch(self, max_rows=rows, **options)
 
     def generate(
@@ -69,7 +69,7 @@ class Engine:
         session: RunningBatch | None = None,
         **options: Any,
     ) -> list[Output]:
-        """Generate all rows to their end; options as of `saccade.engine.generation.plan`."""
+        """Generate all rows to their end; options as in `saccade.engine.generation.plan`."""
         prompts = [r.prompt for r in requests]
         run = self.start(requests, plan(self.target, prompts, generation_config=generation_config, **options), session)
         for _ in run.steps:

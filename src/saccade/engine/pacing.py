@@ -18,7 +18,7 @@ from math import inf, sqrt
 from saccade.engine.step_times import FEW, Forwards, Recent, plausible
 
 MARGIN = 1.03
-"""Times that drafting must be faster than plain decoding, as estimated, to be done."""
+"""Estimated speedup over plain decoding below which nothing is drafted."""
 _SAMPLED = 5
 """Draft tokens of rows that sample."""
 _SAMPLED_RATE = 0.3
@@ -45,7 +45,7 @@ _PATIENCE = 16.0
 """Undrafted tokens after which a drafter that pays is tried again beyond the limit; doubled if that fails."""
 _MOST_PATIENCE = 256.0
 _SURE = 1.1
-"""Times that such a drafter must be faster than plain decoding, as estimated."""
+"""Estimated speedup over plain decoding that such a drafter must reach."""
 _HOPELESS = 0.5
 """Cost of drafting, over a forward of the target, from which on a drafter that does not pay is not tried again."""
 _PREFILL = 0.05
@@ -66,7 +66,7 @@ class Trials:
     count: float = 0.0
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Take in one verified chain."""
+        """Count one verified chain."""
         for position in range(min(accepted + 1, drafted)):
             self.accepted = self.accepted * _REMEMBERED + (position < accepted)
             self.count = self.count * _REMEMBERED + 1
@@ -88,17 +88,17 @@ class Ledger:
     _entries: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, loss: float) -> None:
-        """Take in a loss; a gain is a negative one."""
+        """Record a loss; a gain is a negative one."""
         self._entries.append((self.tokens, loss))
 
     def advance(self, tokens: float) -> None:
-        """Take in a row's emitted tokens; what was lost more than a span ago is forgotten."""
+        """Count a row's emitted tokens; losses more than a span ago are forgotten."""
         self.tokens += tokens
         self._entries = [entry for entry in self._entries if entry[0] > self.tokens - SPAN]
 
     @property
     def lost(self) -> float:
-        """The most that was lost from any of the last tokens on."""
+        """The largest loss from any of the last tokens up to now."""
         worst = total = 0.0
         for _, loss in reversed(self._entries):
             total += loss
@@ -194,7 +194,7 @@ class Pacer:
         return True
 
     def _prefill_cost(self) -> float:
-        """Expected units of a token of a drafter's prompt; a first time that was interrupted is not believed."""
+        """Expected units of a token of a drafter's prompt; a first time that was interrupted is discounted."""
         guess = _PREFILL * self.draft_cost
         typical = self._prefill.or_else(guess)
         return typical if len(self._prefill.values) >= FEW else plausible(typical, guess)
@@ -268,15 +268,15 @@ class Pacer:
     def observe_step(
         self, tokens: int, forward: float, rows: int, emitted: int, drafting: int = 0, length: int = 0, draft: float = 0
     ) -> None:
-        """Take in a step without prefill.
+        """Record a step without prefill.
 
         Args:
-            tokens: in the target's forward.
-            forward: seconds of that.
+            tokens: number in the target's forward.
+            forward: seconds of the target's forward.
             rows: in the step.
             emitted: tokens of all rows.
             drafting, length: rows that drafted, and tokens drafted for each; 0 for none.
-            draft: seconds of that.
+            draft: seconds of drafting.
         """
         self.forward.observe(tokens, forward)
         plain = emitted * self._plain(rows)
@@ -289,13 +289,13 @@ class Pacer:
         self.ledger.advance(emitted / rows)
 
     def observe_prefill_step(self, tokens: int, seconds: float, rows: int, emitted: int) -> None:
-        """Take in a step with prefill: prompt tokens, the target's seconds, and the tokens that its rows emitted."""
+        """Record a step with prefill: prompt tokens, the target's seconds, and the tokens that its rows emitted."""
         self.ledger.advance(emitted / rows)
         if tokens >= _LONG and self.forward.unit is not None:
             self._target_prefill.add(seconds / tokens / self.forward.unit)
 
     def observe_acceptance(self, row: Trials, drafted: int, accepted: int) -> None:
-        """Take in the outcome of a row's chain."""
+        """Record the outcome of a row's chain."""
         if not self._saved and drafted == accepted:
             self._saved = float("inf")  # the trial was a success: another one follows at once
         if drafted == accepted:
@@ -304,7 +304,7 @@ class Pacer:
         row.add(drafted, accepted)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Take in the time of a drafter's prefill."""
+        """Record the time of a drafter's prefill."""
         charged, self._charged = self._charged, None
         if tokens < _LONG or self.forward.unit is None:
             return
@@ -314,7 +314,7 @@ class Pacer:
             self.ledger.add(units - charged)
 
     def observe_end(self, tokens: int) -> None:
-        """Take in the length of an answer that has ended."""
+        """Record the length of an answer that has ended."""
         self._answers.add(tokens)
 
 

@@ -23,12 +23,12 @@ class Recent:
     typical: float = float("nan")
 
     def add(self, value: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         self.values.append(value)
         self.typical = median(self.values)
 
     def or_else(self, value: float) -> float:
-        """What is typical, or a value where nothing is known."""
+        """The typical value, or the given one where none is known."""
         return self.typical if self.values else value
 
 
@@ -53,7 +53,7 @@ class Forwards:
     _run: tuple[int, deque[float]] = field(default_factory=lambda: (0, deque(maxlen=5)))
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take in a forward that follows the one before at once."""
+        """Record a forward that directly follows the previous one."""
         if seconds <= 0:
             return
         before, run = self._run

@@ -1,6 +1,6 @@
 """Model plug-ins of evaluators: lmms-eval (by the package's entry point) and VLMEvalKit (by a class).
 
-The evaluators are imported only where they import this package themselves, so neither is a dependency of Saccade.
+Neither evaluator is a dependency of Saccade: the code that imports one is loaded by that evaluator alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 def lmms_eval_models() -> Any:
     """Return the manifest that lmms-eval's registry reads from the entry point ``lmms_eval.models``.
 
-    Chat models get every task's own messages; `SaccadeSimple` (``--force_simple``) also scores continuations.
+    Chat models get the messages that each task makes; `SaccadeSimple` (``--force_simple``) also scores continuations.
     """
     from lmms_eval.models.registry_v2 import ModelManifest
 

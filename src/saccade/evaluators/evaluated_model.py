@@ -1,4 +1,4 @@
-"""A model as an evaluator uses it: questions with settings in, answers out, by one running batch, with its speed."""
+"""The model behind both plug-ins: answers an evaluator's questions in one running batch, and measures its speed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Reply:
 
     Attributes:
         text: up to the first stop string; empty for a question that failed.
-        prompt_tokens, new_tokens: of it.
+        prompt_tokens, new_tokens: their numbers.
         failure: one sentence where the question could not be used; empty otherwise.
     """
 
@@ -88,8 +88,8 @@ class EvaluatedModel:
             ``heads``, ``head``, ``dtype``, ``draft_dtype``, ``device`` or ``device_map``, ``threads``, ``exact``,
             options of the method), generation settings for tasks that set none, and ``batch_size`` (rows of the
             running batch), ``system`` (a system prompt), ``num_frames`` or ``fps`` (of videos), ``speed`` (a JSON
-            file), ``skip_failed`` (leave answers empty whose question cannot be used, instead of ending the
-            evaluation) and ``paragraphs`` (no stop strings of white space alone, which end an answer at its first
+            file), ``skip_failed`` (leave the answer to an unusable question empty instead of ending the
+            evaluation) and ``paragraphs`` (ignore stop strings of white space alone, which end an answer at its first
             blank line).
         target_names: names for the target.
         report: takes sentences for the evaluator's log.
@@ -102,7 +102,7 @@ class EvaluatedModel:
         vlm: the models and the method.
         max_rows: of the running batch.
         speed: tallies by task.
-        report: the function of that name, which takes every sentence once.
+        report: the given function, called once for each sentence.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class EvaluatedModel:
         """Put a question into the batch.
 
         Raises:
-            SaccadeError: it cannot be used, and ``skip_failed`` is not set; else it has an empty reply at once.
+            SaccadeError: it cannot be used, and ``skip_failed`` is not set; otherwise its reply is empty.
         """
         chosen, started = self._decoding(ask), time.perf_counter()
         try:
@@ -210,7 +210,7 @@ class EvaluatedModel:
         self._running = [running for running in self._running if running not in ended]
         for running in ended:
             running.reply = self._ended(running)
-            running.row = None  # its media need no memory any more
+            running.row = None  # frees the memory of its media
         return ended
 
     def drop(self) -> None:
@@ -224,7 +224,7 @@ class EvaluatedModel:
         """Return the mean negative log-probability of a continuation's tokens, and whether it is the greedy answer.
 
         Raises:
-            SaccadeError: the question cannot be used; there is no neutral score, whatever ``skip_failed`` says.
+            SaccadeError: the question cannot be used, also with ``skip_failed``: no score would be neutral.
         """
         started = time.perf_counter()
         if self._scorer is None:

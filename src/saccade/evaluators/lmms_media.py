@@ -1,4 +1,4 @@
-"""Conversations from what lmms-eval's tasks hand over: messages, or a text with its pictures and videos."""
+"""Conversations from what lmms-eval's tasks pass: messages, or a text with its pictures and videos."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def part_of(visual: Any) -> Part:
             a video, or a table with ``url`` or ``path``.
 
     Raises:
-        InputError: it is sound, part of a video, or of another kind.
+        InputError: it is audio, part of a video, or of another kind.
     """
     if isinstance(visual, Mapping):
         return _of_table(visual)
     if isinstance(visual, (str, PurePath)):
         ending = PurePath(visual).suffix.lower()
         if ending in SOUND_ENDINGS:
-            raise InputError(f"{visual} is sound, which Saccade's models do not take; choose another task.")
+            raise InputError(f"{visual} is audio, which Saccade's models do not accept; choose another task.")
         is_image = ending in IMAGE_ENDINGS or str(visual).startswith("data:image/")
         return _part("image" if is_image else "video", visual)
     if isinstance(visual, Image.Image):
@@ -56,7 +56,7 @@ def _part(kind: str, source: Any) -> Part:
 
 def _of_table(visual: Mapping[str, Any]) -> Part:
     if visual.get("type") == "audio" or "sampling_rate" in visual:
-        raise InputError("The task hands sound over, which Saccade's models do not take; choose another task.")
+        raise InputError("The task passes audio, which Saccade's models do not accept; choose another task.")
     for name in ("video_start", "video_end", "start_time", "end_time"):
         if visual.get(name) is not None:
             raise InputError(
@@ -142,6 +142,6 @@ def _part_of_message(item: Any) -> Part:
     if not isinstance(item, Mapping):
         return part_of(item)
     url = item.get("url")
-    # A task may put a table with the clip's bounds in the place of the path.
+    # Instead of the path a task may give a table with the bounds of the clip.
     rest = {name: value for name, value in item.items() if name != "url"}
     return _of_table({**rest, **url}) if isinstance(url, Mapping) else _of_table(item)

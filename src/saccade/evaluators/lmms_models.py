@@ -30,7 +30,7 @@ NO_TEMPLATE = (
 
 
 class _Saccade(lmms):
-    """What chat and simple model share.
+    """Base of the chat and the simple model.
 
     Args:
         given: arguments of `EvaluatedModel`; the target is ``target`` or ``pretrained``. ``max_batch_size`` has no
@@ -95,21 +95,21 @@ class _Saccade(lmms):
 
 
 class SaccadeChat(_Saccade):
-    """A model that gets the messages that each task makes, pictures in their places."""
+    """A model that is given the messages of each task, with pictures in their places."""
 
     is_simple = False
 
     def generate_until(self, requests: list[Any]) -> list[Any]:
-        """Answer requests with the arguments context, messages' maker, settings, document, task and split."""
+        """Answer requests; their arguments are context, function of messages, settings, document, task and split."""
         return [_result(reply) for reply in self._answers([self._ask(r.args) for r in requests], "Answering")]
 
     def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
-        """Answer every round of requests, whose messages' maker is told the answers so far."""
+        """Answer every round of requests; the function that makes messages is given the answers so far."""
         return self._rounds([request.args for request in requests], self._round)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Refused: lmms-eval hands continuations to simple models only."""
-        raise InputError("lmms-eval scores continuations by simple models only; give --force_simple as well.")
+        """Refuse: lmms-eval scores continuations with simple models only."""
+        raise InputError("lmms-eval scores continuations with simple models only; give --force_simple as well.")
 
     def _ask(self, given: Sequence[Any], make: Callable[[], Messages] | None = None) -> Ask:
         _, doc_to_messages, settings, doc_id, task, split = given
@@ -128,12 +128,12 @@ class SaccadeChat(_Saccade):
 
 
 class SaccadeSimple(_Saccade):
-    """A model that gets a text and a list of pictures or videos, and also scores continuations."""
+    """A model that is given a text and a list of pictures or videos, and also scores continuations."""
 
     is_simple = True
 
     def generate_until(self, requests: list[Any]) -> list[Any]:
-        """Answer requests with the arguments context, settings, visuals' maker, document, task and split."""
+        """Answer requests; their arguments are context, settings, function of visuals, document, task and split."""
         asks = []
         for context, settings, doc_to_visual, doc_id, task, split in (request.args for request in requests):
             messages = partial(self._messages, context, doc_to_visual, doc_id, task, split)
@@ -141,7 +141,7 @@ class SaccadeSimple(_Saccade):
         return [_result(reply) for reply in self._answers(asks, "Answering")]
 
     def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
-        """Answer every round of requests, whose text's maker is told the answers so far."""
+        """Answer every round of requests; the function that makes the text is given the answers so far."""
         return self._rounds([request.args for request in requests], self._round)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
@@ -149,8 +149,8 @@ class SaccadeSimple(_Saccade):
 
         Returns:
             Per request the mean **negative** log-probability of its tokens, and whether they are the greedy answer.
-            lmms-eval's documentation says log-probability, but its `multiple_choice` takes the least of these numbers,
-            because its own models return this loss.
+            lmms-eval's documentation says log-probability, but its `multiple_choice` takes the smallest of these
+            numbers, because its own models return this loss.
         """
         found = []
         for given in tqdm([request.args for request in requests], disable=self.rank != 0, desc="Scoring"):
@@ -191,7 +191,7 @@ def _text(context: Any) -> str:
 
 
 def _listed(visuals: Any) -> list[Any]:
-    """The visuals of one question; tasks without any hand over None."""
+    """The visuals of one question; tasks without any give None."""
     if visuals is None:
         return []
     return list(visuals) if isinstance(visuals, (list, tuple)) else [visuals]
@@ -203,7 +203,7 @@ def _result(reply: Reply) -> Any:
 
 
 def _log(before: Tally, after: Tally) -> None:
-    """Hand the speed of the answers since ``before`` to lmms-eval, which writes it into its results."""
+    """Pass the speed of the answers since ``before`` to lmms-eval, which writes it into its results."""
     new = Tally(**{name: getattr(after, name) - getattr(before, name) for name in Tally.__slots__})
     if not new.answers:
         return

@@ -98,7 +98,7 @@ def write_vlmevalkit_tables(folder: Path, tasks: Sequence[str], count: int, seed
     VLMEvalKit takes a table with questions and answers as a custom VQA data set, for which it has no scores.
 
     Raises:
-        SaccadeError: as of `write_lmms_tasks`, or a task has videos, or pictures between its words.
+        SaccadeError: as in `write_lmms_tasks`, or a task has videos, or pictures between its words.
     """
     written = []
     for name in tasks:
@@ -166,12 +166,12 @@ def _with_choices(docs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def doc_to_visual(doc: Mapping[str, Any]) -> list[Any]:
-    """Pictures of a line of data, and paths of its videos, as lmms-eval's tasks hand them over."""
+    """Pictures of a line of data, and paths of its videos, as lmms-eval's tasks give them."""
     return [path if path.endswith(".mp4") else Image.open(path).convert("RGB") for path in doc["media"]]
 
 
 def doc_to_messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation of a line of data in lmms-eval's form, pictures in the places of their marks."""
+    """The conversation of a line of data in lmms-eval's form, with pictures in place of their marks."""
     waiting = doc_to_visual(doc)
     content: list[dict[str, Any]] = []
     texts = doc["question"].split(IMAGE_MARK)
@@ -189,7 +189,7 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
 
 
 def process_choices(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
-    """Whether the right choice has the least loss.
+    """Whether the right choice has the lowest loss.
 
     lmms-eval 0.7.0 to 0.7.3 turns the pairs of every model's `loglikelihood` into text before a task gets them, which
     its own scoring of multiple choice does not expect; this reads both forms.

@@ -21,7 +21,7 @@ class Tally:
         answers: that were generated.
         failed: answers left empty because their question could not be used.
         cut: answers that ended at their limit of tokens.
-        prompt_tokens, new_tokens, decoded_tokens, target_passes, drafted_tokens, accepted_tokens: as of `Stats`.
+        prompt_tokens, new_tokens, decoded_tokens, target_passes, drafted_tokens, accepted_tokens: as in `Stats`.
         seconds: wall time, reading of media and tokenization included; a step of several rows counts in equal parts.
         scored: continuations whose log-probability was computed; they take no drafts.
         scoring_seconds: wall time for them.

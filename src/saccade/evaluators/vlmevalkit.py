@@ -119,7 +119,7 @@ class SaccadeModel:
         return self._answer(partial(_by_role, message), message, dataset)
 
     def chat_inner(self, messages: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
-        """Answer the last of several turns, each with ``role`` and ``content`` (parts as of `generate_inner`)."""
+        """Answer the last of several turns, each with ``role`` and ``content`` (parts as in `generate_inner`)."""
         parts = [part for message in messages for part in message["content"]]
         return self._answer(partial(_turns, messages), parts, dataset)
 

@@ -178,15 +178,15 @@ class InputProcessor:
         """Load the images and videos of messages, beside the thread that runs the batch.
 
         Args:
-            messages: as of `prompt`, every place with a source of its own.
+            messages: as in `prompt`, every place with a source of its own.
             limits: accepted places, formats and sizes.
-            num_frames, fps: as of `prompt`, which later takes all frames that are left.
+            num_frames, fps: as in `prompt`, which later takes all frames that are left.
 
         Returns:
             The messages with RGB images and `Video` in the places of their sources.
 
         Raises:
-            InputError: as of `prompt`.
+            InputError: as in `prompt`.
         """
         sampling = _sampling(num_frames, fps)
         messages, slots = normalise(messages)
@@ -195,7 +195,7 @@ class InputProcessor:
         return with_sources(messages, load_slots(self._family, self.parts, slots, sampling, limits))
 
     def encode(self, text: str, *, text_as_text: bool = False) -> tuple[int, ...]:
-        """Ids of a text without chat template and media, which a model continues; arguments as of `prompt`."""
+        """Ids of a text without chat template and media, which a model continues; arguments as in `prompt`."""
         check_unicode(text)
         if not text_as_text:
             return tuple(self.tokenizer(text)["input_ids"])

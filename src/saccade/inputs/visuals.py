@@ -134,7 +134,7 @@ def sampled_video(
     """Load a video with the frames that a family uses; all of them where its own processor samples.
 
     Args:
-        source, sampling, limits: as of `load_slots`.
+        source, sampling, limits: as in `load_slots`.
 
     Raises:
         InputError: the video cannot be read.

@@ -93,7 +93,7 @@ class Answering:
     Args:
         job: whose items they are.
         max_rows: answers that are generated at once.
-        workers: threads that read media and tokenize; as of `media_threads`.
+        workers: threads that read media and tokenize; as in `media_threads`.
         kv_share: share of the free memory that keys and values may take.
 
     Raises:

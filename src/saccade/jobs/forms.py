@@ -52,7 +52,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """Options of reading prompts, as of `VLM.generate`."""
+    """Options of reading prompts, as in `VLM.generate`."""
 
     num_frames: int | None = None
     fps: float | None = None

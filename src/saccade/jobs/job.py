@@ -127,7 +127,7 @@ class Job:
         """Journal of the job beside its output.
 
         Args:
-            models: as of `header`; None: they are not compared.
+            models: as in `header`; None: they are not compared.
 
         Raises:
             SaccadeError: the output belongs to something else, or to a job with other options.

@@ -43,7 +43,7 @@ class OpenAIForm:
         vlm: with the method.
         seed: from which the seeds of requests without one follow.
         created: time of the answers, in seconds since 1970.
-        text_as_text: as of `VLM.generate`.
+        text_as_text: as in `VLM.generate`.
         options: generation options of the job, which bodies override; ``max_new_tokens`` alone.
     """
 

@@ -21,7 +21,7 @@ class JobActor(EngineActor):
 
     Args:
         has_requests: whether some items are requests of OpenAI's batch format.
-        max_rows, workers, kv_share: as of `Answering`.
+        max_rows, workers, kv_share: as in `Answering`.
     """
 
     def __init__(

@@ -113,13 +113,13 @@ def batch_file(
         shard: part of the items, such as ``2/8``.
         limit: number of items, the first ones.
         seed: from which every item's own seed follows when sampling.
-        num_frames, fps, text_as_text: as of `VLM.generate`.
+        num_frames, fps, text_as_text: as in `VLM.generate`.
         max_rows: answers that are generated at once.
         workers: threads that read media and tokenize; by default one per core, at most 4.
         retry_failed: whether items that failed in earlier attempts are tried again.
         method_options: the method's options that differ from its defaults, as given to `saccade.load`; recorded.
         progress: called after every item.
-        options: as of `VLM.generate`.
+        options: as in `VLM.generate`.
 
     Raises:
         SaccadeError: no usable item, an output of another job, or wrong options. A bad item is no error: it gets a
@@ -154,7 +154,7 @@ def run(
     method_options: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Report:
-    """Run a job after its `preview`; arguments and errors as of `batch_file`."""
+    """Run a job after its `preview`; arguments and errors as in `batch_file`."""
     answering = Answering(vlm, job, max_rows, workers)
     with job.journal(out, facts(vlm, method_options or {})) as journal:
         keeping = Keeping(job, journal, found, progress, retry_failed)
@@ -187,9 +187,9 @@ class Keeping:
     """One attempt at a job whose journal is open: hands out the items without a record, and keeps the answers.
 
     Args:
-        found: as of `preview`.
+        found: as in `preview`.
         progress: called after every item.
-        retry_failed: as of `batch_file`.
+        retry_failed: as in `batch_file`.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class ModelEntry:
     Attributes:
         target: checkpoint folder, hub id or ``pocket``.
         name: of the model in requests; the target as given when empty.
-        drafter, heads, head, method, options, dtype, draft_dtype, device, threads, exact: as of `saccade.load`.
+        drafter, heads, head, method, options, dtype, draft_dtype, device, threads, exact: as in `saccade.load`.
         profiles: further named settings that a request may choose: name -> ``method`` and its options.
         open_methods: whether requests may choose any method that fits, with options of their own.
     """

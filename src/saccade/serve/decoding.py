@@ -195,7 +195,7 @@ class Planner:
     Args:
         vlm: the model.
         default_max_tokens: of answers whose request sets none, as far as the context allows.
-        most_tokens: greatest number of new tokens; None: no limit but the context.
+        most_tokens: maximum number of new tokens; None: no limit but the context.
     """
 
     def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:

@@ -170,7 +170,7 @@ class ServedModel:
         return self._jobs(body, setting, [messages], deliver)
 
     def completion_jobs(self, body: CompletionRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
-        """Make the jobs of raw prompts, ``n`` per prompt in order; errors as of `chat_jobs`."""
+        """Make the jobs of raw prompts, ``n`` per prompt in order; errors as in `chat_jobs`."""
         setting = self.setting(body.speculation)
         self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
         return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver)

@@ -201,7 +201,7 @@ def application(args: Mapping[str, Any]) -> Any:
     """Make the application of a ``serve.yaml``, as ``import_path: saccade.serve.replicas:application``.
 
     Args:
-        args: ``config``, the path of a server's configuration; ``cpus`` and ``gpus`` as of `build`.
+        args: ``config``, the path of a server's configuration; ``cpus`` and ``gpus`` as in `build`.
 
     Raises:
         SaccadeError: an argument is unknown, or the configuration is wrong.

@@ -17,7 +17,7 @@ from saccade.sizing.model_size import ModelSize
 T = TypeVar("T")
 
 LETTERS = 4
-"""Letters of a token, about what English prose has."""
+"""Letters per token, about as in English prose."""
 LOOKED_AT = 128
 """Samples whose pictures are opened, spread evenly over a file."""
 _VIDEO = (500, 2000)
@@ -34,8 +34,8 @@ class Lengths:
         visual: mean visual tokens of a prompt.
         patches: mean patches that the vision tower computes for them.
         answer: mean tokens of an answer.
-        longest: of text, visual tokens, patches and answer of a long sample.
-        origin: of these numbers, in words.
+        longest: text, visual tokens, patches and answer of a long sample.
+        origin: source of these numbers, in words.
     """
 
     samples: int
@@ -73,7 +73,7 @@ def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer
     """Return lengths where there are no data yet.
 
     Args:
-        missing: name of the file that is not there.
+        missing: name of the file that does not exist.
         samples, answer: in place of the assumed numbers.
     """
     width, height, text, usual, many = ASSUMED
@@ -110,7 +110,7 @@ def of_answers(path: Path, media: Path, size: ModelSize) -> Lengths:
 
 
 def together(texts: Sequence[int], answers: Sequence[int], seen: Sequence[tuple[int, int]], origin: str) -> Lengths:
-    """Return the lengths of samples by their text and answer tokens, and by visual tokens and patches of some."""
+    """Return the lengths of samples: text and answer tokens of all, visual tokens and patches of some."""
     visual, patches = zip(*seen, strict=True) if seen else ((0,), (0,))
     return Lengths(
         len(texts),

@@ -23,11 +23,11 @@ class Preset:
 
     Attributes:
         name: as in `names`.
-        gpu: whose data sheet has the rates.
+        gpu: name of the GPU whose data sheet gives the rates.
         memory: in GiB.
-        flops: products and sums per second in bfloat16.
+        flops: floating-point operations per second in bfloat16.
         bandwidth: bytes per second of its memory.
-        used: share of both rates that is assumed.
+        used: share of both rates that a run is assumed to reach.
         distill: options of `saccade.distill.Options`.
         train: settings of every recipe, and tables of further ones by kind.
     """
@@ -52,7 +52,7 @@ class Preset:
         return {**common, **self.train.get(kind, {})}
 
     def seconds(self, flops: float, read: float = 0.0) -> float:
-        """Seconds of a piece of work: of its arithmetic or of its reading, whichever takes longer."""
+        """Seconds of some work: of its arithmetic or of reading its bytes, whichever takes longer."""
         return max(flops / self.flops, read / self.bandwidth) / self.used
 
     def fits(self, needed: float) -> str:

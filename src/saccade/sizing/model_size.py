@@ -20,18 +20,18 @@ class ModelSize:
 
     Args:
         name: folder or hub id.
-        config: of another model; the folder's when None.
-        dtype: of the weights, as of `saccade.loading.load_model` on a GPU.
+        config: used in place of the folder's; None: the folder's.
+        dtype: of the weights, as in `saccade.loading.load_model` on a GPU.
 
     Attributes:
         name: as given.
         target: the model on torch's meta device, behind the adapter.
         weights: number of all weights.
-        decoder: of those that every token passes, without embeddings and LM head.
-        tower: of those that every patch of a picture passes, its projector included.
-        lm_head: of the LM head.
-        width: of the decoder.
-        each: bytes of a weight.
+        decoder: weights that every token passes through, without embeddings and LM head.
+        tower: weights that every patch of a picture passes through, the projector included.
+        lm_head: weights of the LM head.
+        width: hidden size of the decoder.
+        each: bytes per weight.
 
     Raises:
         ModelError: there is no such configuration, or no model of its kind.
@@ -71,11 +71,11 @@ class ModelSize:
         return int(text.num_attention_heads * dim)
 
     def forward(self, tokens: float, patches: float = 0.0) -> float:
-        """Arithmetic of reading a sequence: decoder and its attention, and the tower; without the LM head."""
+        """Operations of a prefill: of the decoder with its attention and of the tower, without the LM head."""
         return 2 * self.decoder * tokens + 2 * len(self.target.layers) * self.mixing * tokens**2 + self.see(patches)
 
     def see(self, patches: float) -> float:
-        """Arithmetic of the tower, without its attention."""
+        """Operations of the tower, without its attention."""
         return 2 * self.tower * patches
 
     def picture(self, width: int, height: int) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def joined_config(target: Target, lm: str) -> Any:
     """Return the configuration of a draft VLM by that of its language model, whose weights are not read.
 
     Args:
-        lm: as of `new_draft_vlm`.
+        lm: as in `new_draft_vlm`.
 
     Raises:
         TrainingError, ModelError: as `new_draft_vlm`.

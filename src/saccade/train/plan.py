@@ -91,7 +91,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     The first step warms up the machine and is not counted.
 
     Args:
-        kept: as of `Plan`, for a run that caches features although this trainer, which writes nothing, does not.
+        kept: as in `Plan`, for a run that caches features although this trainer, which writes nothing, does not.
     """
     recipe, learner = trainer.recipe, trainer.learner
     trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)

@@ -1,7 +1,7 @@
 """Heartbeats of the processes of one run: if one ends before its time, all end soon, and one says why.
 
 A reduction waits for every process, for ever where one is gone without a trace (a machine without power, a kill behind
-NCCL). So every process counts its seconds in the store that the processes met by, and looks at the next one's count.
+NCCL). So every process counts its seconds in the rendezvous store, and checks the count of the next process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saccade.errors import SaccadeError, TrainingError
 PERIOD = 1.0
 """Seconds between two counts."""
 PATIENCE = 60
-"""Looks at an unchanged count until its process is given up; looks, not seconds: a run may be paused as a whole."""
+"""Checks of an unchanged count until its process is given up; not seconds, since a whole run may be paused."""
 HURRY = 5
 """The same, once a connection to some process has broken."""
 GRACE = 5.0
@@ -52,7 +52,7 @@ class _Terminated(BaseException):
 
 
 class Watch:
-    """This process's count, and its look at the next one's.
+    """This process's count, and its check of the next process's.
 
     Args:
         rank: of this process.
@@ -84,7 +84,7 @@ class Watch:
         self._thread.start()
 
     def leave(self) -> None:
-        """Say that the work is over; from here on nothing interrupts this process."""
+        """Declare the work finished; from here on nothing interrupts this process."""
         with self._leaving:
             self._left.set()
 

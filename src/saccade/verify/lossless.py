@@ -137,7 +137,7 @@ def _choose_point_masses(tree: DraftTree, siblings: _Siblings, p: Tensor, unifor
 
 
 def _choose_draws(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose a child of every node, for children drawn from q; arguments and result as of `_choose_point_masses`."""
+    """Choose a child of every node, for children drawn from q; arguments and result as in `_choose_point_masses`."""
     assert tree.q is not None
     batch, count, vocab = p.shape
     nodes = torch.arange(count, device=p.device)
