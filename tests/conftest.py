@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from pairwise import cover
+from pairwise import cover, some
 from processes import share
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
@@ -34,6 +34,8 @@ def _shared_by_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 LARGE = 4
 """Tests from which on a grid of parameters is cut to a small cover (`pairwise`)."""
+SOME = 4
+"""Families on which a test marked `some_families` runs in the fast set."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,16 +45,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             grids.setdefault((item.path, item.originalname), []).append(item)
     for grid in grids.values():
+        kept = _of_some_families(grid) if grid[0].get_closest_marker("some_families") else grid
         names = list(grid[0].callspec.params)
-        if len(grid) <= LARGE or len(names) < 2:
-            continue
-        rows = [tuple(_value(item, name) for name in names) for item in grid]
-        chosen = cover(rows, singly=grid[0].get_closest_marker("singly") is not None)
-        for number, item in enumerate(grid):
-            if number not in chosen:
-                item.add_marker(pytest.mark.slow)
+        if len(kept) > LARGE and len(names) > 1:
+            rows = [tuple(_value(item, name) for name in names) for item in kept]
+            chosen = cover(rows, singly=grid[0].get_closest_marker("singly") is not None)
+            kept = [kept[number] for number in sorted(chosen)]
+        for item in set(grid).difference(kept):
+            item.add_marker(pytest.mark.slow)
+
+
+def _of_some_families(grid: list[pytest.Function]) -> list[pytest.Function]:
+    """Tests of the grid on a few of its families, other ones in each grid."""
+    column = "family" if "family" in grid[0].callspec.params else "name"
+    families = list(dict.fromkeys(item.callspec.params[column] for item in grid))
+    chosen = some(families, min(SOME, len(families)), grid[0].originalname)
+    return [item for item in grid if item.callspec.params[column] in chosen]
 
 
 def _value(item: pytest.Function, name: str) -> object:
+    """A parameter's value, or what stands for it where it cannot be compared; its index differs in every test."""
     value = item.callspec.params.get(name)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else item.callspec.indices.get(name)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else id(value)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,4 +79,10 @@ def load(target: Any, drafter: Any = None, method: str | None = None, **options:
     """Stand-in for `saccade.load`: the built-in pair, with heads under the names that were asked for."""
     kinds = head_paths()
     heads = {name: kinds.get(name, kinds["eagle2"]) for name in options.get("heads", {})}
-    return saccade.vlm.load("pocket", None, method, dtype="float32", **({"heads": heads} if heads else {}))
+    loaded = _pair(tuple(heads.items()))
+    return loaded if method is None else loaded.using(method)
+
+
+@cache
+def _pair(heads: tuple[tuple[str, Path], ...]) -> saccade.VLM:
+    return saccade.vlm.load("pocket", dtype="float32", **({"heads": dict(heads)} if heads else {}))

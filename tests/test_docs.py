@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +170,17 @@ def test_commands_name_options_targets_and_extras_that_exist(page: Path) -> None
             assert importlib.util.find_spec(words[2]), words
 
 
+@cache
+def command_tree() -> Any:
+    return typer.main.get_command(app)
+
+
 def understood(words: list[str]) -> None:
     """Let the command line read the words, without running the command."""
     words = with_local_ray([word for word in words if not word.startswith("$")])
     if "[OPTIONS]" in words:
         return  # of the reference, which the commands themselves make
-    command: Any = typer.main.get_command(app)
+    command: Any = command_tree()
     path = ["saccade"]
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         assert words[0] in command.commands, words

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pairwise import cover
+from pairwise import cover, some
 
 
 def pairs(row: tuple[object, ...]) -> set[object]:
@@ -34,3 +34,16 @@ def test_every_value_occurs_where_pairs_are_not_wanted(sizes: tuple[int, ...], s
 def test_a_cover_is_far_smaller_than_its_grid() -> None:
     grid = list(product(range(19), range(4), range(3), range(2)))
     assert len(cover(grid)) < len(grid) / 4
+
+
+def test_values_that_need_no_pairs_are_taken_about_equally_often() -> None:
+    grid = list(product(range(12), range(4)))
+    methods = [grid[i][1] for i in cover(grid)]
+    assert {methods.count(method) for method in range(4)} == {3}
+
+
+def test_tests_share_the_families_out_among_themselves() -> None:
+    families = [f"family {number}" for number in range(19)]
+    chosen = [some(families, 5, f"test_{number}") for number in range(16)]
+    assert {len(few) for few in chosen} == {5}
+    assert set().union(*chosen) == set(families)

@@ -12,6 +12,7 @@ from bench_kit import suite
 import saccade
 from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
+from saccade.bench.report import figures
 from tools.pocket.export import write_checkpoint
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
@@ -62,3 +63,9 @@ def prepared(vlm: saccade.VLM) -> Callable[..., Prepared]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have no figures, which take most of their time."""
+    monkeypatch.setattr(figures, "draw", lambda group, prefix: [])

@@ -79,12 +79,16 @@ def test_json_holds_every_method(invoke: Invoke) -> None:
     assert found["run"] == "runs/quick"
 
 
+def _slowly(*arguments: str) -> Any:
+    return pytest.param(arguments, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--suite", "quick", "--methods", "chain,prompt-lookup", "--tasks", "chart,scene", "--seed", "3"),
+        _slowly("--suite", "quick", "--methods", "chain,prompt-lookup", "--tasks", "chart,scene", "--seed", "3"),
         ("--suite", "quick", "--methods", "chain", "--data", "mine.jsonl", "--turns", "2", "--repeats", "2"),
-        ("--suite", "quick", "--methods", "short=chain:gamma=2,prompt-lookup:gamma=3", "--tasks", "scene"),
+        _slowly("--suite", "quick", "--methods", "short=chain:gamma=2,prompt-lookup:gamma=3", "--tasks", "scene"),
         ("--suite", "mine.toml", "--per-task", "2", "-n", "6"),
     ],
 )

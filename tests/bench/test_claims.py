@@ -111,6 +111,7 @@ def test_absent_rows_are_named_and_bridged() -> None:
     assert verdict.sentence("X, T").endswith("; without gone.")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_report_and_page_open_with_the_verdict() -> None:
     contents = report.contents([claimed(["dynamic-tree", "chain"])])
     document = report.markdown_tables(contents)

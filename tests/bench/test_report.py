@@ -82,6 +82,7 @@ def test_formulas_of_the_papers_stand_beside_what_was_measured(run: Run) -> None
     assert tables.predicted(replace(run, header=replace(run.header, costs={}))) is None
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_lossless_method_with_other_tokens_is_named_at_the_top() -> None:
     run = make_run(prompts=2, repeats=1, methods=["plain", "chain", "lvspec"])
     logits = {"ours": 2.5, "plain": 2.4}
@@ -93,6 +94,7 @@ def test_a_lossless_method_with_other_tokens_is_named_at_the_top() -> None:
     assert "lvspec: 2 of 2" not in text
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_what_a_method_warned_of_stands_in_the_report() -> None:
     run = make_run(prompts=2, repeats=1)
     for number, record in enumerate(run.records):
@@ -183,6 +185,7 @@ def test_pictures_come_from_the_media_folder_only(folder: Path) -> None:
     assert "no picture" in traces.embed(folder, "script.png").problem
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp_path: Path) -> None:
     lines = (folder / "records.jsonl").read_text().splitlines()
     cut, wrong, count = lines[3][: len(lines[3]) // 2], json.loads(lines[5]), len(lines) - 1
@@ -227,19 +230,22 @@ def test_a_run_without_a_readable_record_is_refused(tmp_path: Path) -> None:
         report.load([tmp_path / "run"])
 
 
-def test_hostile_text_is_escaped_everywhere(run: Run) -> None:
-    text = report.html(report.contents([run]))
-    assert "<img src=x" not in text
-    assert text.count("<script>") == 2  # the page's own
-    assert len(re.findall(r"</script>", text)) == len(re.findall(r"<script", text))
+@pytest.fixture(scope="module")
+def page(run: Run) -> str:
+    return report.html(report.contents([run]))
 
 
-def test_the_page_loads_nothing_and_is_small(run: Run) -> None:
-    text = report.html(report.contents([run]))
-    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text)
-    assert not re.findall(r"url\((?!#)|@import", text)
-    assert "default-src 'none'" in text
-    assert len(text) < 500_000
+def test_hostile_text_is_escaped_everywhere(page: str) -> None:
+    assert "<img src=x" not in page
+    assert page.count("<script>") == 2  # the page's own
+    assert len(re.findall(r"</script>", page)) == len(re.findall(r"<script", page))
+
+
+def test_the_page_loads_nothing_and_is_small(page: str) -> None:
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", page)
+    assert not re.findall(r"url\((?!#)|@import", page)
+    assert "default-src 'none'" in page
+    assert len(page) < 500_000
 
 
 def test_ids_are_unique_on_a_page_of_several_runs(run: Run) -> None:
@@ -277,6 +283,7 @@ def test_a_repeated_run_finds_its_files_where_the_command_line_named_them(run: R
     assert "--device cuda:1 --exact --threads 2" in said
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_opens_with_the_fastest_lossless_method(run: Run) -> None:
     said = headline.headline(run)
     results = metrics.by_method(run.records)
@@ -297,6 +304,7 @@ def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_me
     assert headline.headline(make_run(prompts=4, methods=("plain",))) == ""
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [(1, "One prompt"), (5, "Only 5 prompts: from fewer than 6"), (8, "single tasks, which need 6: scene 4, chart 4")],
@@ -319,6 +327,7 @@ def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_pat
     assert out.read_text().count('class="run"') == 2
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_that_cannot_be_written_leaves_the_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "report.html").write_text("the old page")
 

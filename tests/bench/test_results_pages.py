@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,21 @@ def setup(pair: tuple[str, str], tmp_path: Path) -> Setup:
     return Setup(*pair, models=tmp_path / "models", out=tmp_path / "out", dtype="float32", short=True)
 
 
+@pytest.fixture(scope="module")
+def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run in which everything has been measured."""
+    folder = tmp_path_factory.mktemp("measured")
+    run(Setup(*pair, models=folder / "models", out=folder / "out", dtype="float32", short=True))
+    return folder / "out"
+
+
+@pytest.fixture
+def over(setup: Setup, measured: Path) -> Setup:
+    """A run that goes on with all measured before."""
+    shutil.copytree(measured, setup.out)
+    return setup
+
+
 def run(setup: Setup, names: tuple[str, ...] = NAMES) -> tuple[Session, Report]:
     LINES.clear()
     session = Session(setup, LINES.append)
@@ -42,11 +58,11 @@ def published(session: Session, report: Report, docs: Path, names: tuple[str, ..
     return {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir()}
 
 
-def test_pages_open_with_the_verdict_and_the_index_lists_them(setup: Setup, tmp_path: Path) -> None:
+def test_pages_open_with_the_verdict_and_the_index_lists_them(over: Setup, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "of-an-earlier-revision.md").write_text("old")
-    session, report = run(setup)
+    session, report = run(over)
     assert report.measured == list(NAMES)
     assert not report.failed
     pages = published(session, report, docs)
@@ -54,7 +70,7 @@ def test_pages_open_with_the_verdict_and_the_index_lists_them(setup: Setup, tmp_
     title, _, verdict, *_ = pages["lvspec-2.md"].splitlines()
     assert title.startswith("# lvspec-2: ")
     assert verdict.startswith("The order of LVSpec, Table 2, in block efficiency, LVSpec \\> LVSpec-no-PST, ")
-    revision = json.loads((setup.out / MARK).read_text())["environment"]["revision"]
+    revision = json.loads((over.out / MARK).read_text())["environment"]["revision"]
     for text in (pages["README.md"], pages["quick.md"]):
         assert f"revision {revision}" in text
         assert "bfloat16 instructions, 1 thread;" in text
@@ -62,9 +78,9 @@ def test_pages_open_with_the_verdict_and_the_index_lists_them(setup: Setup, tmp_
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
 
 
-def test_a_reason_stands_behind_the_verdict_that_it_explains(setup: Setup, tmp_path: Path) -> None:
+def test_a_reason_stands_behind_the_verdict_that_it_explains(over: Setup, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
-    session, report = run(setup, ("lvspec-2",))
+    session, report = run(over, ("lvspec-2",))
     found = re.search(
         r"LVSpec-no-PST, (.*?) on this pair", published(session, report, docs, ("lvspec-2",))["lvspec-2.md"]
     )
@@ -107,27 +123,24 @@ def test_a_stopped_run_resumes_without_repeating_an_answer(setup: Setup, monkeyp
     assert (setup.out / "quick" / FILE).read_text().startswith(first)
 
 
-def test_what_is_measured_is_not_measured_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(setup)
+def test_what_is_measured_is_not_measured_again(over: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "run", lambda self: pytest.fail("measured again"))
-    assert run(setup)[1].measured == list(NAMES)
+    assert run(over)[1].measured == list(NAMES)
     assert "[1/2] quick: measured before" in LINES
 
 
-def test_another_revision_is_refused_in_the_same_folder(setup: Setup) -> None:
-    run(setup, ("quick",))
-    mark = json.loads((setup.out / MARK).read_text())
+def test_another_revision_is_refused_in_the_same_folder(over: Setup) -> None:
+    mark = json.loads((over.out / MARK).read_text())
     mark["environment"]["revision"] = "0123456789ab"
-    (setup.out / MARK).write_text(json.dumps(mark))
+    (over.out / MARK).write_text(json.dumps(mark))
     with pytest.raises(SaccadeError, match=r"measured otherwise \(environment\.revision: '0123456789ab' there"):
-        run(setup)
+        run(over)
 
 
-def test_another_target_is_refused_in_the_same_folder(setup: Setup) -> None:
-    run(setup, ("quick",))
-    assert setup.drafter is not None
+def test_another_target_is_refused_in_the_same_folder(over: Setup) -> None:
+    assert over.drafter is not None
     with pytest.raises(SaccadeError, match=r"measured otherwise \(target:"):
-        run(replace(setup, target=setup.drafter))
+        run(replace(over, target=over.drafter))
 
 
 def test_a_foreign_folder_is_not_written_to(setup: Setup) -> None:

@@ -59,7 +59,13 @@ def test_a_built_in_suite_is_read_and_says_what_it_mirrors(name: str) -> None:
     assert all(m.optional or m.name in saccade.methods.METHODS for m in found.methods)
 
 
-@pytest.mark.parametrize("name", [n for n in MIRRORED if n != "sage-4"])
+FEW = ("quick", "dream-1-sampling", "heads", "hivis-3", "lvspec-figure-9", "sage-5", "tabed-8")
+"""Suites of every paper, which the fast tests prepare."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in MIRRORED if n != "sage-4"]
+)
 def test_what_a_built_in_suite_lacks_is_listed_and_the_rest_is_ready(name: str, vlm: saccade.VLM) -> None:
     found = library.load(name).with_(per_task=1)
     prepared = prepare(found, vlm)

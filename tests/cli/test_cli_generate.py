@@ -18,8 +18,9 @@ from commands import Shell
 from rich.console import Console
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
+from processes import exit_code_of
 from saccade import cpu, load
-from saccade.cli import screen
+from saccade.cli import main, screen
 from saccade.draft import pruning
 from saccade.engine.step_runner import StepRunner
 from saccade.inputs.prompt import Prompt
@@ -180,14 +181,17 @@ def test_control_tokens_in_the_question_are_text_where_that_is_said(shell: Shell
     assert (result.code, result.out) == (0, expected.text + "\n")
 
 
-def test_a_question_that_is_no_utf_8_is_one_sentence() -> None:
-    for arguments, given in (([b"a \xff"], b""), ([b"-"], b"a \xff")):
-        program = "from saccade.cli import main; main()"
-        command = [sys.executable, "-c", program, "generate", "-t", "pocket", *arguments]
-        strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-        done = subprocess.run(command, input=given, capture_output=True, env=strict, timeout=300)
-        assert done.returncode == 2
-        assert done.stderr == b"saccade: The text is not valid UTF-8 at character 3; give whole characters.\n"
+@pytest.mark.parametrize(("argument", "given"), [(os.fsdecode(b"a \xff"), b""), ("-", b"a \xff")])
+def test_a_question_that_is_no_utf_8_is_one_sentence(argument: str, given: bytes, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(given)
+
+    def work() -> None:
+        with (tmp_path / "in").open(encoding="utf-8") as sys.stdin, (tmp_path / "err").open("w") as sys.stderr:
+            main(["generate", "-t", "pocket", argument])
+
+    assert exit_code_of(work) == 2
+    said = (tmp_path / "err").read_bytes()
+    assert said == b"saccade: The text is not valid UTF-8 at character 3; give whole characters.\n"
 
 
 def test_sampling_repeats_with_its_seed(shell: Shell) -> None:

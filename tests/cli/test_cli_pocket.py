@@ -6,7 +6,7 @@ from commands import Shell
 from saccade.pocket import draft_path, target_path
 
 
-@pytest.mark.parametrize("drafter", ["pocket", str(draft_path())])
+@pytest.mark.parametrize("drafter", ["pocket", pytest.param(str(draft_path()), marks=pytest.mark.slow)])
 def test_a_folder_is_marked_with_a_draft_model_by_name_or_by_folder(shell: Shell, drafter: str) -> None:
     asked = ("--task", "knowledge", "-n", "2")
     ours = shell("pocket", "eval", str(target_path()), "-d", drafter, *asked)

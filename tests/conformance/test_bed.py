@@ -24,6 +24,7 @@ def teacher_forced(model: torch.nn.Module, inputs: Inputs, answer: list[int]) ->
     return logits[inputs["input_ids"].shape[1] - 1 : -1]
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_greedy_tokens_win_by_a_margin_far_above_rounding(name: str, kind: str) -> None:
     """fp32 paths differ by about 1e-5 in the logits; a margin of 1e-3 leaves two orders of magnitude."""
@@ -37,6 +38,7 @@ def test_greedy_tokens_win_by_a_margin_far_above_rounding(name: str, kind: str) 
         assert len(set(answer)) >= 12, "a model that repeats itself cannot tell positions apart"
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_draft_model_is_partly_right(name: str, kind: str) -> None:
     case = FAMILIES[name]
@@ -49,6 +51,7 @@ def test_the_draft_model_is_partly_right(name: str, kind: str) -> None:
     assert 0.4 <= sum(hits) / len(hits) <= 0.85
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_generate_on_a_left_padded_batch_equals_generate_row_by_row(name: str, kind: str) -> None:
     """So rows can be compared one by one even where the engine is given the batch."""
@@ -58,6 +61,7 @@ def test_generate_on_a_left_padded_batch_equals_generate_row_by_row(name: str, k
     assert reference_greedy(pristine(name), inputs) == case.reference(kind, rows=3)
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
 def test_the_answer_depends_on_the_pixels(name: str) -> None:
     case = FAMILIES[name]
@@ -77,7 +81,7 @@ def test_the_sliding_window_is_short_enough_to_matter(name: str, kind: str) -> N
     for module in wide.modules():
         if getattr(module, "sliding_window", None):
             module.sliding_window = 1000
-    assert reference_greedy(wide, case.row_inputs(kind, 0), 32)[0] != case.reference(kind)[0][:32]
+    assert reference_greedy(wide, case.row_inputs(kind, 0))[0] != case.reference(kind)[0]
 
 
 def test_image_tokens_of_gemma3_see_each_other_both_ways() -> None:

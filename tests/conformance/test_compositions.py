@@ -94,6 +94,7 @@ def test_any_drafter_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: 
     assert output.stats.drafted_tokens > 0
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("pruning", PRUNING, ids=str)
 @pytest.mark.parametrize("drafts", ["model", "self"])
 @pytest.mark.parametrize("tree", SHAPES)

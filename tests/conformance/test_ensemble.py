@@ -13,7 +13,7 @@ from enumeration import ManyUniforms, Table, Trial, _paths, histogram, p_value
 from harness import POLICIES, assert_partly_accepted, draft, engine, prompts, target, tokens
 from sampling_kit import LIKELY, OPTIONS, UNLIKELY, accepted, p_of_answers, sampled, small_model
 from test_sampling import identity
-from test_turns import second_turn
+from test_turns import FIRST, second_turn
 from torch import Tensor
 
 from families import FAMILIES, pristine, reference_greedy
@@ -40,7 +40,7 @@ from saccade.verify.lossless import Sampling
 
 WORDS = Numerals()
 TREES: dict[str, Any] = {**POLICIES, "width": WidthTree(2, 4)}
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 
 
 @cache
@@ -102,6 +102,7 @@ CASES += [(name, "chain", 1) for name in VIEWS]
 CASES += [(name, policy, 3) for name in ("llava", "qwen2_5_vl") for policy in ("static", "width")]
 
 
+@pytest.mark.some_families
 @pytest.mark.singly
 @pytest.mark.parametrize(("name", "policy", "rows"), CASES)
 def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
@@ -130,6 +131,7 @@ def test_the_multimodal_view_alone_is_the_plain_draft_model(name: str, policy: s
         assert course(ours) == course(theirs)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("weighting", [None, Fixed((0, 1))], ids=["alone", "all-weight"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
@@ -175,8 +177,8 @@ def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(name: str, wei
     method = ensemble(name, "MT", "static", WEIGHTINGS[weighting])
     rows = [Request(prompt, seed=60 + row) for row, prompt in enumerate(prompts(case, case.inputs("image", 3)))]
     for options in (
-        {"max_new_tokens": 24},
-        {"do_sample": True, "max_new_tokens": 24, "temperature": 0.7, "top_k": 20},
+        {"max_new_tokens": 16},
+        {"do_sample": True, "max_new_tokens": 16, "temperature": 0.7, "top_k": 20},
     ):
         together = method.generate(rows, **options)
         for ours, row in zip(together, rows, strict=True):
@@ -191,16 +193,16 @@ def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: 
     drafter = EnsembleDrafter(draft(name), Chain(4), views(name, VIEWS[name]), Grid(steps=4), carry=carry)
     method = Engine(target(name), drafter)
     session = method.open(1)
-    method.generate(requests(name, "image", 1), max_new_tokens=24, session=session)
+    method.generate(requests(name, "image", 1), max_new_tokens=FIRST, session=session)
     drafting: Any = session.drafting
     (learned,) = drafting._weights.history.counts([0])
-    assert 0 < learned < 24, "the last block waits"
+    assert 0 < learned < FIRST, "the last block waits"
     (longer,) = prompts(case, second_turn(name, "image", 0))
     run = method.start([Request(longer)], _plan(method, longer), session)
     steps = iter(run.steps)
     next(steps)  # prefill, with the first guesses
     (seen,) = drafting._weights.history.counts([0])
-    assert seen == (24 if carry else 0), "all, but not what was cut off the last block"
+    assert seen == (FIRST if carry else 0), "all, but not what was cut off the last block"
     for _ in steps:
         pass
     inputs = second_turn(name, "image", 0)
@@ -266,7 +268,7 @@ class _Elsewhere(PlainView):
 
 # --------------------------------------------------------------------------- exact under sampling
 
-ROWS = 60_000
+ROWS = 20_000
 VOCAB, DEPTH = 4, 3
 STATIC = StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 0, 1), (2, 0, 0)])
 FORMS: dict[str, Any] = {

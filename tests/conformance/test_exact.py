@@ -25,7 +25,7 @@ from saccade.target import lean, steady
 from saccade.target.adapter import Target
 from saccade.target.steady import SteadyLinear
 
-NEW = 24
+NEW = 16
 REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3")
 NAMES = [name for name in FAMILIES if name not in REFUSED]
 DRAFTERS: dict[str, Callable[[str], Any]] = {
@@ -82,6 +82,8 @@ def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]
     return [row.output for row in found]
 
 
+@pytest.mark.some_families
+@pytest.mark.singly
 @pytest.mark.parametrize("batch", [1, 2, 8])
 @pytest.mark.parametrize("method", DRAFTERS)
 @pytest.mark.parametrize("name", NAMES)
@@ -93,6 +95,7 @@ def test_every_method_gives_plain_decoding_s_tokens_at_every_batch_size(name: st
     assert tuple(map(tuple, found)) == plain(name)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("chunk", [3, 64])
 @pytest.mark.parametrize("method", ["plain", "chain", "static", "lookup"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "llava_onevision", "qwen2_5_vl"])

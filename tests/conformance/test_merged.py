@@ -10,7 +10,7 @@ import torch
 from enumeration import ManyUniforms, Table, Trial, histogram, p_value
 from harness import POLICIES, draft, prompts, target, tokens
 from sampling_kit import LIKELY, PROMPT, p_of_answers, sampled, small_model
-from test_turns import second_turn
+from test_turns import FIRST, second_turn
 
 from families import FAMILIES, pristine, reference_greedy
 from saccade.draft.lookup import PromptLookup
@@ -46,16 +46,16 @@ def requests(name: str, rows: int) -> list[Request]:
 )
 def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
     kind = FAMILIES[name].kinds[0]
-    outputs = engine(name, policy).generate(requests(name, rows), max_new_tokens=32)
-    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=32)
+    outputs = engine(name, policy).generate(requests(name, rows), max_new_tokens=24)
+    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=24)
     for output in outputs:
         assert 0 < output.stats.accepted_tokens < output.stats.drafted_tokens
 
 
 @pytest.mark.parametrize("total", [1, 5])
 def test_a_node_cap_changes_no_token(total: int) -> None:
-    outputs = engine("llava", "static", total).generate(requests("llava", 3), max_new_tokens=30)
-    assert tokens(outputs) == FAMILIES["llava"].reference("image", 3, n=30)
+    outputs = engine("llava", "static", total).generate(requests("llava", 3), max_new_tokens=24)
+    assert tokens(outputs) == FAMILIES["llava"].reference("image", 3, n=24)
     for stats in (output.stats for output in outputs):
         assert stats.drafted_tokens <= total * (stats.target_passes + 1), "the pass that ends the prompt, too"
 
@@ -63,7 +63,7 @@ def test_a_node_cap_changes_no_token(total: int) -> None:
 def test_a_second_turn_goes_on() -> None:
     method = engine("llava", "chain")
     session = method.open(1)
-    method.generate(requests("llava", 1), max_new_tokens=24, session=session)
+    method.generate(requests("llava", 1), max_new_tokens=FIRST, session=session)
     inputs = second_turn("llava", "image", 0)
     (prompt,) = prompts(FAMILIES["llava"], inputs)
     (output,) = method.generate([Request(prompt)], max_new_tokens=24, session=session)

@@ -44,7 +44,7 @@ TREES: dict[str, Any] = {
 }
 HEADS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
 SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
-GREEDY = {"max_new_tokens": 32}
+GREEDY = {"max_new_tokens": 24}
 
 
 def headed(name: str, kind: str, policy: Any, **options: Any) -> Drafter:

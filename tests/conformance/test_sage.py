@@ -35,13 +35,14 @@ def engine(name: str, switch: str) -> Engine:
     return Engine(target(name), ModelDrafter(draft(name), SWITCHES[switch]))
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_tokens_equal_generate(name: str, rows: int) -> None:
     case = FAMILIES[name]
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows))]
-    outputs = engine(name, "as published").generate(requests, max_new_tokens=32)
-    assert tokens(outputs) == case.reference(case.kinds[0], rows, n=32)
+    outputs = engine(name, "as published").generate(requests, max_new_tokens=24)
+    assert tokens(outputs) == case.reference(case.kinds[0], rows, n=24)
     assert_partly_accepted(outputs)
 
 
@@ -50,8 +51,8 @@ def test_tokens_equal_generate(name: str, rows: int) -> None:
 def test_every_switch_leaves_the_tokens_alone(name: str, switch: str) -> None:
     case = FAMILIES[name]
     requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
-    outputs = engine(name, switch).generate(requests, max_new_tokens=32)
-    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=32)
+    outputs = engine(name, switch).generate(requests, max_new_tokens=24)
+    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=24)
     assert_partly_accepted(outputs)
 
 
@@ -75,7 +76,7 @@ def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(name: str, monkey
     assert [o.stats.drafted_tokens for o in outputs] == [o.stats.drafted_tokens for o in exact_sizes]
 
 
-@pytest.mark.parametrize("draft_seed", [1, 2])
+@pytest.mark.parametrize("draft_seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("step", ["first", "second"])
 def test_one_pass_draws_from_the_target(step: str, draft_seed: int) -> None:
     """The static first tree, and one that the draft's own probabilities have shaped."""

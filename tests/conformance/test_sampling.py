@@ -22,7 +22,7 @@ from saccade.verify.lossless import Sampling
 
 # --------------------------------------------------------------------------- the rule alone, many rows
 
-ROWS = 60_000
+ROWS = 20_000
 VOCAB, DEPTH = 4, 3
 
 POLICIES: dict[str, Any] = {

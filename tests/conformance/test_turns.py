@@ -10,7 +10,7 @@ from harness import METHODS, POLICIES, engine, prompts, tokens
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES, Inputs, pristine, reference_greedy
 from saccade.engine import Request
 
-FIRST, SECOND = 24, 40
+FIRST, SECOND = 18, 24
 
 # LLaVA-OneVision cuts a lone image into tiles but not one of several, so that a second image would change how
 # Hugging Face encodes the first; its conversations start with two images.
@@ -30,6 +30,7 @@ def one_shot(name: str, kind: str, row: int) -> list[int]:
     return reference_greedy(pristine(name), second_turn(name, kind, row), SECOND)[0]
 
 
+@pytest.mark.some_families
 @pytest.mark.singly
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -48,6 +49,7 @@ def test_a_second_turn_with_new_media_equals_one_shot(name: str, kind: str, meth
     assert output.stats.reused_tokens == len(prompt) + FIRST - 1
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["mistral", "llava_next", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3"])
 def test_ragged_rows_go_on_together(name: str, policy: str) -> None:
@@ -64,6 +66,7 @@ def test_ragged_rows_go_on_together(name: str, policy: str) -> None:
     assert all(output.stats.reused_tokens > 0 for output in outputs)
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
 def test_the_same_words_about_another_image_reuse_nothing_of_the_old_one(name: str) -> None:
     """Placeholder ids are equal for every image; only the digest tells them apart."""
@@ -80,6 +83,7 @@ def test_the_same_words_about_another_image_reuse_nothing_of_the_old_one(name: s
         assert output.stats.reused_tokens <= first_placeholder
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
 def test_a_follow_up_in_words_keeps_the_image(name: str) -> None:
     """The image's features are in the cache and its rope delta still counts."""

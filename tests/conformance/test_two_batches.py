@@ -17,14 +17,16 @@ def pocket() -> Any:
     return load("pocket", dtype="float32")
 
 
-@pytest.mark.parametrize("method", ["tabed", "specvlm", "self-spec"])
+@pytest.mark.parametrize(
+    "method", ["tabed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("specvlm", "self-spec"))]
+)
 def test_steps_of_two_batches_take_turns(pocket: Any, method: str) -> None:
     """Prompts of one are read while the other one's rows are under way."""
     vlm = pocket.using(method)
     samples = [draw(500 + number, task) for number, task in enumerate(TASKS)]
     options: list[dict[str, Any]] = [
-        {"max_new_tokens": 24},
-        {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8},
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8},
     ]
 
     def ask(batch: Any, place: int) -> Any:

@@ -119,6 +119,7 @@ def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
 @torch.no_grad()
 def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: str, kind: str) -> None:
@@ -184,6 +185,7 @@ def _average_by_hand(name: str, stock: Any) -> None:
 # --------------------------------------------------------------------------- the target's tokens
 
 
+@pytest.mark.some_families
 @pytest.mark.singly
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))

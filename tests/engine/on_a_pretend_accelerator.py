@@ -147,8 +147,11 @@ def cpu_tokens(method: str, sampled: bool) -> list[list[int]]:
 
 
 DRAWN = ("plain", "chain", "prompt-lookup", "eagle2", "sage")
-LIKE_OTHERS = ("static-tree", "eagle2", "hivis", "msd", "hydra", "self-spec", "random-loosening")
-"""Methods whose parts are those of others: only the slow tests run them."""
+LIKE_OTHERS = (
+    *("plain", "chain", "static-tree", "prompt-lookup", "eagle2", "eagle3", "hivis", "msd", "vispec", "hydra"),
+    *("self-spec", "fly", "random-loosening"),
+)
+"""Methods that are sampled below, or whose parts are those of others: only the slow tests run them greedily."""
 CASES: list[Any] = [
     *(pytest.param(method, False, marks=[pytest.mark.slow] if method in LIKE_OTHERS else []) for method in OPTIONS),
     *((method, True) for method in DRAWN),
@@ -208,7 +211,10 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
 
 
 @pytest.mark.parametrize(("of_target", "of_drafter"), [(NAME, "cpu"), ("cpu", NAME)])
-@pytest.mark.parametrize(("method", "sampled"), [("chain", False), ("chain", True), ("dynamic-tree", False)])
+@pytest.mark.parametrize(
+    ("method", "sampled"),
+    [pytest.param("chain", False, marks=pytest.mark.slow), ("chain", True), ("dynamic-tree", False)],
+)
 def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
     device: PretendDevice, method: str, sampled: bool, of_target: str, of_drafter: str
 ) -> None:
@@ -217,7 +223,9 @@ def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
     assert ran.tokens == cpu_tokens(method, sampled)
 
 
-@pytest.mark.parametrize("method", ["plain", "chain", "dynamic-tree"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(method, marks=pytest.mark.slow) for method in ("plain", "chain")), "dynamic-tree"]
+)
 def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -234,7 +242,7 @@ def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
         assert not counts.blocking
 
 
-@pytest.mark.parametrize("method", ["dynamic-tree", "eagle2"])
+@pytest.mark.parametrize("method", [pytest.param("dynamic-tree", marks=pytest.mark.slow), "eagle2"])
 def test_sampling_on_a_tree_of_full_size_takes_few_more_launches_than_greedy_decoding(
     device: PretendDevice, method: str
 ) -> None:

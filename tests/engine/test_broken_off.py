@@ -22,7 +22,7 @@ def test_what_was_broken_off_leaves_nothing_behind(
     model = vlm("llava", "llava-draft").using(method, **options)
     expected = model.generate("What?", [picture(1)]).tokens
     forward = Target.forward
-    for at in range(1, 20, 2):
+    for at in (1, 2, 5, 10, 17):
         session, calls = model.engine.open(1), 0
 
         def breaking(self: Target, *given: Any, at: int = at, **named: Any) -> torch.Tensor:

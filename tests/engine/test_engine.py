@@ -27,7 +27,7 @@ from saccade.target.adapter import Target
 from saccade.target.cache import QUANTUM
 
 CASE = FAMILIES["llama"]
-NEW = 40
+NEW = 24
 POLICIES: dict[str, Any] = {
     "chain": Chain(4),
     "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
@@ -78,7 +78,7 @@ def start(under_test: Engine, session: RunningBatch | None = None, **options: An
 
 
 @DRAFTING
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(row=st.integers(0, 2), place=st.integers(0, NEW - 1))
 def test_an_end_of_sequence_anywhere_ends_its_row_and_no_other(method: str, row: int, place: int) -> None:
     """The end is a token that occurs at a random place of one row, and maybe in others."""
@@ -91,7 +91,7 @@ def test_an_end_of_sequence_anywhere_ends_its_row_and_no_other(method: str, row:
 
 
 @DRAFTING
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(row=st.integers(0, 2), place=st.integers(1, NEW - 1))
 def test_a_stopping_criterion_anywhere_ends_its_row_and_no_other(method: str, row: int, place: int) -> None:
     pair = reference(row)[place - 1 : place + 1]
@@ -108,7 +108,7 @@ def test_a_stopping_criterion_anywhere_ends_its_row_and_no_other(method: str, ro
 
 
 @DRAFTING
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(n=st.integers(1, NEW))
 @example(n=1)
 def test_max_new_tokens_cuts_anywhere_in_a_block(method: str, n: int) -> None:

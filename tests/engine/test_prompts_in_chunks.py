@@ -20,6 +20,7 @@ def sizes(length: int) -> list[int]:
     return [*range(1, 7), 16, length // 2, length - 1, length]
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize(
     ("family", "kind"), [(family, kind) for family, case in FAMILIES.items() for kind in case.kinds]
 )

@@ -87,6 +87,7 @@ def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
     assert AheadObjective()(own, given, lm_head, 2).tried.tolist() == counts[:2]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "reach"), [("medusa", 2), ("hydra", 2), ("vispec", None), ("eagle3", None)])
 def test_a_run_changes_every_weight_and_measures_the_head(

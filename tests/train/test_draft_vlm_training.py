@@ -49,6 +49,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
 
 TARGETS = ("llava", "next", "onevision")
+FEW_TARGETS = [*(pytest.param(name, marks=pytest.mark.slow) for name in TARGETS[:2]), TARGETS[2]]
 
 
 @cache
@@ -145,7 +146,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     return {part_of(name) for name, weight in before.items() if not torch.equal(weight, after[name])}
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", FEW_TARGETS)
 def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(name: str, tmp_path: Path) -> None:
     chosen = recipe(ready("llama"), weight_decay=0.1)  # decay, too, must leave alone what does not learn
     run = trainer(name, tmp_path, chosen)
@@ -173,7 +174,7 @@ def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(
     assert sum(found[-4:]) < 0.7 * sum(found[:4])
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", FEW_TARGETS)
 def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: str, tmp_path: Path) -> None:
     run = trainer(name, tmp_path, recipe(validation_samples=2), measure=None)
     outcome = run.run()
@@ -202,7 +203,7 @@ def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: s
     assert load(checkpoint(name), outcome.best).draft_model is not None
 
 
-@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 7])
 def test_a_run_killed_in_either_stage_ends_as_an_unbroken_one(steps: int, tmp_path: Path) -> None:
     chosen = recipe(**{"checkpoint_every": 1, "validate_every": 6, "stage2.steps": 6, "loss.kl": 0.5})
     trainer("llava", tmp_path / "whole", chosen).run()

@@ -37,7 +37,7 @@ POLICIES: dict[str, Any] = {
     "dynamic": DynamicTree(top=3, max_depth=4, total=12),
     "sage": SageTree(),
 }
-LENGTH = 24
+LENGTH = 18
 """Length of the answers that heads are taught."""
 
 

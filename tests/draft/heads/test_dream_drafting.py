@@ -59,6 +59,7 @@ def difference(name: str, head: Dream, policy: str = "dynamic", rows: int = 3, k
     return worst_difference(name, head, inputs, dropped, outputs, steps)
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_taught_head_is_partly_right_and_never_changes_the_answer(name: str, rows: int) -> None:
@@ -70,6 +71,7 @@ def test_a_taught_head_is_partly_right_and_never_changes_the_answer(name: str, r
         assert LENGTH // 3 < output.stats.accepted_tokens < output.stats.drafted_tokens
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_of_ragged_rows(name: str) -> None:
     assert difference(name, trained_head(name)) < CLOSE

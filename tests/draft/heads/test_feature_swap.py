@@ -13,9 +13,13 @@ from saccade.draft.heads.registry import HEAD_KINDS
 LEAST = 0.15
 LONGER = {"medusa": 120}
 """Training steps of kinds that learn slowly."""
+QUICKLY = ("eagle2", "dream", "hydra")
+"""Kinds of different architectures, which the fast tests train."""
 
 
-@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICKLY else [pytest.mark.slow]) for kind in HEAD_KINDS]
+)
 def test_another_sample_s_features_cost_what_features_are_for(kind: str) -> None:
     target = Recurrent()
     head = train(head_for(kind), target, LONGER.get(kind, STEPS))
@@ -37,7 +41,9 @@ def blind(head: Any) -> Any:
     return head
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "hivis", "dream", "medusa"])
+@pytest.mark.parametrize(
+    "kind", ["eagle2", "dream", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hivis", "medusa"))]
+)
 def test_a_head_that_ignores_its_features_is_noticed(kind: str) -> None:
     target = Recurrent()
     assert cost(train(blind(head_for(kind)), target), target) < LEAST

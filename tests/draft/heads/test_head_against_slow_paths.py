@@ -53,6 +53,7 @@ def difference(name: str, head: Head, policy: str = "dynamic", rows: int = 3, ki
     return worst_difference(name, head, inputs, outputs, steps)
 
 
+@pytest.mark.some_families
 @pytest.mark.parametrize("kind", DRAFTING)
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_of_ragged_rows(name: str, kind: str) -> None:

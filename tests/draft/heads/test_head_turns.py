@@ -29,7 +29,7 @@ CLOSE = 1e-3  # as in test_head_against_slow_paths
 FIRST, SECOND = 11, 7
 
 
-def difference_in_second_turn(name: str, head: Head, kind: str, follow_up: str, rows: int = 3) -> float:
+def difference_in_second_turn(name: str, head: Head, kind: str, follow_up: str, rows: int = 2) -> float:
     """Rows end their first answers inside accepted paths, so that tokens are left which the head has not run."""
     case, recording = FAMILIES[name], Recording(POLICIES["dynamic"])
     first: list[Inputs] = [case.row_inputs(kind, row) for row in range(rows)]
@@ -46,6 +46,8 @@ def difference_in_second_turn(name: str, head: Head, kind: str, follow_up: str, 
     return worst_difference(name, head, second, outputs, steps)
 
 
+@pytest.mark.some_families
+@pytest.mark.singly
 @pytest.mark.parametrize("kind", DRAFTING)
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
 def test_ragged_rows_go_on_with_another_image(name: str, kind: str) -> None:
@@ -60,7 +62,9 @@ def test_words_after_an_image_and_an_image_after_words(after: str) -> None:
     assert difference_in_second_turn("llava", head, "text", "image") < CLOSE
 
 
-@pytest.mark.parametrize("kind", DRAFTING)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("eagle3", "msd") else []) for kind in DRAFTING]
+)
 def test_other_prompts_in_the_same_session(kind: str) -> None:
     """A shared beginning, the same question again, another image under the same words, and back."""
     name, head = "llava", trained_head("llava", kind)

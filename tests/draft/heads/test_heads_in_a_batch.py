@@ -15,7 +15,10 @@ from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.generation import plan
 
 NAME = "llava"
-KINDS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra", "kangaroo")
+KINDS = [
+    *("eagle2", "hivis", "vispec", "dream", "hydra", "kangaroo"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "msd", "medusa")),
+]
 COUNT = 8
 TREES: dict[bool, Any] = {False: POLICIES["dynamic"], True: POLICIES["chain"]}
 """Deterministic trees and drawn chains; sampled tokens depend on the draft, so a wrong state shows in them."""

@@ -65,10 +65,11 @@ def _narrow(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_a_thousand_positions_at_width_1024_keep_their_argmax(
-    small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path
+@pytest.mark.parametrize("shape", ["256x5x8", pytest.param("1024x7x8", marks=pytest.mark.slow)])
+def test_a_thousand_positions_of_a_wide_model_keep_their_argmax(
+    small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path, shape: str
 ) -> None:
-    inflate(small, tmp_path / "wide", "1024x7x8", dtype="float32")
+    inflate(small, tmp_path / "wide", shape, dtype="float32")
     here, there = _logits(small, inputs), _logits(tmp_path / "wide", inputs)
     assert here.shape[:2].numel() >= 1000
     assert torch.equal(here.argmax(-1), there.argmax(-1))
@@ -81,7 +82,8 @@ def test_bfloat16_keeps_nearly_every_argmax_where_scaling_is_by_powers_of_two(
 ) -> None:
     # 64 -> 256 and heads 32 -> 128. Sums may be taken in another order, which moves a tie now and then.
     assert "scaled by powers of two only" in inflate(small, tmp_path / "wide", "256x5x2")
-    here, there = (_logits(folder, inputs, torch.bfloat16) for folder in (small, tmp_path / "wide"))
+    few = {name: tensor[:2] for name, tensor in inputs.items()}  # not every processor is quick in bfloat16
+    here, there = (_logits(folder, few, torch.bfloat16) for folder in (small, tmp_path / "wide"))
     assert (here.argmax(-1) == there.argmax(-1)).float().mean() > 0.99
 
 

@@ -78,6 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_twice_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path, whole: Path) -> None:
     broken = tmp_path / "broken"
     for stage in ("shallow", "follow"):

@@ -92,6 +92,7 @@ def test_skipped_positions_do_not_cut_a_row_in_two(tokenizer: Tokenizer, drawn: 
     assert not torch.equal(loss, loss_of(model, replace(batch, frames=frames))), "the first frame is out of sight"
 
 
+@pytest.mark.slow
 def test_batches_of_long_videos_cost_no_more_than_a_few_pictures(tokenizer: Tokenizer) -> None:
     costs = {}
     for number in range(40):
