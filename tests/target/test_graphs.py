@@ -240,6 +240,19 @@ def test_padding_that_a_token_attends_to_is_noticed(monkeypatch: pytest.MonkeyPa
     assert not ours.graphs.replays
 
 
+@pytest.mark.usefixtures("captured")
+def test_graphs_share_the_memory_of_logits() -> None:
+    steps = Steps(1)
+    for count in (1, 3, 4) * 4:
+        steps.step(count)
+    assert len(steps.graphs) == 2  # three tokens are padded to four
+    for count in (4, 1):
+        for tree in (False, True):
+            steps.step(3 if tree else count, tree)
+    pointers = {step.logits.data_ptr() for step in steps.graphs._steps.values() if step.logits.shape[1] == 4}
+    assert len(pointers) == 1
+
+
 def test_graphs_are_dropped_when_the_arena_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = Steps(2)
     monkeypatch.setitem(graphs.CAPTURES, "cpu", record)

@@ -167,6 +167,7 @@ class GraphPool:
         self._weights = list(weights)
         self._addresses = [w.data_ptr() for w in self._weights]
         self._pool: Any = None
+        self._logits: dict[int, Tensor] = {}
         self._spare: RowCache | None = None
 
     @classmethod
@@ -209,6 +210,13 @@ class GraphPool:
         with torch.cuda.device(self.device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             return CAPTURES["cuda"](function, self._pool)
+
+    def share(self, logits: Tensor) -> Tensor:
+        """Copy logits ``[n, V]`` to memory that all graphs share, since each replay's are copied before the next."""
+        size = 1 << (len(logits) - 1).bit_length()
+        if size not in self._logits:  # by the first call, which is not captured
+            self._logits[size] = logits.new_zeros(size, logits.shape[1])
+        return self._logits[size][: len(logits)].copy_(logits)
 
     def give_up(self, reason: str) -> None:
         """Use no graphs from now on, and say so."""
@@ -304,7 +312,7 @@ class StepGraphs:
             x = pool.embed(inputs.tokens).flatten(0, 1)
             found = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
             normed = found.normed if inputs.last is None else found.normed.index_select(0, inputs.last)
-            logits = pool.decoder.logits(normed)
+            logits = pool.share(pool.decoder.logits(normed))
             hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in found.hidden.items()}
             return logits.view(rows, -1, logits.shape[-1]), hidden
 
