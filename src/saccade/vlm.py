@@ -126,7 +126,9 @@ def check(
         target, drafter, method, heads, head, options = profile.completed(**own, options=options)
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
-    target, drafter, given = drafters.with_builtin(target, drafter, method, options, drafters.named(drafter, heads))
+    named = drafters.named(drafter, heads)
+    options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
+    target, drafter, given = drafters.with_builtin(target, drafter, method, options, named)
     kinds = drafters.kinds_of(given)
     name = method or drafters.default(drafter, kinds, head, options)
     draft = None if drafters.is_head(drafter) else drafter
@@ -210,15 +212,13 @@ class VLM:
         self._compose(method or drafters.default(drafter, drafters.kinds_of(given), head, options), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
-        values = methods.options(method, options)
         kinds = drafters.kinds_of(self.heads)
-        self.head_name = methods.fit(method, values, self.draft_model is not None, kinds, head)
+        options = drafters.completed(method, options, self.draft_model, kinds, head)
+        self.method, self.options = method, methods.options(method, options)
+        self.head_name = methods.fit(method, self.options, self.draft_model is not None, kinds, head)
         self.head = None if self.head_name is None else self.heads[self.head_name]
-        parts = replace(self._parts, head=self.head)
-        self.engine = methods.build(method, parts, **options)
-        self.method = method
-        self.options = values
-        self.lossless = methods.is_lossless(values)
+        self.engine = methods.build(method, replace(self._parts, head=self.head), **options)
+        self.lossless = methods.is_lossless(self.options)
 
     @overload
     def generate(

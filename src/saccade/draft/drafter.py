@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -65,6 +65,23 @@ class DraftSession(Protocol):
 
     def forget(self, row: int) -> None:
         """Empty a row."""
+        ...
+
+
+@runtime_checkable
+class FollowsTarget(Protocol):
+    """A session that reads the target's states of every token, also of rows and steps that are not drafted for."""
+
+    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        """Take in a prompt that is not drafted for, in place of `DraftSession.load`."""
+        ...
+
+    def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
+        """Take in a step that was not drafted for these rows, ahead of its commit.
+
+        Args:
+            output: the target's forward of their last tokens alone, hidden states ``[A, 1, d]``.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from saccade.draft.drafter import FollowsTarget
 from saccade.draft.trees.policy import DrawProposer, Proposer, Signals, TopProposer, Traced
 from saccade.engine.pacing import sampled_length
 from saccade.engine.prompts import PromptRunner
@@ -63,6 +64,7 @@ class StepRunner:
                 if isinstance(owner, PrefillChunk):
                     self._record(owner, output)
         self._assign_outputs(groups, blocks, outputs)
+        self._follow([group for group in groups if not group.drafted])
         prefilled += [c for c in chunks if c.is_last and not c.has_tree]
         groups += self._first_token_groups(prefilled)
         with self._clock.stage("verify" if decoding else "prefill"):
@@ -244,6 +246,16 @@ class StepRunner:
             found.sort(key=lambda part: part[0])
             group.output = concat_outputs([output for _, output, _ in found], [start for *_, start in found])
 
+    def _follow(self, groups: Sequence[VerificationGroup]) -> None:
+        """Let a drafter that reads the target's states take in a step of rows that it does not draft for."""
+        drafting: object = self._state.drafting
+        if not isinstance(drafting, FollowsTarget):
+            return
+        for group in groups:
+            assert group.output is not None
+            with self._clock.stage("draft"):
+                drafting.follow(group.slots, group.output)
+
     def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Groups for the first tokens of rows whose prompts ended without a tree behind them."""
         groups = []
@@ -255,6 +267,9 @@ class StepRunner:
                     continue
                 self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
                 drafts = self._state.drafting is not None and self._prompts.drafts(row)
+                session: object = self._state.drafting
+                if not drafts and isinstance(session, FollowsTarget):
+                    session.keep(row.slot, row.request.drafter_prompt, result)
                 if not drafts or self._prompts.prefill_drafter(row, result):
                     assert result.logits is not None
                     rows.append(row)

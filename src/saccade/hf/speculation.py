@@ -78,8 +78,10 @@ class Speculation(TakesPixels):
         if given and (method is not None or options):
             raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
         self._method = method or kind or methods.default(model is not None, options)
+        kinds = {kind: kind} if kind else {}
+        options = drafters.completed(self._method, options, model, kinds)
         if not given:
-            values, kinds = methods.options(self._method, options), {kind: kind} if kind else {}
+            values = methods.options(self._method, options)
             has_drafter = drafter is not None
             methods.fit(self._method, values, model is not None, kinds, has_drafter=has_drafter, has_processor=False)
         self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]

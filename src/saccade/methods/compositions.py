@@ -5,7 +5,7 @@ Parts are imported when they are composed, so that methods can be listed without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,34 +59,46 @@ def compose(parts: Parts, values: Values) -> Engine:
 
 
 def _pacer(parts: Parts, values: Values) -> Pacer | None:
+    from saccade.draft.heads.registry import HEAD_KINDS
     from saccade.engine.pacing import Pacer
     from saccade.methods.groups import LOSSLESS_RULE
 
     if values.get("tree") != "paced":
         return None
-    others = {"draft_with": "model", "rule": LOSSLESS_RULE, "copied": 0, "views": ""}
-    wrong = next((name for name, value in others.items() if values[name] != value), None)
+    others = {"draft_with": ("model", *HEAD_KINDS), "rule": (LOSSLESS_RULE,), "copied": (0,), "views": ("",)}
+    wrong = next((name for name, allowed in others.items() if values.get(name, allowed[0]) not in allowed), None)
     if wrong is not None:
         raise ValueError(
-            f"tree=paced may skip drafting at any step, which needs {wrong}={others[wrong]}; choose tree=chain"
+            f"tree=paced may skip drafting at any step, which needs {wrong}={others[wrong][0]}; choose tree=chain"
         )
-    assert parts.draft_model is not None
-    return Pacer(values["gamma"], _relative_cost(parts.draft_model, parts.target))
+    return Pacer(_chain_length(parts, values), _relative_cost(parts))
 
 
-def _relative_cost(drafter: Target, target: Target) -> float:
+def _chain_length(parts: Parts, values: Values) -> int:
+    """Most tokens of a paced chain: as many as wanted, and as its head drafts ahead."""
+    reach = None if parts.head is None else parts.head.reach
+    return int(values["gamma"] if reach is None else min(values["gamma"], reach))
+
+
+def _relative_cost(parts: Parts) -> float:
     """Time of a drafter's forward over the target's, guessed from their parameters and layers, whichever is more."""
 
-    def size(model: Target) -> int:
-        return sum(p.numel() for p in model.decoder.parameters())
+    def size(modules: Iterable[Any]) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
 
-    return max(size(drafter) / size(target), len(drafter.layers) / len(target.layers))
+    decoder, depth = size([parts.target.decoder]), len(parts.target.layers)
+    if parts.head is not None:
+        levels = parts.head.reach or 1
+        return max(size([parts.head]) / levels / decoder, parts.head.blocks / depth)
+    assert parts.draft_model is not None
+    return max(size([parts.draft_model.decoder]) / decoder, len(parts.draft_model.layers) / depth)
 
 
 def _drafter(parts: Parts, values: Values) -> Drafter:
     from saccade.draft.heads.session import HeadDrafter
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.merged import MergedDrafter
+    from saccade.draft.trees.static import Chain
 
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "lookup":
@@ -98,6 +110,8 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
         drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     else:
         assert parts.head is not None
+        if values["tree"] == "paced":
+            policy = Chain(_chain_length(parts, values))
         drafter = HeadDrafter(parts.head, parts.target, policy)
     if not values["copied"]:
         return drafter

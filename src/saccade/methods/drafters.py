@@ -10,6 +10,7 @@ import torch
 
 from saccade import methods
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
 from saccade.loading import check_dtype, path_of
@@ -135,6 +136,27 @@ def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.
             read[folder] = load_head(folder, target, kind)
         loaded[name] = read[folder]
     return loaded
+
+
+def completed(
+    method: str | None, options: Mapping[str, Any], drafter: Any, kinds: Mapping[str, str], head: str | None = None
+) -> dict[str, Any]:
+    """Return a method's options, with the given head as the drafter of a method that paces any (`auto`).
+
+    Args:
+        drafter: draft model or head; None for neither.
+        kinds: name -> kind of every head.
+        head: name of the head to use, which has precedence over a draft model.
+
+    Raises:
+        MethodError: unknown method.
+    """
+    if method is None or "draft_with" in options or methods.get(method).settings.get("tree") != "paced":
+        return dict(options)
+    kind = kinds.get(head, head) if head is not None else kind_of(drafter) if is_head(drafter) else None
+    if kind is None and drafter is None:
+        kind = next(iter(kinds.values()), None)
+    return {**options, "draft_with": kind} if kind in HEAD_KINDS else dict(options)
 
 
 def default(drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = ()) -> str:

@@ -63,7 +63,7 @@ METHODS: dict[str, Method] = {
     ),
     "chain": Method("a draft model drafts gamma tokens in a row", source="Leviathan et al. 2023, Algorithm 1"),
     "auto": Method(
-        "a chain of as many draft tokens as pay, by costs and acceptance measured as it runs; none where none do",
+        "a chain of as many draft tokens as pay, by measured costs and acceptance; none where none do; model or head",
         source="Leviathan et al. 2023, Section 3.3, with measured costs",
         settings={"tree": "paced"},
     ),

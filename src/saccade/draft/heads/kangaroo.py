@@ -140,6 +140,9 @@ class KangarooDraftSession(HeadDraftSession):
             self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
         return super()._catch_up(rows, new, width)
 
+    def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
+        super()._catch_up([row], [tokens], len(tokens))  # the states of all of them are known
+
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         attention_mask = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
         states = self._early(rows, frontier.tokens, attention_mask, frontier.depth)

@@ -216,6 +216,14 @@ class AheadDraftSession:
             self._shaping.restart(row)
         self._prompts[row] = len(prompt)
 
+    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        self.load(row, prompt, prefill)
+
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
+        (layer,) = self._head.layers
+        self._state[list(rows)] = output.hidden[layer][:, 0].to(self._state)
+
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         roots = tuple(tokens[-1] for tokens in new)

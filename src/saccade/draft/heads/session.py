@@ -114,6 +114,8 @@ class HeadDraftSession:
         # among them those of the last verification.
         self._known, self._fed = [0] * rows, [0] * rows
         self._prompts = [0] * rows  # length of each row's last prompt
+        # Per row: states of steps that were not drafted, and the token of the first; stored once they are needed.
+        self._behind: list[tuple[int, list[Tensor]]] = [(0, []) for _ in range(rows)]
         # Per row: offset from the number of entries to the next one's position, and [3, S] M-RoPE positions, if used.
         self._ahead, self._axes = [0] * rows, [torch.empty(0)] * rows
         weight = next(self._head.parameters())
@@ -133,13 +135,13 @@ class HeadDraftSession:
     def forget(self, row: int) -> None:
         self.cache.release(row)
         self._known[row] = self._fed[row] = self._prompts[row] = self._ahead[row] = 0
+        self._behind[row] = 0, []
         self._features[row] = self._features[row][:0]
         self._shaping.restart(row)
 
-    @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        assert prefill is not None
-        self._drafter.fused.refresh()
+    def _store(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        """Store the target's states of a prompt."""
+        self._catch_features(row)
         start, count = prefill.start, len(prompt)
         states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
         if states.shape[0] != count - start or start > self._fed[row]:
@@ -147,6 +149,39 @@ class HeadDraftSession:
                 "The head lacks states of tokens that the target has read; give both the same prompt, in one session."
             )
         self._features[row][start:count] = self._head.fuse(states)
+
+    @torch.inference_mode()
+    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        self._store(row, prompt, prefill)
+        tokens, _ = self._entries(row, prompt, prefill)
+        self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
+        self._fed[row] = self._prompts[row] = len(prompt)
+
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
+        states = self._states(output)  # [A, 1, F]
+        for place, row in enumerate(rows):
+            first, behind = self._behind[row]
+            at = self._context.cache.lengths[row]
+            if behind and at != first + len(behind):
+                behind = []
+            self._behind[row] = (first if behind else at), [*behind, states[place]]
+
+    def _catch_features(self, row: int) -> None:
+        """Store the states of steps that were not drafted."""
+        first, behind = self._behind[row]
+        if behind:
+            stop = first + len(behind)
+            self._features[row][first:stop] = self._head.fuse(torch.cat(behind))
+            self._fed[row] = stop
+            self._behind[row] = 0, []
+
+    @torch.inference_mode()
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+        assert prefill is not None
+        self._drafter.fused.refresh()
+        self._store(row, prompt, prefill)
+        start, count = prefill.start, len(prompt)
         tokens, sources = self._entries(row, prompt, prefill)
         self._place(row, prompt, tokens)
         self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
@@ -170,6 +205,7 @@ class HeadDraftSession:
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._drafter.fused.refresh()
+        new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
         counts = [len(tokens) for tokens in new]
         self._send_numbers(rows, new, counts)
         hidden = self._catch_up(rows, new, max(counts))
@@ -263,6 +299,19 @@ class HeadDraftSession:
                 firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
                 parts += [tuple(firsts), tuple(at + more for at, more in zip(firsts, counts, strict=True))]
         self._numbers.send(parts)
+
+    def _read_late(self, row: int, tokens: Sequence[int]) -> Sequence[int]:
+        """Read what a row emitted while it was not drafted for, but for the last token; return what is left."""
+        self._catch_features(row)
+        if len(tokens) <= self._drafter.max_depth + 1:
+            return tokens
+        self._read_emitted(row, tokens[:-1])
+        return tokens[-1:]
+
+    def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
+        for at in range(0, len(tokens), CHUNK):
+            part = tokens[at : at + CHUNK]
+            self._catch_up([row], [part], len(part))
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
         """Run the tokens that every row emitted last, with the target's states; ``[A, width, d]``."""
