@@ -190,7 +190,14 @@ def _captured_on(device: PretendDevice) -> Any:
     return capture
 
 
-@pytest.mark.parametrize(("method", "rows"), [("plain", 1), ("plain", ROWS), ("chain", 1), ("dynamic-tree", 1)])
+@pytest.mark.parametrize(
+    ("method", "rows"),
+    [
+        *(pytest.param(method, 1, marks=pytest.mark.slow) for method in ("plain", "chain")),
+        ("plain", ROWS),
+        ("dynamic-tree", 1),
+    ],
+)
 def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_once(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str, rows: int
 ) -> None:

@@ -139,6 +139,7 @@ def test_drafting_that_cannot_pay_costs_two_percent_over_any_200_tokens_of_every
     assert worst[1] < (1.03 if world.noise else 1.02)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize(("noise", "drift"), [(0.0, 0.0), (0.5, 0.0), (0.2, 0.1)])
 @pytest.mark.parametrize(
     ("accepted", "draft", "slope", "rows"),
