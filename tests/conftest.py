@@ -34,7 +34,7 @@ def _shared_by_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 LARGE = 4
 """Tests from which on a grid of parameters is cut to a small cover (`pairwise`)."""
-SOME = 4
+SOME = 3
 """Families on which a test marked `some_families` runs in the fast set."""
 
 

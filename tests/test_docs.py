@@ -131,7 +131,8 @@ def command_lines() -> Iterator[Any]:
                 if line in seen:
                     continue
                 seen.append(line)
-                takes_long = words[1] == "tune" or (words[1] == "bench" and len(line) > 1) or set(line) & BEFORE.keys()
+                takes_long = words[1] in ("tune", "demo") or (words[1] == "bench" and len(line) > 1)
+                takes_long |= bool(set(line) & BEFORE.keys()) or (page != README and words[1] == "generate")
                 marks = [pytest.mark.slow] if takes_long else []
                 yield pytest.param(line, id=" ".join([page.stem, *words[1:4]]), marks=marks)
 

@@ -17,7 +17,7 @@ from saccade.verify.lossless import Greedy
 
 def suite(**changes: Any) -> Suite:
     """Two prompts, plain decoding and a chain, unless told otherwise."""
-    content = {"tasks": ["scene"], "methods": ["chain"], "per_task": 2, "max_new_tokens": 12, "trace": 0}
+    content = {"tasks": ["scene"], "methods": ["chain"], "per_task": 2, "max_new_tokens": 12, "trace": 0, "warmup": 0}
     return parse({**content, **changes}, "small", "small.toml")
 
 

@@ -25,6 +25,7 @@ TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
 def _hasty_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step times are measured once each: tests ask what is done with them, not what they are."""
     monkeypatch.setattr(cost, "ROUNDS", 1)
+    monkeypatch.setattr(cost, "WARM", 0)
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,7 @@ def _slowly(*arguments: str) -> Any:
         _slowly("--suite", "quick", "--methods", "chain,prompt-lookup", "--tasks", "chart,scene", "--seed", "3"),
         ("--suite", "quick", "--methods", "chain", "--data", "mine.jsonl", "--turns", "2", "--repeats", "2"),
         _slowly("--suite", "quick", "--methods", "short=chain:gamma=2,prompt-lookup:gamma=3", "--tasks", "scene"),
-        ("--suite", "mine.toml", "--per-task", "2", "-n", "6"),
+        _slowly("--suite", "mine.toml", "--per-task", "2", "-n", "6"),
     ],
 )
 def test_the_command_that_a_report_gives_repeats_the_run(

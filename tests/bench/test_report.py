@@ -317,6 +317,7 @@ def test_few_prompts_are_a_caution(prompts: int, words: str) -> None:
     assert not list(headline.cautions(make_run(prompts=12, repeats=1)))
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.exit_code == 0, result.output

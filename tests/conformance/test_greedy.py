@@ -70,8 +70,8 @@ def test_a_paced_chain_equals_generate_whichever_steps_are_drafted(name: str, ki
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_prompt_lookup_equals_generate(name: str, rows: int) -> None:
     case = FAMILIES[name]
-    outputs = run(name, "lookup", case.inputs(case.kinds[0], rows))
-    assert tokens(outputs) == case.reference(case.kinds[0], rows)
+    outputs = run(name, "lookup", case.inputs(case.kinds[0], rows), 32)  # shorter answers may repeat nothing
+    assert tokens(outputs) == case.reference(case.kinds[0], rows, 32)
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
 
 

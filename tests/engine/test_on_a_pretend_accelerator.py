@@ -6,32 +6,40 @@ would find the pretended one.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import saccade
+from processes import exit_code_of
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).with_name("on_a_pretend_accelerator.py")
+
+
+class Tally:
+    """Notes of a run of pytest: a line for every test that passed, and the text of every failure."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        with self._file.open("a", encoding="utf-8") as notes:
+            if report.failed:
+                notes.write(f"{report.nodeid} failed: {report.longreprtext[-4000:]}\n")
+            elif report.when == "call" and report.passed:
+                notes.write("passed\n")
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("chosen", "least"), [("not slow", 25), pytest.param("slow", 18, marks=pytest.mark.slow)])
-def test_methods_keep_their_promises_on_a_pretend_accelerator(chosen: str, least: int) -> None:
-    paths = [Path(saccade.__file__).parents[1], HERE.parent, HERE]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen]
-    done = subprocess.run(
-        [*command, str(HERE / "on_a_pretend_accelerator.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    found = re.search(r"(\d+) passed", done.stdout)
-    assert found is not None, done.stdout[-2000:]
-    assert int(found[1]) >= least
+def test_methods_keep_their_promises_on_a_pretend_accelerator(chosen: str, least: int, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+
+    def work() -> None:
+        command = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen, str(TESTS)]
+        sys.exit(pytest.main(command, plugins=[Tally(notes)]))
+
+    code = exit_code_of(work)
+    found = notes.read_text(encoding="utf-8") if notes.exists() else "no test has run"
+    assert code == 0, found
+    assert found.count("passed\n") >= least
