@@ -183,10 +183,10 @@ class DrawProposer:
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         batch, parents, vocab = logits.shape
         q = self._warp(logits.flatten(0, 1)).softmax(-1)  # [B * W, V]
-        left, drawn = q, []
+        left, drawn = q, list[Tensor]()
         for _ in range(width):
-            token = draw(left, self._uniforms.take(parents).flatten().to(left.device))  # the target's may be another
-            drawn.append(token)
-            left = left.scatter(1, token[:, None], 0.0)
-        tokens = torch.stack(drawn, 1).view(batch, parents, width)
-        return tokens, q.view(batch, parents, vocab)
+            if drawn:
+                left = left.scatter(1, drawn[-1][:, None], 0.0)
+            drawn.append(draw(left, self._uniforms.take(parents).flatten().to(left.device)))  # maybe from another
+        tokens = drawn[0] if width == 1 else torch.stack(drawn, 1)
+        return tokens.view(batch, parents, width), q.view(batch, parents, vocab)
