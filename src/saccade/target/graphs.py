@@ -22,6 +22,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -148,6 +149,10 @@ class GraphPool:
         traits: of the model.
         weights: those that graphs read; they are captured anew when one has moved.
         device, dtype: of the model.
+
+    Attributes:
+        lock: held from filling inputs to copying outputs, because graphs share memory and batches of a model may run in
+            several threads.
     """
 
     def __init__(
@@ -164,6 +169,7 @@ class GraphPool:
         self.traits, self.device, self.dtype = traits, device, dtype
         self.enabled = True
         self.moves = 0
+        self.lock = Lock()
         self._weights = list(weights)
         self._addresses = [w.data_ptr() for w in self._weights]
         self._pool: Any = None
@@ -262,12 +268,14 @@ class StepGraphs:
         if step is None:
             return self._first(shape, block, ordinary)
         self._steps.move_to_end(shape)
-        self._fill(step.inputs, shape, block)
-        step.replay()
         self.replays += 1
+        with self._pool.lock:
+            self._fill(step.inputs, shape, block)
+            step.replay()
+            output = self._output(step, shape, block.count)
         for row in block.rows:
             self._cache.pending[row] += block.count
-        return self._output(step, shape, block.count)
+        return output
 
     # -- capturing -----------------------------------------------------------------------------------------
 
@@ -279,9 +287,10 @@ class StepGraphs:
         if self._seen[shape] < SEEN:
             return ordinary()[0]
         try:
-            step = self._capture(shape, block)
-            step.replay()
-            ours = self._output(step, shape, block.count).logits.float()
+            with self._pool.lock:
+                step = self._capture(shape, block)
+                step.replay()
+                ours = self._output(step, shape, block.count).logits.float()
         except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
             self._pool.give_up(f"capturing failed ({type(problem).__name__}: {str(problem).strip().split(chr(10))[0]})")
             return ordinary()[0]
