@@ -76,7 +76,7 @@ def demo(
     console = screen.out()
     console.print(f"A new {task}: {save} (draw it again with --task {task} --seed {seed})", markup=False)
 
-    chain = {"gamma": GAMMA} if method == "chain" else {}
+    chain: dict[str, Any] = {"gamma": GAMMA} if method == "chain" else {}
     ours = screen.load_models("pocket", None, method, threads=threads, exact=exact, **chain)
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
@@ -160,8 +160,8 @@ def _why(plain: list[Output], ours: list[Output]) -> str:
     reading = sum(typical(name, ours) for name in ("vision", "prefill", "draft_prefill"))
     passes = [typical("verify", o) / max(1, o[0].stats.target_passes) for o in (ours, plain)]
     drafted = 1 + stats.drafted_tokens / max(1, stats.target_passes)
-    drafting = typical("draft", ours)
-    parts = [f"{reading / total:.0%} of its time goes into reading the picture and {drafting / total:.0%} into drafting"]
+    read, drafting = reading / total, typical("draft", ours) / total
+    parts = [f"{read:.0%} of its time goes into reading the picture and {drafting:.0%} into drafting"]
     if passes[1]:
         parts.append(
             f"a pass over {drafted:.0f} tokens takes {passes[0] / passes[1]:.1f} times as long as over one here"
