@@ -111,7 +111,8 @@ CASES = [
 @pytest.mark.singly
 @pytest.mark.parametrize(("drafter", "tree", "name"), CASES)
 def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, tree: str, name: str) -> None:
-    together, alone = beside_and_alone(engine(name, drafter, tree), name, SAMPLED)
+    longest = 32 if drafter == "lookup" else 20  # shorter answers may repeat nothing
+    together, alone = beside_and_alone(engine(name, drafter, tree), name, {**SAMPLED, "max_new_tokens": longest})
     assert list(map(course, together)) == list(map(course, alone))
 
 

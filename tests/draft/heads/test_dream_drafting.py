@@ -163,7 +163,9 @@ def difference_in_second_turn(name: str, head: Dream, kind: str, follow_up: str,
     return worst_difference(name, head, second, dropped, outputs, steps)
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma3")), "llava", "qwen2_5_vl"]
+)
 def test_ragged_rows_go_on_with_another_image(name: str) -> None:
     kind = kind_of_prompt(name)
     assert difference_in_second_turn(name, trained_head(name), kind, kind) < CLOSE

@@ -42,7 +42,7 @@ def blind(head: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle2", "dream", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hivis", "medusa"))]
+    "kind", ["eagle2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hivis", "dream", "medusa"))]
 )
 def test_a_head_that_ignores_its_features_is_noticed(kind: str) -> None:
     target = Recurrent()

@@ -63,7 +63,8 @@ def test_words_after_an_image_and_an_image_after_words(after: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("eagle3", "msd") else []) for kind in DRAFTING]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("eagle3", "msd", "vispec") else []) for kind in DRAFTING],
 )
 def test_other_prompts_in_the_same_session(kind: str) -> None:
     """A shared beginning, the same question again, another image under the same words, and back."""
