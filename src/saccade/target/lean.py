@@ -311,15 +311,15 @@ def _fuse_layer(layer: Any, product: type[Linear]) -> _LayerWeights:
     return _LayerWeights(
         norm_in=layer.input_layernorm.weight,
         qkv=product(
-            _fuse_parameters([m.weight for m in projections]),
-            _fuse_parameters([m.bias for m in projections]) if with_bias else None,
+            fuse_parameters([m.weight for m in projections]),
+            fuse_parameters([m.bias for m in projections]) if with_bias else None,
             [m.weight for m in projections],
         ),
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
         out=product(attention.o_proj.weight),
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=product(_fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
+        gate_up=product(fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
         down=product(mlp.down_proj.weight),
     )
 
@@ -330,11 +330,11 @@ def _fused_groups(layer: Any) -> tuple[list[Any], list[Any]]:
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
-def _fuse_parameters(parameters: list[Any]) -> Tensor:
+def fuse_parameters(parameters: list[Any]) -> Tensor:
     """Fuse parameters into one tensor and make each a view of it."""
     parts: list[Tensor] = [p.detach() for p in parameters]
     first, rows = parts[0], sum(p.shape[0] for p in parts)
-    if _already_fuse_parameters(parts):  # by an earlier lean decoder of the same model
+    if _are_fused(parts):  # by an earlier lean decoder of the same model
         return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
     fused = torch.cat(parts)
     for parameter, part in zip(parameters, fused.split([p.shape[0] for p in parts]), strict=True):
@@ -342,7 +342,7 @@ def _fuse_parameters(parameters: list[Any]) -> Tensor:
     return fused
 
 
-def _already_fuse_parameters(weights: list[Tensor]) -> bool:
+def _are_fused(weights: list[Tensor]) -> bool:
     ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
     storage = {w.untyped_storage().data_ptr() for w in weights}
     return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))

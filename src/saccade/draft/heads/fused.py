@@ -7,7 +7,7 @@ saving, casting and training go on as before. Forwards over a cache of rows use 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,15 +94,4 @@ def _fuse(layers: Sequence[nn.Linear]) -> Linear:
     """Return the product of all layers, whose weights and biases become views of its own."""
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]  # of all or of none
-    return Linear(_joined(weights), _joined(biases) if biases else None, weights)
-
-
-def _joined(parameters: Iterable[Tensor]) -> Tensor:
-    """Return parameters as one tensor, of which each becomes a view."""
-    found = list(parameters)
-    if len(found) == 1:
-        return found[0].detach()
-    joint = torch.cat([parameter.detach() for parameter in found])
-    for parameter, part in zip(found, joint.split([len(parameter) for parameter in found]), strict=True):
-        parameter.data = part
-    return joint
+    return Linear(lean.fuse_parameters(weights), lean.fuse_parameters(biases) if biases else None, weights)
