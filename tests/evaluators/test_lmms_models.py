@@ -304,10 +304,10 @@ def test_a_bad_question_ends_the_run_with_its_name_or_is_left_empty(logs: fake.L
     assert any("document 1 is left empty" in sentence for sentence in logs.sentences)
 
 
-def test_sound_and_parts_of_videos_are_refused(logs: fake.Logs) -> None:
+def test_audio_and_parts_of_videos_are_refused(logs: fake.Logs) -> None:
     for visual, words in (
-        ({"array": [0.0], "sampling_rate": 16_000}, "sound"),
-        ("speech.wav", "sound"),
+        ({"array": [0.0], "sampling_rate": 16_000}, "audio"),
+        ("speech.wav", "audio"),
         ({"url": "film.mp4", "video_start": 3.0, "video_end": 4.0}, "part of a video"),
         (3, "type int"),
     ):
