@@ -177,6 +177,15 @@ class Steps:
         return logits
 
 
+def twins(
+    monkeypatch: pytest.MonkeyPatch, rows: int, sizes: tuple[int, ...] = (), capture: Any = record
+) -> tuple[Steps, Steps]:
+    """Equal contexts of two equal models, of which the first one's forwards are captured."""
+    ordinary = Steps(rows, sizes=sizes)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", capture)
+    return Steps(rows, sizes=sizes), ordinary
+
+
 PATTERN = [(1, False), (3, False), (3, True), (1, False), (4, False), (3, True)] * 4
 
 
@@ -187,18 +196,14 @@ def compare(ours: Steps, theirs: Steps) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_logits_of_mixed_steps_equal_the_ordinary_ones(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    theirs = Steps(rows)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours = Steps(rows)
+    ours, theirs = twins(monkeypatch, rows)
     compare(ours, theirs)
     assert ours.graphs.replays >= 8
     assert theirs.context.cache.graphs is None
 
 
 def test_a_long_row_before_a_short_one_at_the_end_of_the_arena_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = Steps(2, sizes=(192, 64))
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours = Steps(2, sizes=(192, 64))
+    ours, theirs = twins(monkeypatch, 2, sizes=(192, 64))
     for each in (ours, theirs):
         each.rows = [0]
         each.step(130)
@@ -212,9 +217,8 @@ def test_a_long_row_before_a_short_one_at_the_end_of_the_arena_is_captured(monke
 
 def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The known mistake: a value of the captured step is baked into every replay."""
-    theirs = Steps(1)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours, right = Steps(1), graphs._mask
+    ours, theirs = twins(monkeypatch, 1)
+    right = graphs._mask
 
     def baked(shape: Any, inputs: Any, *rest: Any) -> Tensor:
         known = torch.full_like(inputs.first, int(inputs.first.tolist()[0]))
@@ -227,9 +231,8 @@ def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.Mon
 
 def test_padding_that_a_token_attends_to_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The known mistake: keys behind a row's own are read."""
-    theirs = Steps(2)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours, right = Steps(2), graphs._mask
+    ours, theirs = twins(monkeypatch, 2)
+    right = graphs._mask
 
     def wide(shape: Any, inputs: Any, *rest: Any) -> Tensor:
         return torch.zeros_like(right(shape, inputs, *rest))
@@ -254,9 +257,7 @@ def test_graphs_share_the_memory_of_logits() -> None:
 
 
 def test_graphs_are_dropped_when_the_arena_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = Steps(2)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours = Steps(2)
+    ours, theirs = twins(monkeypatch, 2)
     for _ in range(6):
         ours.step(), theirs.step()
     (before,) = ours.graphs._steps.values()
@@ -268,9 +269,7 @@ def test_graphs_are_dropped_when_the_arena_moves(monkeypatch: pytest.MonkeyPatch
 
 def test_a_moved_arena_under_an_old_graph_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The known mistake: a graph that still writes to the memory of before."""
-    theirs = Steps(2)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours = Steps(2)
+    ours, theirs = twins(monkeypatch, 2)
     for _ in range(6):
         ours.step(), theirs.step()
     for each in (ours, theirs):
@@ -281,9 +280,7 @@ def test_a_moved_arena_under_an_old_graph_is_noticed(monkeypatch: pytest.MonkeyP
 
 
 def test_graphs_are_dropped_when_a_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = Steps(1)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    ours = Steps(1)
+    ours, theirs = twins(monkeypatch, 1)
     for _ in range(6):
         ours.step(), theirs.step()
     (before,) = ours.graphs._steps.values()
@@ -368,9 +365,7 @@ def _reads(function: Callable[[], Any], pool: Any) -> Any:
 def test_a_capture_that_fails_is_said_once_and_ordinary_steps_go_on(
     monkeypatch: pytest.MonkeyPatch, capture: Any, reason: str
 ) -> None:
-    theirs = Steps(2)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", capture)
-    ours = Steps(2)
+    ours, theirs = twins(monkeypatch, 2, capture=capture)
     with pytest.warns(SaccadeWarning, match=reason) as said:
         compare(ours, theirs)
     assert len(said) == 1

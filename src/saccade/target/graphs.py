@@ -1,4 +1,4 @@
-"""Decoding steps as graphs: forwards of fixed shapes that a GPU runs in one launch.
+"""CUDA graphs of decoding forwards, each of a fixed shape and run in one launch.
 
 A decoder of 32 layers takes some 500 launches, which last longer than the work of a small draft model, or of one row of
 a large one. A captured forward takes one. It repeats its operations on the same memory with the same shapes, so
@@ -72,7 +72,7 @@ def capture_cuda(function: Function, pool: Any) -> tuple[Callable[[], None], Any
 
 
 CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}
-"""How a kind of device captures."""
+"""Capturing function by kind of device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class GraphPool:
         return made
 
     def give_back(self, cache: RowCache) -> None:
-        """Keep a cache that nobody uses any more for the next owner."""
+        """Keep a cache that nobody uses any more, and its memory, for the next owner."""
         self._spare = cache
 
     def capture(self, function: Function) -> tuple[Callable[[], None], Any]:

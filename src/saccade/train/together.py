@@ -1,4 +1,4 @@
-"""Heartbeats of the processes of one run: if one ends before its time, all end soon, and one says why.
+"""Heartbeats between the processes of one run, by which all end soon after one has failed, and one says why.
 
 A reduction waits for every process, for ever where one is gone without a trace (a machine without power, a kill behind
 NCCL). So every process counts its seconds in the rendezvous store, and checks the count of the next process.
