@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
+from saccade.errors import TrainingError
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.objectives import losses
@@ -102,6 +104,55 @@ def test_logits_in_chunks_give_the_same_loss_and_gradients(kind: str, monkeypatc
     cut = judged(own, given, lm_head, steps_of(kind))
     torch.testing.assert_close(cut[0], whole[0], rtol=1e-5, atol=1e-6)
     assert_same_gradients(cut[1], whole[1])
+
+
+SHARING = ("hivis", "eagle2", "msd", "vispec", "medusa", "hydra")
+"""Kinds whose heads read the target's last layer, and nothing that depends on the head."""
+
+
+def trained(kind: str, out: Path, features: Path | None, where: str = "disk", **head: Any) -> dict[str, Tensor]:
+    recipe = Recipe(kind=kind, stages=(Stage(3, 1e-3),), batch_size=4, micro_batch=2, validation_samples=0, head=head)
+    recipe = replace(recipe, feature_cache=where)
+    trainer = Trainer(target("llava"), recipe, listed("llava", 6), out, features=features, say=lambda _: None)
+    trainer.run()
+    return dict(trainer.learner.module.state_dict())
+
+
+def test_heads_of_the_same_layers_share_a_cache_and_train_as_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {kind: trained(kind, tmp_path / f"{kind}-alone", None) for kind in SHARING}
+    expected["blind"] = trained("eagle2", tmp_path / "blind-alone", None, text_only=True)
+    shared = tmp_path / "states"
+    found = {"hivis": trained("hivis", tmp_path / "hivis", shared)}  # which reads least
+    monkeypatch.setattr(Feeder, "_read", lambda *_: pytest.fail("the target ran again"))
+    found.update({kind: trained(kind, tmp_path / kind, shared) for kind in SHARING[1:]})
+    found["blind"] = trained("eagle2", tmp_path / "blind", shared, text_only=True)
+    for kind, weights in expected.items():
+        assert all(torch.equal(weights[name], weight) for name, weight in found[kind].items()), kind
+    assert not (tmp_path / "hivis" / "features").exists()
+
+
+def test_heads_that_read_otherwise_get_features_of_their_own_and_leave_the_others(tmp_path: Path) -> None:
+    shared = tmp_path / "states"
+    alone: dict[str, dict[str, Any]] = {
+        "eagle2": {},
+        "eagle3": {},
+        "kangaroo": {},
+        "dream": {},
+        "dream-whole": {"keep": 1.0},
+    }
+    for number, (name, options) in enumerate(alone.items(), 1):
+        kind = name.partition("-")[0]
+        own = trained(kind, tmp_path / name, shared, **options)
+        assert len(list(shared.iterdir())) == number
+        expected = trained(kind, tmp_path / f"{name}-alone", None, **options)
+        assert all(torch.equal(expected[key], weight) for key, weight in own.items()), name
+
+
+def test_a_draft_vlm_shares_no_features(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="A draft VLM reads no features of the target; leave out --features"):
+        trained("draft-vlm", tmp_path, tmp_path / "states", "none")
 
 
 class Largest(TorchDispatchMode):

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from saccade.distill.pocket_source import PREFIX, tasks_of
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.registry import feeder_class
 from saccade.errors import InputError
+from saccade.target.adapter import Target
 from saccade.train.recipe import Recipe, read_recipe
 from saccade.typed import check_keys, make
 
@@ -76,6 +79,13 @@ class HeadPlan:
     def recipe(self) -> Recipe:
         """The recipe of the kind with these settings."""
         return read_recipe(self.kind).with_settings(self.settings)
+
+    def features(self, target: Target) -> str:
+        """Name of the target's states that it reads: heads of the same name share a cache of them."""
+        recipe = self.recipe
+        config = HeadConfig.from_target(target, recipe.kind, **recipe.head)
+        read = feeder_class(recipe.kind).reading(config, recipe.objective)
+        return "-".join(map(str, [self.data, recipe.min_words, recipe.max_tokens, *read]))
 
     def command(self, folder: str, target: str, dtype: str) -> str:
         """`saccade train` command that trains the head alone, in a folder of answers and heads."""

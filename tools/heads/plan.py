@@ -30,7 +30,7 @@ class Expected:
         what: in words.
         seconds: of the whole.
         kept: bytes that remain.
-        passing: bytes that are removed when it is finished.
+        passing: bytes of features that it is the first to read, removed when no later head reads them.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Forecast:
 
     @property
     def most_bytes(self) -> float:
-        """Largest disk space in use at a time: everything that remains, and the largest of what is removed."""
-        return sum(part.kept for part in self.parts) + max((part.passing for part in self.parts), default=0.0)
+        """Upper limit of the disk space in use at a time: everything that remains, and all that is removed."""
+        return sum(part.kept + part.passing for part in self.parts)
 
     def __str__(self) -> str:
         width = max((len(part.name) for part in self.parts), default=0)
@@ -124,6 +124,7 @@ class _Probe:
         size = sum(file.stat().st_size for file in self._data.rglob("*") if file.is_file())
         self._answer_bytes = size / max(report.answered, 1)
         self._costs: dict[Any, _Cost] = {}
+        self._cached: set[str] = set()
 
     def answers(self, answers: AnswerSet) -> Expected:
         number = round(answers.prompts * self._questions)
@@ -137,12 +138,15 @@ class _Probe:
         cached = recipe.feature_cache != "none"
         fits = min(1.0, limit / max(samples * cost.features, 1)) if cached else 0.0
         shown = recipe.steps * recipe.batch_size
-        read = min(shown, samples) * fits + shown * (1 - fits)
+        name = plan.features(self._vlm.target)
+        is_first = name not in self._cached
+        self._cached.add(name)
+        read = (min(shown, samples) * fits if is_first else 0.0) + shown * (1 - fits)
         steps = sum(s * stage.steps for s, stage in zip(cost.steps, _stages(recipe.stages), strict=True))
         held = min(recipe.validation_samples, samples // 10)
         validations = 1 + (recipe.steps // recipe.validate_every if recipe.validate_every else 0)
         seconds = read * cost.sample + steps + validations * held * self._answer_seconds
-        passing = min(samples * cost.features, limit) if recipe.feature_cache == "disk" else 0.0
+        passing = min(samples * cost.features, limit) if recipe.feature_cache == "disk" and is_first else 0.0
         kept = _COPIES * 4 * cost.weights
         return Expected(plan.name, f"{plan.kind}, {recipe.steps:,} steps on {plan.data}", seconds, kept, passing)
 
@@ -159,7 +163,8 @@ class _Probe:
         recipe = replace(plan.recipe, feature_cache="none")
         processor = self._vlm.processor
         source = Answers(self._data, processor, min_words=0, max_tokens=recipe.max_tokens)
-        trainer = Trainer(self._vlm.target, recipe, source, self._folder / "run", processor=processor, say=self._say)
+        target, out, states = self._vlm.target, self._folder / "run", self._folder / "features"
+        trainer = Trainer(target, recipe, source, out, processor=processor, features=states, say=self._say)
         stages = [number for number, stage in enumerate(recipe.stages, 1) if stage.steps]
         trainer.try_step(0, stages[0])  # warms up; calibrates a DREAM head's samples
         indices = trainer.order.at(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from saccade import VLM
@@ -14,7 +14,16 @@ from saccade.train.data import Answers
 from saccade.train.trainer import Trainer
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan
 from tools.heads.plan import Forecast, forecast
-from tools.heads.state import answers_folder, are_answered, finish, finish_answers, head_folder, is_finished
+from tools.heads.state import (
+    answers_folder,
+    are_answered,
+    clear_features,
+    features_folder,
+    finish,
+    finish_answers,
+    head_folder,
+    is_finished,
+)
 
 
 class Workshop:
@@ -67,6 +76,7 @@ class Workshop:
                 self._answer(part)
             else:
                 self._train(part)
+                self._clear(left[number:])
             spent += time.monotonic() - begun
             planned += costs.get(part.name, 0.0)
 
@@ -84,11 +94,18 @@ class Workshop:
             max_tokens=recipe.max_tokens,
         )
         processor = self._vlm.processor
+        states = features_folder(self._out, plan.features(self._vlm.target)) if recipe.feature_cache == "disk" else None
+        say = self._progress(plan.name)
         trainer = Trainer(
-            self._vlm.target, recipe, source, folder, processor=processor, resume=True, say=self._progress(plan.name)
+            self._vlm.target, recipe, source, folder, processor=processor, features=states, resume=True, say=say
         )
         outcome = trainer.run()
         finish(folder, plan, self._target, outcome.best or outcome.head, outcome.efficiency)
+
+    def _clear(self, left: Sequence[AnswerSet | HeadPlan]) -> None:
+        """Remove cached features that no head reads that is left."""
+        wanted = {plan.features(self._vlm.target) for plan in left if isinstance(plan, HeadPlan)}
+        clear_features(self._out, wanted)
 
     def _progress(self, name: str) -> Callable[[str], None]:
         return lambda line: self._say(f"    {name}: {line}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tools.heads.catalogue import AnswerSet, HeadPlan
 
 MARK = "finished.json"
 """Written into a head's folder when its training has ended; a folder without it is in training."""
-_TRANSIENT = ("features", "checkpoints")
+_TRANSIENT = ("features", "checkpoints")  # features are the head's own where an earlier version began the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,18 @@ def answers_folder(out: Path, name: str) -> Path:
 def head_folder(out: Path, name: str) -> Path:
     """Folder of a head's training run."""
     return out / "heads" / name
+
+
+def features_folder(out: Path, name: str) -> Path:
+    """Folder of cached features, which heads share that read the same."""
+    return out / "features" / name
+
+
+def clear_features(out: Path, wanted: Collection[str]) -> None:
+    """Remove all cached features but those of these names."""
+    found = [folder for folder in (out / "features").glob("*") if folder.name not in wanted]
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish_answers(folder: Path, answers: AnswerSet, target: str) -> None:

@@ -64,6 +64,16 @@ def train(
             "`head.text_only=true`; may be repeated.",
         ),
     ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            "--features",
+            metavar="FOLDER",
+            help="Cache the target's states here, for this run and for any other of the same target and answers whose "
+            "head reads the same layers (eagle2, hivis, msd, vispec, medusa and hydra do); up to `cache_gb`, and kept "
+            "afterwards. By default a cache belongs to its run (`feature_cache`).",
+        ),
+    ] = None,
     preset: args.Preset = None,
     plan: Annotated[
         bool,
@@ -111,6 +121,8 @@ def train(
 
     `saccade train hivis -t pocket --data more --from head/best --out further`
 
+    `saccade train eagle2 -t pocket --data answers --features states --out other`
+
     `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
 
     `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
@@ -136,7 +148,8 @@ def train(
 
     chosen = read_recipe(recipe)
     fitted = {} if preset is None else machine.preset(preset).training(chosen.kind)
-    chosen = chosen.with_settings({**fitted, **args.settings(settings)})
+    shared = {} if features is None else {"feature_cache": "disk"}
+    chosen = chosen.with_settings({**fitted, **args.settings(settings), **shared})
     if lm is not None:
         if chosen.kind != "draft-vlm":
             raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train a {chosen.kind} head.")
@@ -154,7 +167,7 @@ def train(
     if device is None and "LOCAL_RANK" in os.environ:
         device = str(processes.device)
     models = {"dtype": dtype, "device_map": device, "threads": threads}
-    options = {"begin": begin, "resume": resume == "auto", "wandb": wandb}
+    options = {"begin": begin, "features": features, "resume": resume == "auto", "wandb": wandb}
     try:
         with processes.together():
             _run(chosen, target, data, out, models, options, plan, "skip" if on_bad_line == "skip" else "stop")

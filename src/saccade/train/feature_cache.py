@@ -44,6 +44,7 @@ class FeatureCache:
         limit: bytes; further samples are not cached.
         folder: of the files, in a folder of their fingerprint; None for memory.
         fingerprint: of target, layers and data; files of another one are discarded.
+        shared: whether files of other fingerprints stay, as other runs may need them.
         say: takes reports of damaged files.
 
     Attributes:
@@ -58,6 +59,7 @@ class FeatureCache:
         fingerprint: str = "",
         say: Callable[[str], None] = print,
         needed: Callable[[Features], Needed] | None = None,
+        shared: bool = False,
     ) -> None:
         self._needed = needed or _all
         self._target, self._limit, self._folder, self._say = target, limit, folder, say
@@ -68,7 +70,7 @@ class FeatureCache:
         self._whole: set[Path] = set()
         self._changed = -1
         if folder is not None:
-            self._folder = self._open(folder, f"{_FORMAT} {fingerprint}")
+            self._folder = self._open(folder, f"{_FORMAT} {fingerprint}", shared)
             self._look()
 
     @property
@@ -121,12 +123,12 @@ class FeatureCache:
         each = self.bytes // self.samples if self.samples else 0
         return f"{self.samples} samples, {self.bytes / 1e6:.1f} MB ({each} bytes each)"
 
-    def _open(self, root: Path, fingerprint: str) -> Path:
-        """Return the fingerprint's folder, and remove those of others; several processes may do so at once."""
+    def _open(self, root: Path, fingerprint: str, shared: bool) -> Path:
+        """Return the fingerprint's folder, and remove those of others unless shared; processes may do so at once."""
         own = root / hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         with writing(own, TrainingError):
             own.mkdir(parents=True, exist_ok=True)
-        for other in root.iterdir():
+        for other in () if shared else root.iterdir():
             if other != own and other.is_dir() and _FOLDER.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
         return own

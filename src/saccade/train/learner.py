@@ -117,6 +117,8 @@ class HeadLearner:
 
     Args:
         out: of the run; features and a calibration are written there.
+        features: folder of a disk cache that runs share: it has all that any head of the same layers reads, and files
+            of other targets or answers stay. None for a cache of this run alone.
         begin: folder or hub id of the initial head; fresh weights when None.
         rank: number of this process.
         count: of processes, which share a feature cache on disk.
@@ -140,6 +142,7 @@ class HeadLearner:
         out: Path,
         *,
         begin: str | Path | None = None,
+        features: Path | None = None,
         rank: int = 0,
         count: int = 1,
         say: Callable[[str], None] = print,
@@ -158,19 +161,22 @@ class HeadLearner:
             **json.loads(self.module.config.to_json()),
             "from": None if begin is None else weights_digest(self.module),
         }
-        read = [self.about[name] for name in (MARK, "layers", "options")]
         self.feeder: Feeder = feeder_class(recipe.kind)(
             target, self.module, source, objective=self._objective, folder=out / "calibration", rank=rank
         )
-        read += [recipe.max_tokens, self.feeder.layer]
+        read = [self.about[name] for name in (MARK, "layers", "options")] + [self.feeder.layer]
+        if features is not None:
+            read = self.feeder.reading(self.module.config, self._objective)
+        self._needed = self.feeder.needed if features is None else None
         self.feeder.cache = new_cache(
             recipe.feature_cache,
             target,
             recipe.cache_gb * 1e9 * (count if recipe.feature_cache == "disk" else 1),
-            out / "features",
-            json.dumps([identity(target), source.fingerprint, dict(source.inputs), *read]),
+            features or out / "features",
+            json.dumps([identity(target), source.fingerprint, dict(source.inputs), recipe.max_tokens, *read]),
             say,
-            self.feeder.needed,
+            self._needed,
+            shared=features is not None,
         )
 
     def weights(self, number: int) -> list[nn.Parameter]:
@@ -194,7 +200,7 @@ class HeadLearner:
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
         """Return mean bytes per sample in a feature cache."""
-        cache = FeatureCache(self._target, math.inf, needed=self.feeder.needed)
+        cache = FeatureCache(self._target, math.inf, needed=self._needed)
         found = [cache.bytes_of(features) for features in self.feeder.features(indices)]
         return sum(found) / max(len(found), 1)
 
@@ -237,6 +243,7 @@ def new_learner(
     *,
     processor: InputProcessor | None = None,
     begin: str | Path | None = None,
+    features: Path | None = None,
     rank: int = 0,
     count: int = 1,
     say: Callable[[str], None] = print,
@@ -245,13 +252,16 @@ def new_learner(
 
     Raises:
         TrainingError: a draft VLM is wanted, and there is no processor, or it cannot be made or is to begin with a
-            head; or the head to begin with is another than the recipe's.
+            head or to share features; or the head to begin with is another than the recipe's.
         ModelError: the kind of head has no such option, or there is no head to begin with.
     """
     if recipe.kind != DRAFT_VLM:
-        return HeadLearner(target, recipe, source, out, begin=begin, rank=rank, count=count, say=say)
+        given: dict[str, Any] = {"begin": begin, "features": features, "rank": rank, "count": count}
+        return HeadLearner(target, recipe, source, out, say=say, **given)
     if begin is not None:
         raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
+    if features is not None:
+        raise TrainingError("A draft VLM reads no features of the target; leave out --features.")
     if processor is None:
         raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")
     return DraftVlmLearner(target, processor, recipe, source, say=say)

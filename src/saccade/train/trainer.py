@@ -58,6 +58,7 @@ class Trainer:
         out: folder of checkpoints, log, ``best`` and ``head``.
         processor: of the target; for a draft VLM.
         begin: folder or hub id of the initial head.
+        features: folder of a disk cache of features that runs share (`HeadLearner`); None for one in ``out``.
         measure: score of a drafter; block efficiency on validation samples when None.
         resume: resume from a checkpoint in ``out``.
         wandb: project of Weights & Biases that the run is logged to; None for none.
@@ -85,6 +86,7 @@ class Trainer:
         *,
         processor: InputProcessor | None = None,
         begin: str | Path | None = None,
+        features: Path | None = None,
         measure: Measure | None = None,
         resume: bool = False,
         wandb: str | None = None,
@@ -109,6 +111,7 @@ class Trainer:
             self._out,
             processor=processor,
             begin=begin,
+            features=features,
             rank=self.processes.rank,
             count=self.processes.count,
             say=self._say,

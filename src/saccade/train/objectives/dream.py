@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.block import Placement
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
@@ -131,6 +132,10 @@ class DreamFeeder(Feeder):
         self.layer: str = objective.layer
         self._pruning = head.pruning
         self._calibration = Calibration(target, head.pruning, folder, rank)
+
+    @staticmethod
+    def reading(config: HeadConfig, objective: DreamObjective) -> list[Any]:
+        return [config.kind, objective.layer, config.options["keep"]]
 
     def save(self) -> None:
         self._calibration.save()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, read_at
 from saccade.target.adapter import Target
 from saccade.train.feature_cache import FeatureCache
@@ -129,6 +130,11 @@ class Feeder:
             return self._read(usable) if usable else []
         return [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
 
+    @staticmethod
+    def reading(config: HeadConfig, objective: Any) -> list[Any]:
+        """Return what unabridged features depend on besides target and samples, as JSON values."""
+        return list(config.layers)
+
     def save(self) -> None:
         """Write what a resumed run need not compute again; by default nothing."""
 
@@ -159,11 +165,12 @@ def new_cache(
     fingerprint: str,
     say: Callable[[str], None],
     needed: Callable[[Features], Needed] | None = None,
+    shared: bool = False,
 ) -> FeatureCache | None:
-    """Return the cache of a recipe: ``none``, ``memory`` or ``disk``."""
+    """Return the cache of a recipe: ``none``, ``memory`` or ``disk``; other arguments as of `FeatureCache`."""
     if kind == "none":
         return None
-    return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say, needed)
+    return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say, needed, shared)
 
 
 def lm_head_of(target: Target) -> LMHead:
