@@ -23,11 +23,6 @@ from processes import share
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 torch.set_num_threads(1)  # the models are tiny: more threads only add waiting
 
-# The modules' half a million objects stay out of every full collection, and collections are rare: a tenth of all time.
-gc.collect()
-gc.freeze()
-gc.set_threshold(50_000, 50, 50)
-
 settings.register_profile("no deadline", deadline=None)  # it would only measure how busy the machine is
 settings.load_profile("no deadline")
 
@@ -36,6 +31,13 @@ settings.load_profile("no deadline")
 def _shared_by_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         share(tmp_path_factory.getbasetemp().parent)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the objects of modules and tests out of every later garbage collection, and collect rarely."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
 
 
 LARGE = 4

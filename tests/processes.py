@@ -7,6 +7,7 @@ What a forked process registers or patches is gone with it. A test of what is im
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -52,7 +53,12 @@ def forked(work: Callable[[], object]) -> multiprocessing.process.BaseProcess:
 
 
 def settle() -> None:
-    """Renew torch's thread pool in a forked process, before several threads that load weights do so at once."""
+    """Make a forked process ready to work.
+
+    Torch's thread pool is renewed before several threads that load weights do so at once. Inherited objects are left out
+    of garbage collections, which would copy their pages.
+    """
+    gc.freeze()
     torch.set_num_threads(torch.get_num_threads())
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +78,6 @@ def tokens(under_test: Engine, family: str, rows: int = 2, new: int = 16, **opti
 
 def caches(under_test: Engine) -> list[StepGraphs]:
     """Graphs of the caches that the last batch gave back."""
-    gc.collect()
     model = getattr(under_test.drafter, "model", None)
     pools = [t.graphs for t in (under_test.target, model) if isinstance(t, Target)]
     spares = [pool._spare for pool in pools if pool is not None]
@@ -340,7 +338,6 @@ def test_a_cache_that_is_used_again_is_empty() -> None:
         first.step()
     cache, target = first.context.cache, first.target
     del first.context
-    gc.collect()
     again = Context(target, 2)
     assert again.cache is cache
     assert again.cache.lengths == [0, 0]
@@ -420,9 +417,3 @@ def test_keys_come_in_few_sizes_that_hold_what_they_must() -> None:
     assert sorted(sizes) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
     assert all(slots <= keys_for(slots) <= max(256, 1.5 * slots) for slots in range(1, 5000))
     assert list(QUERIES) == sorted(set(QUERIES))
-
-
-@pytest.fixture(autouse=True)
-def _no_spares_between_tests() -> Iterator[None]:
-    yield
-    gc.collect()
