@@ -33,7 +33,11 @@ def asked(picture: str, *more: str) -> list[str]:
     return ["generate", *pair, "-i", picture, "What is it?", "--json", "-n", "20", *more]
 
 
-@pytest.mark.parametrize("more", [("-m", "auto"), ("-m", "dynamic-tree", "--sample", "--seed", "3")], ids=" ".join)
+@pytest.mark.parametrize(
+    "more",
+    [("-m", "auto"), pytest.param(("-m", "dynamic-tree", "--sample", "--seed", "3"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_the_first_process_prints_the_answer_of_one_process(more: tuple[str, ...], tmp_path: Path) -> None:
     words = asked(saved_picture(tmp_path / "one.png"), *more)
     alone = json.loads(spoken(words)["out"])

@@ -7,7 +7,7 @@ import pytest
 from saccade.pocket import WORLD, Sample, draw, score
 
 GRAMMARS = ("dense", "verbose")
-SEEDS = range(60)
+SEEDS = range(30)
 
 SAID_IS_SAID = {("caption", "kind"), ("video", "cast"), ("long-video", "cast")}
 """Facts that ask whether something is said, however often: a caption's kind of picture, a video's first list."""

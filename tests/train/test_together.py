@@ -132,6 +132,7 @@ def test_a_process_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert sentence.startswith("saccade: Rank 1 of 2 has ended or does not answer")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_paused_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "PATIENCE", 10)
     run = Run(tmp_path, summing(tmp_path))
@@ -154,6 +155,7 @@ def test_what_one_process_cannot_do_is_said_once(tmp_path: Path) -> None:
     assert run.said == ["saccade: line 7: it is not valid JSON."]
 
 
+@pytest.mark.slow
 def test_a_fault_that_sounds_like_a_lost_connection_is_not_hidden(tmp_path: Path) -> None:
     def fails(rank: int, step: int) -> None:
         if rank == 1 and step == 5:
