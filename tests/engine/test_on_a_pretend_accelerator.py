@@ -1,4 +1,4 @@
-"""The tests of `on_a_pretend_accelerator`, in a process of their own.
+"""The tests of methods and of training on a pretend accelerator, in processes of their own.
 
 A device that is registered with PyTorch stays so, and whatever asks for *the* accelerator afterwards (training does)
 would find the pretended one.
@@ -13,7 +13,8 @@ import pytest
 
 from processes import exit_code_of
 
-TESTS = Path(__file__).with_name("on_a_pretend_accelerator.py")
+METHODS = Path(__file__).with_name("on_a_pretend_accelerator.py")
+TRAINING = Path(__file__).parents[1] / "train" / "train_on_a_pretend_accelerator.py"
 
 
 class Tally:
@@ -31,12 +32,21 @@ class Tally:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("chosen", "least"), [("not slow", 25), pytest.param("slow", 18, marks=pytest.mark.slow)])
-def test_methods_keep_their_promises_on_a_pretend_accelerator(chosen: str, least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tests", "chosen", "least"),
+    [
+        (METHODS, "not slow", 25),
+        (TRAINING, "not slow", 2),
+        pytest.param(METHODS, "slow", 18, marks=pytest.mark.slow),
+        pytest.param(TRAINING, "slow", 8, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else None,
+)
+def test_promises_are_kept_on_a_pretend_accelerator(tests: Path, chosen: str, least: int, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
 
     def work() -> None:
-        command = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen, str(TESTS)]
+        command = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen, str(tests)]
         sys.exit(pytest.main(command, plugins=[Tally(notes)]))
 
     code = exit_code_of(work)
