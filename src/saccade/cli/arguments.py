@@ -166,45 +166,6 @@ RepetitionPenalty = Annotated[float | None, _decoding(help="Above 1 discourages 
 Stop = Annotated[list[str] | None, _decoding(help="End the answer after this string; may be repeated.")]
 
 
-def decoding(
-    max_new_tokens: int | None,
-    sample: bool,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """Return the given generation options; the checkpoint fills the others. Temperature 0 is greedy decoding.
-
-    Raises:
-        InputError: temperature 0 together with --sample.
-    """
-    is_greedy = temperature == 0
-    if is_greedy and sample:
-        raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop_strings": stop or None,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    of_sampling = {"temperature", "top_p", "top_k", "min_p"} & set(options)
-    if is_greedy:
-        return {
-            **{name: value for name, value in options.items() if name not in of_sampling},
-            "do_sample": False,
-        }
-    if sample or of_sampling:
-        options["do_sample"] = True
-    return options
-
-
 def settings(pairs: list[str] | None) -> dict[str, Any]:
     """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans.
 

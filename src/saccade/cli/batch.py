@@ -11,6 +11,7 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.option_groups import Decoding, Placing, spread
 from saccade.errors import InputError
 from saccade.formats import count as counted
 from saccade.formats import duration
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _ITEMS, _RUN = "Items", "Run"
 
 
+@spread
 def batch(
     inputs: Annotated[
         list[str],
@@ -103,24 +105,13 @@ def batch(
             rich_help_panel="Several machines",
         ),
     ] = None,
+    *,
     drafter: args.Drafter = None,
     method: args.MethodName = None,
     head: args.Heads = None,
     set_: args.Settings = None,
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
-    max_new_tokens: args.MaxNewTokens = None,
-    sample: args.Sample = False,
-    temperature: args.Temperature = None,
-    top_p: args.TopP = None,
-    top_k: args.TopK = None,
-    min_p: args.MinP = None,
-    repetition_penalty: args.RepetitionPenalty = None,
-    stop: args.Stop = None,
-    seed: args.Seed = None,
+    placing: Placing,
+    decoding: Decoding,
 ) -> None:
     """Answer every item of a folder or a data set: captions, labels, answers to questions.
 
@@ -146,15 +137,8 @@ def batch(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
-    decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
+    decoded = decoding.options()
     settings = args.settings(set_)
-    models: dict[str, Any] = {
-        "dtype": dtype,
-        "draft_dtype": draft_dtype,
-        "device_map": device,
-        "threads": threads,
-        "exact": exact,
-    }
     from saccade.jobs import Job, preview
     from saccade.jobs.folders import Source
     from saccade.jobs.forms import Reading
@@ -168,8 +152,8 @@ def batch(
         Reading(num_frames, fps, text_as_text),
         Shard.parse(shard),
         limit,
-        seed or 0,
-        decoding,
+        decoding.seed or 0,
+        decoded,
     )
     with screen.waiting("Reading the items"):
         found = preview(job, out, retry_failed)  # before models are loaded
@@ -177,14 +161,14 @@ def batch(
         from saccade.vlm import check
 
         screen.quiet_libraries()
-        check(target, drafter, method, heads=screen.heads_by_name(head or []), **models, **settings)
+        check(target, drafter, method, heads=screen.heads_by_name(head or []), **placing.models(), **settings)
         _plan(found, out, f"{counted(rows, 'answer')} at once, {_models(target, drafter, method)}")
         return
     running: dict[str, Any] = {"max_rows": rows, "workers": workers, "retry_failed": retry_failed}
     where = nullcontext() if ray is None else _on_ray(ray, actors)
     with where as cluster:
         if cluster is None:
-            vlm = screen.load_models(target, drafter, method, heads=head, **models, **settings)
+            vlm = screen.load_models(target, drafter, method, heads=head, **placing.models(), **settings)
             from saccade.jobs import run
 
             answer = partial(run, vlm, job, found, out, method_options=settings, **running)
@@ -196,8 +180,9 @@ def batch(
 
             heads = screen.heads_by_name(head or [])
             screen.quiet_libraries()
+            models = placing.models()
             check(target, drafter, method, heads=heads, **models, **settings)  # a mistake shows before actors start
-            room = places(cluster, actors, threads, with_gpu=device != "cpu" and target != "pocket")
+            room = places(cluster, actors, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
             named = {"target": target, "drafter": drafter, "method": method, "heads": heads}
             loading = Models({**named, **models, **settings}, settings)
             answer = partial(run_on_ray, cluster, room, loading, job, found, out, **running)

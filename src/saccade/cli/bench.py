@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ import typer
 from saccade.cli import arguments as args
 from saccade.cli import completion, screen
 from saccade.cli import data_options as of
+from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError
 from saccade.formats import count, duration
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 _SIZES = "Size"
 
 
+@spread
 def bench(
+    *,
     suite: Annotated[
         str | None,
         typer.Option(
@@ -70,16 +73,7 @@ def bench(
         ),
     ] = None,
     dataset: of.Datasets = None,
-    subset: of.Subset = None,
-    split: of.Split = None,
-    columns: of.Columns = None,
-    template: of.Template = None,
-    system: of.System = None,
-    where: of.Where = None,
-    shuffle: of.Shuffle = None,
-    media_root: of.MediaRoot = None,
-    num_frames: of.NumFrames = None,
-    fps: of.Fps = None,
+    reading: of.DataOptions,
     scorer: Annotated[
         str | None,
         typer.Option(
@@ -137,11 +131,7 @@ def bench(
     target: args.Target = None,
     drafter: args.Drafter = None,
     head: args.Heads = None,
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
+    placing: Placing,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as one JSON object instead of tables.")
     ] = False,
@@ -199,10 +189,7 @@ def bench(
         "seed": seed,
     }
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    reading = of.DataOptions(
-        *(subset, split, columns, template, system, where, shuffle, media_root, num_frames, fps),
-        extra={"--scorer": scorer, "--judge": judge},
-    )
+    reading = replace(reading, extra={"--scorer": scorer, "--judge": judge})
     chosen = choose_suite(suite, methods, tasks, data, sizes)
     if dataset and (data is not None or tasks is not None):
         raise InputError("--dataset replaces the suite's tasks; leave out --data and --tasks.")
@@ -218,13 +205,9 @@ def bench(
         drafter,
         None,
         heads=head or [],
-        dtype=dtype,
-        draft_dtype=draft_dtype,
-        device_map=device,
-        threads=threads,
-        exact=exact,
+        **placing.models(),
     )
-    found = places(suite, data, name, drafter, head, device) | ({"methods": methods} if methods else {})
+    found = places(suite, data, name, drafter, head, placing.device) | ({"methods": methods} if methods else {})
     words = [*(word for each in dataset or [] for word in ("--dataset", each)), *reading.words()]
     if words or data is not None:
         found |= {"questions": words, "sizes": sizes}

@@ -10,6 +10,7 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.option_groups import Decoding, Placing, spread
 from saccade.cli.remote import RemoteChat
 from saccade.errors import InputError, SaccadeError
 
@@ -24,7 +25,9 @@ HELP = """\
   /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
+@spread
 def chat(
+    *,
     target: args.Target = None,
     image: Annotated[
         list[str] | None,
@@ -34,20 +37,8 @@ def chat(
     drafter: args.Drafter = None,
     method: args.MethodName = None,
     set_: args.Settings = None,
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
-    max_new_tokens: args.MaxNewTokens = None,
-    sample: args.Sample = False,
-    temperature: args.Temperature = None,
-    top_p: args.TopP = None,
-    top_k: args.TopK = None,
-    min_p: args.MinP = None,
-    repetition_penalty: args.RepetitionPenalty = None,
-    stop: args.Stop = None,
-    seed: args.Seed = None,
+    placing: Placing,
+    decoding: Decoding,
     text_as_text: args.TextAsText = False,
     marks: args.Marks = False,
     url: Annotated[
@@ -63,10 +54,9 @@ def chat(
 
     Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
     """
-    decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
     settings = args.settings(set_)
     screen.check_media(image or [], [])
-    options = {"seed": seed, **decoding}
+    options = {"seed": decoding.seed, **decoding.options()}
     talker: _Local | RemoteChat
     if url is not None:
         if drafter is not None or settings or text_as_text:
@@ -80,11 +70,7 @@ def chat(
             target or "pocket",
             drafter,
             method,
-            dtype=dtype,
-            draft_dtype=draft_dtype,
-            device_map=device,
-            threads=threads,
-            exact=exact,
+            **placing.models(),
             **settings,
         )
         talker = _Local(vlm, system, {"text_as_text": text_as_text, **options}, marks)

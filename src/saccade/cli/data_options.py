@@ -84,20 +84,17 @@ Datasets = Annotated[
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """The options as given; None and empty where they are not."""
+class RowOptions:
+    """Rows of a data set, and how they become questions; None where an option is not given."""
 
-    subset: str | None = None
-    split: str | None = None
-    columns: Sequence[str] | None = None
-    template: str | None = None
-    system: str | None = None
-    where: Sequence[str] | None = None
-    shuffle: int | None = None
-    media_root: str | None = None
-    num_frames: int | None = None
-    fps: float | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    subset: Subset = None
+    split: Split = None
+    columns: Columns = None
+    template: Template = None
+    system: System = None
+    where: Where = None
+    shuffle: Shuffle = None
+    media_root: MediaRoot = None
 
     def changes(self) -> dict[str, Any]:
         """Fields of a `saccade.data.dataset.DataSet` in place of its own, ``columns`` among them.
@@ -114,8 +111,6 @@ class DataOptions:
             "where": _pairs(self.where, "--where", "COLUMN=VALUE"),
             "shuffle": self.shuffle,
             "media": self.media_root,
-            "num_frames": self.num_frames,
-            "fps": self.fps,
         }
         return {name: value for name, value in found.items() if value not in (None, {})}
 
@@ -132,6 +127,19 @@ class DataOptions:
         data = catalogue.find(name)
         data = data.without_frames() if {"num_frames", "fps"} & set(changes) else data
         return data.with_columns(columns).with_(**changes)
+
+
+@dataclass(frozen=True)
+class DataOptions(RowOptions):
+    """Rows and frames, and in ``extra`` other options by name that belong to the questions."""
+
+    num_frames: NumFrames = None
+    fps: Fps = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def changes(self) -> dict[str, Any]:
+        frames = {"num_frames": self.num_frames, "fps": self.fps}
+        return {**super().changes(), **{name: value for name, value in frames.items() if value is not None}}
 
     def words(self) -> list[str]:
         """Words of the command line that give them again."""

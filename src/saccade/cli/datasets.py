@@ -9,6 +9,7 @@ import typer
 
 from saccade.cli import completion, screen
 from saccade.cli import data_options as of
+from saccade.cli.option_groups import spread
 from saccade.errors import InputError
 from saccade.formats import count as counted
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from saccade.data.dataset import DataSet
 
 
+@spread
 def datasets(
     name: Annotated[
         str | None,
@@ -33,14 +35,8 @@ def datasets(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Write only the first so many questions.")] = None,
-    subset: of.Subset = None,
-    split: of.Split = None,
-    columns: of.Columns = None,
-    template: of.Template = None,
-    system: of.System = None,
-    where: of.Where = None,
-    shuffle: of.Shuffle = None,
-    media_root: of.MediaRoot = None,
+    *,
+    reading: of.RowOptions,
 ) -> None:
     """List data sets that are known by name, and the papers that use them; nothing is downloaded without `--write`.
 
@@ -55,7 +51,6 @@ def datasets(
     """
     from saccade.data import catalogue
 
-    reading = of.DataOptions(subset, split, columns, template, system, where, shuffle, media_root)
     if name is None and (write is not None or reading.changes()):
         raise InputError("No data set is named; give one, such as `saccade datasets textvqa`.")
     if name is not None:

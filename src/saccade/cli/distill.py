@@ -10,6 +10,7 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError, MethodError
 from saccade.formats import count as counted
 from saccade.formats import duration
@@ -23,6 +24,7 @@ _POCKET = "Pocket sources"
 _SHOWN = 5
 
 
+@spread
 def distill(
     source: Annotated[
         str,
@@ -77,6 +79,7 @@ def distill(
             rich_help_panel="Several machines",
         ),
     ] = None,
+    *,
     drafter: args.Drafter = None,
     method: Annotated[
         str | None,
@@ -88,11 +91,7 @@ def distill(
         ),
     ] = None,
     set_: args.Settings = None,
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
+    placing: Placing,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel="Decoding")
     ] = 256,
@@ -184,19 +183,12 @@ def distill(
             machine.preset(preset),
             media_root=media_root,
             on_bad_line=on_bad_line,
-            dtype=dtype,
+            dtype=placing.dtype,
             **chosen,
         )
         print(found)
         _problems(found.plan.problems if found.plan else [])
         return
-    models: dict[str, Any] = {
-        "dtype": dtype,
-        "draft_dtype": draft_dtype,
-        "device_map": device,
-        "threads": threads,
-        "exact": exact,
-    }
     shared = {"media_root": media_root, "on_bad_line": on_bad_line, **chosen}
     if ray is not None and not plan:
         from saccade.cluster import connected, places
@@ -205,14 +197,15 @@ def distill(
         from saccade.vlm import check
 
         screen.quiet_libraries()
+        models = placing.models()
         check(target, drafter, name, **models, **settings)  # a mistake shows before actors start
         loading = Models({"target": target, "drafter": drafter, "method": name, **models, **settings}, settings)
         with connected(ray, actors) as cluster:
-            room = places(cluster, actors, threads, with_gpu=device != "cpu" and target != "pocket")
+            room = places(cluster, actors, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
             report = _shown(partial(distill_on_ray, cluster, room, loading, source, out, **shared), out)
         _show(report)
         return
-    vlm = screen.load_models(target, drafter, name, **models, **settings)
+    vlm = screen.load_models(target, drafter, name, **placing.models(), **settings)
     shared["method_options"] = settings
     if plan:
         from saccade.distill import preview

@@ -10,14 +10,17 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.option_groups import Decoding, Placing, spread
 from saccade.errors import InputError
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 
+@spread
 def generate(
     prompt: Annotated[str, typer.Argument(help="The question; `-` reads it from standard input.")],
+    *,
     target: args.Target = None,
     image: args.Images = None,
     video: args.Videos = None,
@@ -27,20 +30,8 @@ def generate(
     drafter: args.Drafter = None,
     method: args.MethodName = None,
     set_: args.Settings = None,
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
-    max_new_tokens: args.MaxNewTokens = None,
-    sample: args.Sample = False,
-    temperature: args.Temperature = None,
-    top_p: args.TopP = None,
-    top_k: args.TopK = None,
-    min_p: args.MinP = None,
-    repetition_penalty: args.RepetitionPenalty = None,
-    stop: args.Stop = None,
-    seed: args.Seed = None,
+    placing: Placing,
+    decoding: Decoding,
     text_as_text: args.TextAsText = False,
     as_json: Annotated[
         bool,
@@ -70,13 +61,13 @@ def generate(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
-    if prompt == "-" and device == "tp":
+    if prompt == "-" and placing.device == "tp":
         raise InputError("Standard input cannot be read by several processes; give the question as an argument.")
     question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not question.strip():
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
     check_unicode(question)
-    decoding = args.decoding(max_new_tokens, sample, temperature, top_p, top_k, min_p, repetition_penalty, stop)
+    decoded = decoding.options()
     settings = args.settings(set_)
     images, videos = image or [], video or []
     screen.check_media(images, videos)
@@ -84,15 +75,11 @@ def generate(
         target,
         drafter,
         method,
-        dtype=dtype,
-        draft_dtype=draft_dtype,
-        device_map=device,
-        threads=threads,
-        exact=exact,
+        **placing.models(),
         **settings,
     )
     stream = vlm.stream(
-        question, images, videos, seed=seed, num_frames=num_frames, text_as_text=text_as_text, **decoding
+        question, images, videos, seed=decoding.seed, num_frames=num_frames, text_as_text=text_as_text, **decoded
     )
     if as_json:
         output = screen.finish(stream, lambda _: None)

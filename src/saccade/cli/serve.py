@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,22 +11,21 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
+@spread
 def serve(
+    *,
     target: args.Target = None,
     drafter: args.Drafter = None,
     method: args.MethodName = None,
     set_: args.Settings = None,
     head: args.Heads = None,
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
+    placing: Placing,
     name: Annotated[
         str | None,
         typer.Option(help="Name of the model in requests; the target by default.", rich_help_panel="Models"),
@@ -114,11 +114,8 @@ def serve(
         "method": method,
         "options": args.settings(set_),
         "heads": screen.heads_by_name(head or []),
-        "dtype": dtype,
-        "draft_dtype": draft_dtype,
-        "device": device,
-        "threads": threads,
-        "exact": exact or None,
+        **asdict(placing),
+        "exact": placing.exact or None,
     }
     if config is not None and target is not None:
         raise InputError("Both --config and --target name models; give one of them.")

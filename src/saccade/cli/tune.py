@@ -9,6 +9,7 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import bench, screen
+from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError, SaccadeError
 from saccade.profile import Profile, is_profile
 
@@ -21,7 +22,9 @@ _CLEAR = 1.02
 """Speed over plain decoding below which plain decoding is chosen."""
 
 
+@spread
 def tune(
+    *,
     target: args.Target = "pocket",
     drafter: args.Drafter = None,
     head: args.Heads = None,
@@ -35,11 +38,7 @@ def tune(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer.")] = 128,
     save: Annotated[Path, typer.Option(metavar="FILE", help="Profile to write.")] = Path("saccade.toml"),
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the answers are kept.")] = Path("runs/tune"),
-    dtype: args.Dtype = "auto",
-    draft_dtype: args.DraftDtype = None,
-    device: args.DeviceMap = None,
-    threads: args.Threads = None,
-    exact: args.Exact = False,
+    placing: Placing,
 ) -> None:
     """Measure lossless methods and draft lengths on your machine and prompts, and write the fastest to a profile.
 
@@ -62,10 +61,8 @@ def tune(
     suite = bench.choose_suite("tune", None, None, data, sizes)
     from saccade.bench.preparing import prepare
 
-    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device, "threads": threads}
-    placing["exact"] = exact
-    vlm = screen.load_models(name, drafter, None, heads=head or [], **placing)
-    prepared = prepare(suite, vlm, (name, drafter), bench.places("tune", data, name, drafter, head, device))
+    vlm = screen.load_models(name, drafter, None, heads=head or [], **placing.models())
+    prepared = prepare(suite, vlm, (name, drafter), bench.places("tune", data, name, drafter, head, placing.device))
     run, spent = bench.run_suite(prepared, out)
     bench.show(run, spent, as_json=False)
     profile = choose(prepared, run, name, drafter, head or [])
