@@ -139,7 +139,7 @@ def batch(
         )
     decoded = decoding.options()
     settings = args.settings(set_)
-    from saccade.jobs import Job, preview
+    from saccade.jobs import Attempt, Job, preview, run
     from saccade.jobs.folders import Source
     from saccade.jobs.forms import Reading
     from saccade.jobs.items import Asking
@@ -164,14 +164,11 @@ def batch(
         check(target, drafter, method, heads=screen.heads_by_name(head or []), **placing.models(), **settings)
         _plan(found, out, f"{counted(rows, 'answer')} at once, {_models(target, drafter, method)}")
         return
-    running: dict[str, Any] = {"max_rows": rows, "workers": workers, "retry_failed": retry_failed}
     where = nullcontext() if ray is None else _on_ray(ray, actors)
     with where as cluster:
         if cluster is None:
             vlm = screen.load_models(target, drafter, method, heads=head, **placing.models(), **settings)
-            from saccade.jobs import run
-
-            answer = partial(run, vlm, job, found, out, method_options=settings, **running)
+            answer = partial(run, vlm, job, found, out, method_options=settings)
         else:
             from saccade.cluster import places
             from saccade.jobs.actors import Models
@@ -185,10 +182,10 @@ def batch(
             room = places(cluster, actors, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
             named = {"target": target, "drafter": drafter, "method": method, "heads": heads}
             loading = Models({**named, **models, **settings}, settings)
-            answer = partial(run_on_ray, cluster, room, loading, job, found, out, **running)
+            answer = partial(run_on_ray, cluster, room, loading, job, found, out)
         with screen.long_progress("starting") as show:
             try:
-                report = answer(progress=_shown(show))
+                report = answer(attempt=Attempt(rows, workers, retry_failed, _shown(show)))
             except KeyboardInterrupt:
                 screen.note(f"Stopped. The answers so far are in {out}.journal; the same command resumes the run.")
                 raise

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from saccade.jobs.job import Job, Survey, preview
-    from saccade.jobs.running import Progress, Report, batch_file, run
+    from saccade.jobs.running import Attempt, Progress, Report, batch_file, run
 
-__all__ = ["Job", "Progress", "Report", "Survey", "batch_file", "preview", "run"]
+__all__ = ["Attempt", "Job", "Progress", "Report", "Survey", "batch_file", "preview", "run"]
 
 _HOME = {
+    "Attempt": "running",
     "Job": "job",
     "Survey": "job",
     "preview": "job",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.jobs.actors import Actors, EngineActor, Models, start
 from saccade.jobs.answerer import Answer, Answering, Task, media_threads
 from saccade.jobs.job import Job, Survey
-from saccade.jobs.running import Keeping, Progress, Report, facts
+from saccade.jobs.running import Attempt, Keeping, Report, facts
 from saccade.vlm import VLM
 
 
@@ -50,31 +50,26 @@ def run_on_ray(
     job: Job,
     found: Survey,
     out: Path,
-    *,
-    max_rows: int = 8,
-    workers: int | None = None,
-    retry_failed: bool = False,
-    progress: Callable[[Progress], None] = lambda _: None,
+    attempt: Attempt,
 ) -> Report:
     """Run a job after its `preview` by engines in a cluster; its journal and output are those of one process.
 
     Args:
         ray: the module, connected.
         places: of the engines.
-        max_rows, workers: of every engine.
 
     Raises:
         SaccadeError: as `saccade.jobs.batch_file`, or the cluster cannot do it.
     """
-    threads = media_threads(workers)
+    threads = media_threads(attempt.workers)
     job.journal(out, None)  # a mistake shows before models are loaded
     kv_share = KV_MEMORY_SHARE / (1 if places.gpus else places.per_machine)
-    arguments = (models, job, bool(found.kinds["request"]), max_rows, threads, kv_share)
-    actors = Actors(ray, start(ray, places, JobActor, arguments), places.count, max_rows + threads)
+    arguments = (models, job, bool(found.kinds["request"]), attempt.max_rows, threads, kv_share)
+    actors = Actors(ray, start(ray, places, JobActor, arguments), places.count, attempt.max_rows + threads)
     try:
         loaded = {**actors.facts(), "created": int(time.time())}
         with job.journal(out, loaded) as journal:
-            keeping = Keeping(job, journal, found, progress, retry_failed)
+            keeping = Keeping(job, journal, found, attempt)
             actors.begin(keeping.created)
             return keeping.run(actors.answers, out)
     finally:

@@ -48,6 +48,23 @@ class Progress:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Settings of one attempt at a job, which the next may change.
+
+    Attributes:
+        max_rows: answers that are generated at once, by every engine.
+        workers: threads of an engine that read media and tokenize; by default one per core, at most 4.
+        retry_failed: whether items that failed in earlier attempts are tried again.
+        progress: called after every item.
+    """
+
+    max_rows: int = 8
+    workers: int | None = None
+    retry_failed: bool = False
+    progress: Callable[[Progress], None] = lambda _: None
+
+
 @dataclass(slots=True)
 class Report:
     """Result of a job.
@@ -138,8 +155,7 @@ def batch_file(
     )
     target = Path(out).expanduser()
     found = preview(job, target, retry_failed)
-    running: dict[str, Any] = {"max_rows": max_rows, "workers": workers, "retry_failed": retry_failed}
-    return run(vlm, job, found, target, method_options=method_options, progress=progress, **running)
+    return run(vlm, job, found, target, Attempt(max_rows, workers, retry_failed, progress), method_options)
 
 
 def run(
@@ -147,17 +163,13 @@ def run(
     job: Job,
     found: Survey,
     out: Path,
-    *,
-    max_rows: int = 8,
-    workers: int | None = None,
-    retry_failed: bool = False,
+    attempt: Attempt = Attempt(),
     method_options: Mapping[str, Any] | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Report:
     """Run a job after its `preview`; arguments and errors as in `batch_file`."""
-    answering = Answering(vlm, job, max_rows, workers)
+    answering = Answering(vlm, job, attempt.max_rows, attempt.workers)
     with job.journal(out, facts(vlm, method_options or {})) as journal:
-        keeping = Keeping(job, journal, found, progress, retry_failed)
+        keeping = Keeping(job, journal, found, attempt)
         if found.kinds["request"]:
             answering.take_requests(keeping.created)
         return keeping.run(answering.answers, out)
@@ -188,15 +200,11 @@ class Keeping:
 
     Args:
         found: as in `preview`.
-        progress: called after every item.
-        retry_failed: as in `batch_file`.
     """
 
-    def __init__(
-        self, job: Job, journal: Journal, found: Survey, progress: Callable[[Progress], None], retry_failed: bool
-    ) -> None:
-        self._job, self._journal, self._progress = job, journal, progress
-        self._known = Known(journal, retry_failed)
+    def __init__(self, job: Job, journal: Journal, found: Survey, attempt: Attempt) -> None:
+        self._job, self._journal, self._progress = job, journal, attempt.progress
+        self._known = Known(journal, attempt.retry_failed)
         self._report = Report(Path(), found.items, found.there, found.failed)
         self._offsets = array("q")  # of every item's record, in the order of the output; -1 until there is one
         self._synced = self._began = time.perf_counter()

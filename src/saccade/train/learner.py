@@ -242,13 +242,13 @@ def new_learner(
     out: Path,
     *,
     processor: InputProcessor | None = None,
-    begin: str | Path | None = None,
-    features: Path | None = None,
-    rank: int = 0,
-    count: int = 1,
     say: Callable[[str], None] = print,
+    **of_heads: Any,
 ) -> Learner:
     """A draft VLM, or a head with fresh weights or another's; arguments as in `DraftVlmLearner` and `HeadLearner`.
+
+    Args:
+        of_heads: further arguments of `HeadLearner`.
 
     Raises:
         TrainingError: a draft VLM is wanted, and there is no processor, or it cannot be made or is to begin with a
@@ -256,11 +256,10 @@ def new_learner(
         ModelError: the kind of head has no such option, or there is no head to begin with.
     """
     if recipe.kind != DRAFT_VLM:
-        given: dict[str, Any] = {"begin": begin, "features": features, "rank": rank, "count": count}
-        return HeadLearner(target, recipe, source, out, say=say, **given)
-    if begin is not None:
+        return HeadLearner(target, recipe, source, out, say=say, **of_heads)
+    if of_heads.get("begin") is not None:
         raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
-    if features is not None:
+    if of_heads.get("features") is not None:
         raise TrainingError("A draft VLM reads no features of the target; leave out --features.")
     if processor is None:
         raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")

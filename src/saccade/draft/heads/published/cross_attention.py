@@ -25,18 +25,10 @@ from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig, TargetShape
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.published.translation import (
-    MODEL_FILES,
-    Shapes,
-    Weights,
-    block_config,
-    check_settings,
-    check_target,
-    number,
-    rename_weights,
-)
+from saccade.draft.heads.published import translation
+from saccade.draft.heads.published.translation import Shapes, Weights
 
-FILES: tuple[str, ...] = MODEL_FILES
+FILES: tuple[str, ...] = translation.MODEL_FILES
 _MARK = "layers.1.cross_attn.q_proj.weight"
 _GATES = ("layers.1.cross_attn_attn_gate", "layers.1.cross_attn_mlp_gate")
 _MLP = ("gate", "up", "down")
@@ -78,11 +70,11 @@ def translate(
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Return configuration and weights of a `Dream` head; arguments and errors as of `Form`."""
     name = f"The DREAM head {folder}"
-    check_settings(name, values, qkv_bias=False)
-    ours = rename_weights(name, weights, _NAMES, _NAMES, _NOT_NEEDED)
-    check_target(name, "hidden size", number(name, values, "hidden_size"), shape.hidden_size)
+    translation.check_settings(name, values, qkv_bias=False)
+    ours = translation.rename_weights(name, weights, _NAMES, _NAMES, _NOT_NEEDED)
+    translation.check_target(name, "hidden size", translation.number(name, values, "hidden_size"), shape.hidden_size)
     ours["cross.0.gates"] = torch.cat([ours.pop(gate).flatten() for gate in _GATES])
-    config = block_config(
+    config = translation.block_config(
         name,
         values,
         shape,

@@ -30,20 +30,11 @@ from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig, TargetShape
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.published.translation import (
-    MODEL_FILES,
-    Shapes,
-    Weights,
-    block_config,
-    check_settings,
-    check_target,
-    number,
-    rename_weights,
-    rope_settings,
-)
+from saccade.draft.heads.published import translation
+from saccade.draft.heads.published.translation import Shapes, Weights
 from saccade.errors import ModelError
 
-FILES: tuple[str, ...] = MODEL_FILES
+FILES: tuple[str, ...] = translation.MODEL_FILES
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -121,18 +112,20 @@ def translate(
             raise ModelError(
                 f"{name} has the architecture {', '.join(known)}, which is not known; expected {ARCHITECTURES[0]}."
             )
-        check_settings(name, values, norm_before_fc=False, norm_output=True)  # true: logits are read behind the norm
+        translation.check_settings(
+            name, values, norm_before_fc=False, norm_output=True
+        )  # true: logits are read behind the norm
         values = {**values, "norm_output": False}
-    check_settings(name, values, partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
+    translation.check_settings(name, values, partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
     if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
         raise ModelError(f"{name} has attention in a sliding window, which is not supported; expected full attention.")
     norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
     ours, vocabulary = _rename(name, values, weights, norms)
-    made_for = values.get("target_hidden_size") or number(name, values, "hidden_size")
-    check_target(name, "hidden size", made_for, shape.hidden_size)
-    check_target(name, "vocabulary", number(name, values, "vocab_size"), shape.vocab_size)
-    mrope = shape.uses_mrope and "mrope_section" in rope_settings(values)
-    config = block_config(
+    made_for = values.get("target_hidden_size") or translation.number(name, values, "hidden_size")
+    translation.check_target(name, "hidden size", made_for, shape.hidden_size)
+    translation.check_target(name, "vocabulary", translation.number(name, values, "vocab_size"), shape.vocab_size)
+    mrope = shape.uses_mrope and "mrope_section" in translation.rope_settings(values)
+    config = translation.block_config(
         name,
         values,
         shape,
@@ -191,11 +184,13 @@ def _rename(name: str, values: Mapping[str, Any], weights: Weights, norms: str) 
     # Heads without both use the target's LM head.
     shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
     needed = (*NAMES, *state_norms, *([] if shares else ["lm_head.weight"]))
-    ours = rename_weights(name, theirs, names, needed, _NOT_NEEDED)
+    ours = translation.rename_weights(name, theirs, names, needed, _NOT_NEEDED)
     if shares:
         ours.pop("token_ids", None)
         return ours, 0
-    return ours, len(theirs["lm_head.weight"]) if known is None else number(name, values, "draft_vocab_size")
+    return ours, len(theirs["lm_head.weight"]) if known is None else translation.number(
+        name, values, "draft_vocab_size"
+    )
 
 
 def norm_names(norms: str) -> dict[str, str]:

@@ -22,19 +22,11 @@ from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig, TargetShape
 from saccade.draft.heads.eagle import Eagle2, Msd
-from saccade.draft.heads.published.translation import (
-    MODEL_FILES,
-    Shapes,
-    Weights,
-    block_config,
-    check_settings,
-    check_target,
-    number,
-    rename_weights,
-)
+from saccade.draft.heads.published import translation
+from saccade.draft.heads.published.translation import Shapes, Weights
 from saccade.inputs.families import is_multimodal
 
-FILES: tuple[str, ...] = MODEL_FILES
+FILES: tuple[str, ...] = translation.MODEL_FILES
 
 _BLOCK = "layers.0."
 _NEEDED = {
@@ -80,13 +72,13 @@ def translate(
         ModelError: an unknown or missing setting or weight, or another target's hidden size.
     """
     name, text = f"The EAGLE head {folder}", _text(values)
-    check_settings(name, text)
+    translation.check_settings(name, text)
     theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
-    ours = rename_weights(name, theirs, _NAMES, _NEEDED, _NOT_NEEDED)
-    check_target(name, "hidden size", number(name, text, "hidden_size"), shape.hidden_size)
+    ours = translation.rename_weights(name, theirs, _NAMES, _NEEDED, _NOT_NEEDED)
+    translation.check_target(name, "hidden size", translation.number(name, text, "hidden_size"), shape.hidden_size)
     head = kind(values)
     norms = "block" if _NORM in theirs else "none"
-    config = block_config(
+    config = translation.block_config(
         name,
         text,
         shape,

@@ -21,20 +21,12 @@ from typing import Any
 from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig, TargetShape
-from saccade.draft.heads.published.translation import (
-    MODEL_FILES,
-    Shapes,
-    Weights,
-    block_config,
-    check_settings,
-    check_target,
-    number,
-    rename_weights,
-)
+from saccade.draft.heads.published import translation
+from saccade.draft.heads.published.translation import Shapes, Weights
 from saccade.draft.heads.vispec import ViSpec
 from saccade.errors import ModelError
 
-FILES: tuple[str, ...] = MODEL_FILES
+FILES: tuple[str, ...] = translation.MODEL_FILES
 _QUERIES = "imadpt.q"
 _BLOCK = "layers.0."
 _NEEDED = {
@@ -78,12 +70,12 @@ def translate(
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Return configuration and weights of a `ViSpec` head; arguments and errors as of `Form`."""
     name = f"The ViSpec head {folder}"
-    check_settings(name, values)
+    translation.check_settings(name, values)
     theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
     has_biases = {"fc": "fc.bias" in theirs, "qkv": f"{_BLOCK}self_attn.q_proj.bias" in theirs}
     needed = [*_NEEDED, *(_BIASES if has_biases["fc"] else ()), *(_QKV_BIASES if has_biases["qkv"] else ())]
-    ours = rename_weights(name, theirs, {**_NEEDED, **_BIASES, **_QKV_BIASES}, needed, _NOT_NEEDED)
-    check_target(name, "hidden size", number(name, values, "hidden_size"), shape.hidden_size)
+    ours = translation.rename_weights(name, theirs, {**_NEEDED, **_BIASES, **_QKV_BIASES}, needed, _NOT_NEEDED)
+    translation.check_target(name, "hidden size", translation.number(name, values, "hidden_size"), shape.hidden_size)
     queries = ours["adaptor.queries"]
     if queries.dim() != 3 or queries.shape[1] * queries.shape[2] != shape.hidden_size or len(queries) < 2:
         raise ModelError(
@@ -91,7 +83,7 @@ def translate(
             f"{shape.hidden_size} numbers, divided into heads."
         )
     ours["adaptor.queries"] = queries.flatten(1)
-    config = block_config(
+    config = translation.block_config(
         name,
         values,
         shape,
