@@ -74,8 +74,8 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "docs/index.md",
         "docs/methods/index.md",
         "docs/batch.md",
-        "docs/media.md",
-        "docs/training.md",
+        pytest.param("docs/media.md", marks=pytest.mark.slow),
+        pytest.param("docs/training.md", marks=pytest.mark.slow),
     ],
 )
 def test_examples_run_with_the_built_in_models_in_place_of_yours(page: str, examples: Path) -> None:

@@ -33,6 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_no_page_of_the_site_asks_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
@@ -44,6 +45,7 @@ def test_no_page_of_the_site_asks_another_host(site: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_interface_is_described_by_its_docstrings(site: Path) -> None:
     text = (site / "reference" / "api.html").read_text(encoding="utf-8")
     for name in ("saccade.vlm.load", "saccade.vlm.VLM.generate", "saccade.output.Stats", "saccade.errors.InputError"):

@@ -118,6 +118,7 @@ def test_sampled_answers_are_not_compared_and_repeatable(prepared: Prepare, tmp_
     assert [r.tokens for r in runs[0].records] == [r.tokens for r in runs[1].records]
 
 
+@pytest.mark.slow
 def test_a_slow_method_is_found_slower(prepared: Prepare, vlm: saccade.VLM, folder: Path) -> None:
     # At least 2 passes of 0.2 s, where the whole answer takes some hundredths of a second.
     small = prepared(methods=["chain"], max_new_tokens=8, warmup=0)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from commands import Shell
+from PIL import Image
 from typer import rich_utils
 
 from saccade.cli import demo, screen
 from saccade.errors import SaccadeError
 from saccade.output import Output
 from saccade.pocket import WORLD, Sample, draw
+from saccade.vlm import load
 
 
 def outputs(sample: Sample, method: str, text: str) -> dict[str, list[Output]]:
@@ -65,7 +67,7 @@ def test_a_lossy_method_says_so_from_the_command(shell: Shell, tmp_path: Path) -
     assert "Against the truth" in shown
 
 
-def test_a_picture_at_random_is_one_with_a_long_answer(
+def test_a_seed_alone_draws_a_picture_with_a_long_answer(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: Any, **__: Any) -> None:
@@ -73,7 +75,27 @@ def test_a_picture_at_random_is_one_with_a_long_answer(
 
     monkeypatch.setattr(screen, "load_models", stop)
     drawn = {shell("demo", "--seed", seed, "--save", tmp_path / "a.png").out.split(":")[0] for seed in range(12)}
-    assert drawn == {f"A new {task}" for task in ("chart", "line", "scene")}
+    assert drawn == {f"A {task}" for task in ("chart", "line", "scene")}
+
+
+def test_without_options_one_of_the_chosen_pictures_is_shown(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "load_models", lambda *_, **__: pytest.fail("not needed"))
+    monkeypatch.setattr(demo.random, "choice", lambda found: found[-1])
+    with pytest.raises(pytest.fail.Exception):
+        shell("demo", "--save", tmp_path / "a.png")
+    shown = draw(demo.SHOWN["scene"][-1], "scene").image
+    assert Image.open(tmp_path / "a.png").convert("RGB").tobytes() == shown.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", demo.SHOWN)
+def test_the_chosen_pictures_are_drafted_well(task: str) -> None:
+    vlm = load("pocket", method="chain", gamma=demo.GAMMA, dtype="float32", threads=1)
+    for seed in demo.SHOWN[task]:
+        sample = draw(seed, task)
+        assert vlm.generate(sample.question, [sample.image]).stats.block_efficiency > 5.8
 
 
 def test_help_names_what_task_takes(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

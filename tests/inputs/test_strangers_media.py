@@ -162,7 +162,13 @@ LABORIOUS = {
 }
 
 
-@pytest.mark.parametrize("name", LABORIOUS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("scans", "markers", "strips") else pytest.mark.slow)
+        for name in LABORIOUS
+    ],
+)
 def test_small_files_that_take_long_are_refused_at_once(name: str) -> None:
     assert load_image(LABORIOUS[name](15), SERVER).size
     data, start = LABORIOUS[name](100), time.process_time()

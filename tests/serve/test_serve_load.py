@@ -258,6 +258,7 @@ def process() -> Iterator[Any]:
         running.kill()
 
 
+@pytest.mark.slow
 def test_a_signal_lets_running_answers_finish_and_ends_with_zero(process: Any) -> None:
     running, port = process
     server = Live(None, None, port, None)  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def test_a_process_that_does_not_join_in_the_others_gathering_is_noticed(
         run_split(tmp_path, work, seconds=8)
 
 
-@pytest.mark.parametrize("cache", ["none", "memory"])
+@pytest.mark.parametrize("cache", ["memory", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k != "eagle2" else []) for k in KINDS])
 def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, cache: str, tmp_path: Path) -> None:
     """Five samples a step: the processes have three and two, of different lengths, with pictures and without."""

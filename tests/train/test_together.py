@@ -120,6 +120,7 @@ def test_a_killed_process_ends_the_other_one_with_a_sentence(dead: int, tmp_path
     assert sentence.endswith("the run can be resumed from its last checkpoint.")
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one waits in a sum that never ends, which no exception can reach."""
     monkeypatch.setattr(together, "PATIENCE", 20)

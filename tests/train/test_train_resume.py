@@ -59,7 +59,7 @@ def test_a_run_killed_at_three_random_points_ends_as_an_unbroken_one(unbroken: P
     assert_same_run(unbroken, out)
 
 
-@pytest.mark.parametrize("cache", ["memory", "disk"])
+@pytest.mark.parametrize("cache", ["disk", pytest.param("memory", marks=pytest.mark.slow)])
 def test_a_run_with_cached_features_resumes_bit_for_bit(tmp_path: Path, cache: str) -> None:
     chosen = replace(recipe(), feature_cache=cache)
     run(tmp_path / "whole", chosen)
