@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,8 @@ SHARING = ("hivis", "eagle2", "msd", "vispec", "medusa", "hydra")
 
 
 def trained(kind: str, out: Path, features: Path | None, where: str = "disk", **head: Any) -> dict[str, Tensor]:
-    recipe = Recipe(kind=kind, stages=(Stage(3, 1e-3),), batch_size=4, micro_batch=2, validation_samples=0, head=head)
-    recipe = replace(recipe, feature_cache=where)
+    sizes = {"batch_size": 4, "micro_batch": 2, "validation_samples": 0}
+    recipe = Recipe(kind=kind, stages=(Stage(3, 1e-3),), head=head, feature_cache=where, **sizes)
     trainer = Trainer(target("llava"), recipe, listed("llava", 6), out, features=features, say=lambda _: None)
     trainer.run()
     return dict(trainer.learner.module.state_dict())
