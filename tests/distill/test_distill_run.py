@@ -68,6 +68,14 @@ def test_one_array_is_asked_like_its_rows_as_lines(written: Written, pictures: P
     assert rows(array) == rows(lines)
 
 
+def test_lines_have_the_length_of_their_prompts(written: Written, pictures: Path) -> None:
+    target = vlm("llava", method="plain")
+    source = written(asks("What?", "a.png", name="one"), asks("What is there?", name="two"))
+    report = distill(target, source, source.parent / "out", media_root=pictures, max_new_tokens=2)
+    for answered in read_answers(report.folder):
+        assert answered.prompt_tokens == len(target.processor.prompt(answered.messages))
+
+
 def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(written: Written, pictures: Path) -> None:
     lines = [asks(f"What {'x' * n}?", name=f"q{n}") for n in range(6)]
     one = shaped(run(written(*lines), sampled_share=1))

@@ -67,6 +67,13 @@ def test_samples_are_the_processors_prompts_with_the_answers_ids(
     assert sample.answer == (40, 41)
 
 
+def test_lengths_are_those_of_the_prompts_where_the_lines_have_them(write: Write, processor: InputProcessor) -> None:
+    known = Answers(write(line(0, prompt_tokens=40), line(1, prompt_tokens=4000)), processor)
+    assert list(known.lengths) == [43, 4003]
+    (guessed,) = Answers(write(line(0)), processor).lengths
+    assert guessed > 500, "a picture is taken for so many tokens"
+
+
 def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(write: Write, processor: InputProcessor) -> None:
     answers = Answers(write(line(0, finish="eos"), line(1, finish="length")), processor)
     ended, cut = (answers.sample(i) for i in range(2))
@@ -159,6 +166,7 @@ def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: I
         (line(answer_ids=[]), "at least one token id"),
         (line(answer_ids=[True]), "at least one token id"),
         (line(eos_id="</s>"), "eos_id must be a token id"),
+        (line(prompt_tokens=0), "prompt_tokens must be a number of tokens"),
         (line(answer=None), "no string named answer"),
         ({"id": "x"}, "no list named messages"),
         (line(messages=[{"role": "user", "content": [{"type": "smell"}]}]), "'smell' is not usable"),

@@ -206,7 +206,7 @@ def grow(model: PocketModel, layers: int) -> PocketModel:
 
 
 _NAME = "saccade_products"
-_LONG = 450  # positions
+_LONG = 450  # positions, under autocast
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -232,7 +232,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Causal attention of `[B, heads, N, d]` without a mask, because padding is on the right."""
     assert attention_mask is None
-    attend = _fused if query.shape[2] > _LONG else _products
+    autocast = torch.is_autocast_enabled(query.device.type)
+    attend = _products if autocast and query.shape[2] <= _LONG else _fused
     mixed = attend(query, key, value, rest.get("scaling") or query.shape[3] ** -0.5)
     return mixed.transpose(1, 2).contiguous(), None
 
@@ -243,9 +244,10 @@ AttentionInterface.register(_NAME, _attend)
 def choose_attention(model: PocketModel) -> None:
     """Select the fastest attention for training on the model's device; results are the same up to rounding.
 
-    On a CPU the fused kernel is slow on short rows. Measured by `benchmarks/attention_cost.py` on one core of an
-    AVX512-BF16 machine, 16 rows with 8 heads of 32, forward and backward: matrix products take 6.5 ms at 120 positions
-    and 12 ms at 192, the fused kernel in float32 12 and 26 ms. From about 450 positions on the fused one is faster.
+    On a CPU with bfloat16 instructions the fused kernel, which is float32, is slow on short rows. Measured by
+    `benchmarks/attention_cost.py` on one core of an AVX512-BF16 machine, 16 rows with 8 heads of 32, forward and
+    backward: matrix products take 6.5 ms at 120 positions and 12 ms at 192, the fused kernel in float32 12 and 26 ms.
+    From about 450 positions on the fused one is faster. In float32 it is faster at all lengths.
     """
     if model.device.type == "cpu":
         model.model.language_model.set_attn_implementation(_NAME)

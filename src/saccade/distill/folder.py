@@ -84,6 +84,7 @@ class Answered:
             ``visual`` before a placeholder of an image), and nothing is known about what comes next.
         temperature: 0 for a greedy answer.
         eos_id: the token that ended the answer, where ``finish`` is ``eos``; None in files of older versions.
+        prompt_tokens: of the prompt, visual ones counted; None in files of older versions.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Answered:
     finish: str
     temperature: float
     eos_id: int | None = None
+    prompt_tokens: int | None = None
 
 
 class Answers(Sequence[Answered]):

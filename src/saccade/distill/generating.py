@@ -103,4 +103,5 @@ class Generator:
             "finish": finish,
             **ending,
             "temperature": float(self.options.temperature) if item.sampled else 0.0,
+            "prompt_tokens": output.stats.prompt_tokens,
         }

@@ -45,7 +45,7 @@ def end_token(processor: InputProcessor) -> int | None:
 OnBadLine = Literal["stop", "skip"]
 
 _PER_MEDIUM = 500
-"""Tokens assumed per image or video when batches of similar length are formed."""
+"""Tokens assumed per image or video of a line without ``prompt_tokens`` when batches of similar length are formed."""
 
 _END = 1 << 14
 """Bytes of both ends of a media file that identify it."""
@@ -54,9 +54,9 @@ _END = 1 << 14
 class Answers:
     """Source of samples: the file that `saccade distill` writes.
 
-    A line is ``{"id", "messages", "answer", "answer_ids", "finish"?, "eos_id"?}``; images and videos in the messages
-    are ``data:`` URIs or files, relative to the JSON lines file or to the folder in its ``distill.json``. An empty
-    answer consists of its end token, or is left out without one.
+    A line is ``{"id", "messages", "answer", "answer_ids", "finish"?, "eos_id"?, "prompt_tokens"?}``; images and videos
+    in the messages are ``data:`` URIs or files, relative to the JSON lines file or to the folder in its
+    ``distill.json``. An empty answer consists of its end token, or is left out without one.
 
     Args:
         path: the file, or its folder.
@@ -169,7 +169,8 @@ class Answers:
         self._offsets.append(offset)
         self._numbers.append(number)
         messages, slots = normalise(row["messages"])
-        self._lengths.append(len(row["answer_ids"]) + _length(messages) + _PER_MEDIUM * len(slots))
+        prompt = row.get("prompt_tokens") or _length(messages) + _PER_MEDIUM * len(slots)
+        self._lengths.append(len(row["answer_ids"]) + prompt)
         for slot in slots:
             self._seen.update(repr(self._marked(_place(slot.source, self._media))).encode())
 
@@ -215,6 +216,9 @@ def _row(line: bytes) -> dict[str, Any]:
     end = row.get("eos_id")
     if end is not None and (type(end) is not int or end < 0):
         raise TrainingError("eos_id must be a token id; leave it out if it is unknown.")
+    prompt = row.get("prompt_tokens")
+    if prompt is not None and (type(prompt) is not int or prompt < 1):
+        raise TrainingError("prompt_tokens must be a number of tokens, at least 1; leave it out if it is unknown.")
     normalise(row["messages"])
     return row
 
