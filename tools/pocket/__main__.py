@@ -31,6 +31,12 @@ def inflate_model(
         typer.Option("--from", metavar="FOLDER", help="Model to inflate; the pocket target by default."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    heads: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--head", metavar="FOLDER", help="Head of the model, inflated to OUT/heads/NAME; may be repeated."
+        ),
+    ] = None,
     shard_gb: Annotated[float, typer.Option("--shard-gb", min=0.01, help="Largest size of a file in gigabytes.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Seed of the new weights.")] = 0,
 ) -> None:
@@ -42,10 +48,13 @@ def inflate_model(
     Example: `python -m tools.pocket inflate --like llava-1.5-7b --out pocket-7b`
     """
     from saccade.pocket import target_path
-    from tools.pocket.inflate import inflate
+    from tools.pocket.inflate import FORMATS, inflate
+    from tools.pocket.inflated_head import inflate_head
 
     with screen.waiting("Writing"):
         report = inflate(source or target_path(), out, like, dtype=dtype, shard_gb=shard_gb, seed=seed)
+        for head in heads or ():
+            inflate_head(head, out / "heads" / head.name, like, dtype=FORMATS[dtype], seed=seed)
     print(f"{out}: {report}")
 
 

@@ -40,6 +40,9 @@ from tools.pocket.inflated_layer import (
     wide_layer,
 )
 
+FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number formats of written weights by name."""
+
 
 class _Source:
     """Tensors of the small checkpoint by name, read one at a time."""
@@ -185,7 +188,7 @@ def inflate(
         ModelError: the source is of another kind or does not fit, or `out` is not empty.
     """
     shape = parse_shape(like)
-    number_format = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
+    number_format = FORMATS.get(dtype)
     if number_format is None:
         raise ModelError(f"Unknown dtype {dtype!r}; choose float32, bfloat16 or float16.")
     if not (source / "config.json").is_file():

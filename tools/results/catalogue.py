@@ -13,6 +13,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import InputError
 from tools.pocket.experts import upcycle
 from tools.pocket.inflate import inflate
+from tools.pocket.inflated_head import INFLATABLE
 
 NOT_MEASURED = ("tune",)
 """Suites that compare nothing: `saccade tune` chooses from them."""
@@ -36,8 +37,9 @@ class Measurement:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Names of the heads that the suite's rows draft with."""
-        named = (method.head or method.name for method in self.suite.methods if method.name in HEAD_KINDS)
+        """Names of the heads that the suite's rows draft with, of an inflated target those that can be inflated."""
+        kinds = INFLATABLE if self.variant == INFLATED else HEAD_KINDS
+        named = (method.head or method.name for method in self.suite.methods if method.name in kinds)
         return tuple(dict.fromkeys(named))
 
     @property
@@ -63,17 +65,23 @@ Variant = Callable[[Path, Path], str]
 """Writes a checkpoint of the function of the target in the first folder to the second one."""
 
 
+INFLATED = "inflated"
+SHAPE = "1024x24x8"
+"""Of the inflated target."""
+
+
 def _inflated(source: Path, out: Path) -> str:
-    return inflate(source, out, "1024x24x8")
+    return inflate(source, out, SHAPE)
 
 
-VARIANTS: dict[str, Variant] = {"inflated": _inflated, "experts": upcycle}
+VARIANTS: dict[str, Variant] = {INFLATED: _inflated, "experts": upcycle}
 """Checkpoints derived from the target, whose answers they have, by name."""
 
 _VARIANT_OF = {"sage-3": "experts"}
 """Suites that need another form of the target."""
 _EXTRA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("quick-1024", "quick", "inflated", {}),
+    ("quick-1024", "quick", INFLATED, {}),
+    ("small-trees-1024", "small-trees", INFLATED, {"per_task": 3}),
     ("sage-figure-3-64", "sage-figure-3", "", {"max_new_tokens": 64}),
     ("sage-figure-3-128", "sage-figure-3", "", {"max_new_tokens": 128}),
 )

@@ -27,7 +27,8 @@ from saccade.formats import count, differences, duration, shortened
 from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from tools.heads.state import usable_head
-from tools.results.catalogue import VARIANTS, Measurement, measurements
+from tools.pocket.inflated_head import inflate_head
+from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, measurements
 from tools.results.pages import (
     INDEX,
     REASONS,
@@ -238,6 +239,8 @@ class Session:
         """Load the models of a measurement and draw its prompts."""
         heads = {name: path for name in measurement.heads if (path := self._head(name)) is not None}
         target = self._variant(measurement.variant)
+        if measurement.variant == INFLATED:
+            heads = {name: self._inflated(path, Path(target) / "heads") for name, path in heads.items()}
         vlm = self._setup.load(target, heads)
         return prepare(measurement.suite, vlm, (str(target), self._setup.drafter))
 
@@ -251,6 +254,13 @@ class Session:
             self._say(f"    writing {folder}")
             write_folder(folder, partial(VARIANTS[name], source))
         return folder
+
+    def _inflated(self, head: Path, folder: Path) -> Path:
+        """Return a head of the inflated target; made where it is missing."""
+        out = folder / _digest(head)
+        if not (out / "config.json").is_file():
+            write_folder(out, lambda part: inflate_head(head, part, SHAPE))
+        return out
 
     def _head(self, name: str) -> Path | None:
         """Folder of a head: of the folder of trained heads, else shipped with the target."""

@@ -14,11 +14,17 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
 )
 
+from saccade.draft.heads.block import Placement
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.registry import head_class
+from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_head
 from saccade.errors import ModelError
 from saccade.pocket import draw
 from tools.pocket.batches import batch_of, pixels
 from tools.pocket.export import write_checkpoint
 from tools.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
+from tools.pocket.inflated_head import inflate_head
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
 
@@ -132,6 +138,39 @@ def test_the_same_seed_writes_the_same_weights(small: Path, tmp_path: Path) -> N
 def test_real_shapes_are_those_of_the_models_that_they_name() -> None:
     assert SHAPES["llava-1.5-7b"] == parse_shape("4096x32x32")
     assert [copies_of(256, SHAPES[name].width) for name in SHAPES] == [1, 5, 2]
+
+
+@pytest.mark.parametrize("shape", ["256x5x8", "128x3x4"])
+@pytest.mark.parametrize("kind", ["eagle2", "hivis"])
+def test_an_inflated_head_computes_the_small_ones_states(kind: str, shape: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    small = HeadConfig(kind, 64, 96, 2, 2, 32, 448, (3,), "Any", 3, steps=4, options=dict(head_class(kind).defaults))
+    head = build_head(small).eval()
+    for weight in head.parameters():
+        weight.data = torch.randn_like(weight) * 0.2 + (weight.dim() == 1)
+    save_head(head, tmp_path / "small")
+    inflate_head(tmp_path / "small", tmp_path / "wide", shape, dtype=torch.float32)
+    config = read_config(tmp_path / "wide")
+    wide = build_head(config).eval()
+    wide.load_state_dict(read_weights(tmp_path / "wide", [WEIGHTS]))
+    live = 64 * copies_of(64, config.hidden_size)
+    features, embeddings = torch.randn(2, 2, 40, 64)
+    at = Placement(torch.arange(40)[None], torch.ones(40, 40, dtype=torch.bool).tril()[None])
+
+    def widened(states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(states.repeat(1, 1, live // 64), (0, config.hidden_size - live))
+
+    for step in (0, 2):
+        expected = head(features, embeddings, at, step)
+        found = wide(widened(features), widened(embeddings), at, step)
+        torch.testing.assert_close(found, widened(expected), atol=2e-5, rtol=1e-4)
+
+
+def test_a_head_of_another_kind_is_not_inflated(tmp_path: Path) -> None:
+    config = HeadConfig("medusa", 64, 96, 2, 2, 32, 448, (3,), "Any", 3, options=dict(head_class("medusa").defaults))
+    save_head(build_head(config), tmp_path / "medusa")
+    with pytest.raises(ModelError, match="only eagle2 and hivis heads can be inflated"):
+        inflate_head(tmp_path / "medusa", tmp_path / "out", "256x5x8")
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path) -> None:
