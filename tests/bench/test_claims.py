@@ -86,6 +86,33 @@ def test_speed_and_efficiency_are_different_quantities() -> None:
     assert (by_tau.judgement, by_speed.judgement) == ("reversed", "holds")
 
 
+def test_curves_are_compared_where_both_reach() -> None:
+    """Curves of known shape: one is 10 % above the other at any speed, so that neither points nor range matter."""
+
+    def point(label: str, accepted: int, score: float) -> list[Record]:
+        made = records(make_run(prompts=12), "chain")
+        kept = {"accepted_histogram": [0, 10], "new_tokens": 10 * accepted + 1}
+        return [
+            replace(r, method=label, stats={**r.stats, **kept}, scores={"fact": score * (1 + 0.01 * int(r.repeat))})
+            for r in made
+        ]
+
+    def line(tokens: float) -> float:
+        return 1.0 - 0.05 * tokens
+
+    slow = [r for t in (2, 4, 8) for r in point(f"slow-{t}", t, line(t))]
+    better = [r for t in (3, 6, 12) for r in point(f"better-{t}", t, 1.1 * line(t))]
+    beyond = [r for t in (9, 11) for r in point(f"beyond-{t}", t, line(t))]
+    run = claimed(["better-*", "slow-*", "beyond-*"], by="score at equal tokens per pass")
+    (verdict,) = claims.verdicts(replace(run, records=[*run.records, *better, *slow, *beyond]))
+    (found,) = verdict.comparisons
+    assert (found.above, found.below, found.judgement) == ("better-*", "slow-*", "holds")
+    assert found.ratio.value == pytest.approx(1.1)
+    swapped = compare(slow, better, "slow-*", "better-*", "score at equal tokens per pass")
+    assert swapped is not None
+    assert swapped.judgement == "reversed"
+
+
 def test_the_interval_is_paired() -> None:
     """Prompts of very different difficulty: each ratio is exactly 1.1, so a paired interval has no width."""
     run = make_run(prompts=12, repeats=1, methods=("plain", "chain"))
@@ -128,6 +155,7 @@ def test_every_quantity_of_a_suite_has_a_measure() -> None:
     [
         ({"order": ["chain"]}, "needs an order of at least two methods"),
         ({"order": ["chain", "warp"]}, "a claim names 'warp'; expected labels of the suite: plain, chain"),
+        ({"order": ["chain*", "tree*"]}, r"a claim names 'tree\*'"),
         ({"order": ["chain", "plain"], "by": "beauty"}, "orders by 'beauty'; expected one of block efficiency"),
         ({"order": ["chain", "plain"], "at": 1}, "unknown key 'at'"),
     ],

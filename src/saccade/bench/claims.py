@@ -12,7 +12,7 @@ import numpy as np
 from saccade.bench import metrics
 from saccade.bench.records import Record, Run
 from saccade.bench.statistics import Array, Estimate, bootstrap, median, ratio_of_sums
-from saccade.bench.suite import BASELINE
+from saccade.bench.suite import BASELINE, of_curve
 
 Judgement = Literal["holds", "reversed", "undecided"]
 
@@ -106,13 +106,14 @@ def sentences(run: Run) -> Iterator[str]:
 
 def _verdict(claim: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) -> Verdict:
     labels = [label for level in claim["order"] for label in level]
-    present = [[label for label in level if label in records] for level in claim["order"]]
+    of_label = {label: [r for name in of_curve(label, records) for r in records[name]] for label in labels}
+    present = [[label for label in level if of_label[label]] for level in claim["order"]]
     found = []
     for above, below in pairwise(level for level in present if level):
         for better, other in product(above, below):
-            compared = compare(records[better], records[other], better, other, claim["by"], claim["least"])
+            compared = compare(of_label[better], of_label[other], better, other, claim["by"], claim["least"])
             found += [] if compared is None else [compared]
-    return Verdict(claim, tuple(found), tuple(label for label in labels if label not in records))
+    return Verdict(claim, tuple(found), tuple(label for label in labels if not of_label[label]))
 
 
 def compare(
@@ -184,11 +185,65 @@ def _score(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
     return ratio_of_sums([mine[p] for p in both], [other[p] for p in both])
 
 
+_GRID = 9
+"""Places at which two curves are compared."""
+
+
+def _score_at_equal_tokens(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
+    """Ratio of the mean scores of two curves over the tokens per pass that both reach, linear between their points.
+
+    Args:
+        ours, theirs: records of all methods of a curve.
+    """
+    curves = [_points(ours), _points(theirs)]
+    answered = [set(point) for curve in curves for point in curve]
+    prompts = sorted(set.intersection(*answered)) if answered else []
+    if not prompts:
+        return None
+    counts = [np.array([[point[p] for p in prompts] for point in c], np.float64) for c in curves]  # [M, P, 3]
+
+    def points(count: Array, taken: Array) -> tuple[Array, Array]:
+        """Tokens per pass and score of every method, ``[M]`` each, in ascending order of the first."""
+        emitted, passes, score = count[:, taken].sum(1).T
+        order = np.argsort(emitted / passes)
+        return (emitted / passes)[order], score[order]
+
+    whole = np.arange(len(prompts))
+    reached = [points(count, whole)[0] for count in counts]
+    low, high = max(r[0] for r in reached), min(r[-1] for r in reached)
+    if low >= high:
+        return None
+    at = np.linspace(low, high, _GRID)
+
+    def statistic(taken: Array) -> Array:
+        found = [[np.interp(at, *points(count, row)).mean() for count in counts] for row in taken]
+        over, under = np.array(found).T
+        ratio: Array = np.divide(over, under, out=np.full(len(taken), np.nan), where=under > 0)
+        return ratio
+
+    found = bootstrap(statistic, len(prompts))
+    return found if np.isfinite(found.value) else None
+
+
+def _points(records: Sequence[Record]) -> list[dict[str, tuple[int, int, float]]]:
+    """Per method, by prompt: tokens emitted by passes, passes, and score."""
+    by_method: dict[str, list[Record]] = {}
+    for record in records:
+        by_method.setdefault(record.method, []).append(record)
+    found = []
+    for group in by_method.values():
+        sums, scores = _sums(group), metrics.score_by_prompt(group)
+        found.append({prompt: (*sums[prompt], scores[prompt]) for prompt in sums if prompt in scores})
+    return found
+
+
 MEASURES: dict[str, Measure] = {
     "block efficiency": _block_efficiency,
     "decoding speed": _of_rates(metrics.decode_rate),
     "speed": _of_rates(metrics.rate),
     "score": _score,
+    "score at equal tokens per pass": _score_at_equal_tokens,
 }
 """Ratio of a quantity of one method over another's on the same prompts: tokens per pass; median throughput after
-prefill; median throughput end to end; mean score against ground truth."""
+prefill; median throughput end to end; mean score against ground truth; the same of two curves of methods, over the
+tokens per pass that both reach."""

@@ -85,7 +85,8 @@ class Claim:
     """Order of methods in the paper's table or figure, for `saccade.bench.claims` to judge.
 
     Attributes:
-        order: levels of labels, the best one first; each method of a level is above each of the next.
+        order: levels of labels, the best one first; each method of a level is above each of the next. A label that
+            ends in ``*`` is the curve through all methods whose labels begin so, for quantities that compare curves.
         by: name of the compared quantity.
         least: ratio that every comparison must exceed.
     """
@@ -220,8 +221,15 @@ def _method(item: Any, where: str) -> MethodEntry:
     return make(MethodEntry, values, f"{where}, method {item['name']!r}")
 
 
-QUANTITIES = ("block efficiency", "decoding speed", "speed", "score")
-"""Quantities by which a claim may order methods."""
+QUANTITIES = ("block efficiency", "decoding speed", "speed", "score", "score at equal tokens per pass")
+"""Quantities by which a claim may order methods; the last one compares curves."""
+
+
+def of_curve(label: str, known: Iterable[str]) -> list[str]:
+    """Return the known labels of a label in a claim: itself, or with a ``*`` at its end all that begin so."""
+    if not label.endswith("*"):
+        return [name for name in known if name == label]
+    return [name for name in known if name.startswith(label[:-1])]
 
 
 def _claims(content: Mapping[str, Any], where: str) -> list[Any]:
@@ -234,7 +242,7 @@ def _claim(item: Any, methods: tuple[MethodEntry, ...], where: str) -> Claim:
     check_keys(item, (f.name for f in fields(Claim)), f"{where}, claims")
     order = tuple(tuple(level) if isinstance(level, list) else (level,) for level in item["order"])
     known = [m.label for m in methods]
-    odd = next((label for level in order for label in level if label not in known), None)
+    odd = next((label for level in order for label in level if not of_curve(label, known)), None)
     if odd is not None:
         raise SaccadeError(f"{where}: a claim names {odd!r}; expected labels of the suite: {', '.join(known)}.")
     claim = make(Claim, {**item, "order": order}, f"{where}, claims")
