@@ -84,6 +84,34 @@ def test_speculation_sampling_systems_and_groups_are_those_of_generate(photos: P
     assert found["sub/c.png"]["method"] == "chain"
 
 
+def test_answers_of_a_request_that_end_in_one_step_are_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = model()
+    opened = target.engine.open
+
+    def opening(*args: Any, **options: Any) -> Any:
+        batch = opened(*args, **options)
+        step = batch.step
+
+        def until_all_end() -> list[Any]:
+            ended: dict[Any, Any] = {}
+            while not ended or not all(row.done for row in ended):
+                ended.update(step())
+            return list(ended.items())
+
+        monkeypatch.setattr(batch, "step", until_all_end)
+        return batch
+
+    monkeypatch.setattr(target.engine, "open", opening)
+    body = {"model": "any", "messages": [{"role": "user", "content": "What?"}], "max_tokens": 4, "n": 2}
+    line = {"custom_id": "two", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    source = tmp_path / "requests.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    report = run(source, tmp_path / "out.jsonl", target=target, prompt=None, max_new_tokens=None)
+    assert (report.answered, report.failed, report.tokens) == (1, 0, 8)
+
+
 def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     saved_picture(tmp_path / "a.png")
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]

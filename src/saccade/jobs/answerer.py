@@ -189,7 +189,7 @@ class Answering:
         for row in ended:
             running = self._running.pop(id(row), None)
             if running is None:
-                continue  # another row of its item has failed
+                continue  # another row of its item has failed, or all have ended in this step
             if row.error is not None:
                 if causes[id(row.error)] > 1 and not running.alone:
                     self._drop(running)
@@ -198,6 +198,7 @@ class Answering:
                 else:
                     yield self._failed(running, row.error)
             elif all(each.done for each in running.rows):
+                self._drop(running)
                 yield self._ended(running)
 
     def _ended(self, running: _Running) -> Answer:
