@@ -320,7 +320,7 @@ def test_audio_and_parts_of_videos_are_refused(logs: fake.Logs) -> None:
 
 def test_a_limit_beyond_the_context_is_cut_and_reported(logs: fake.Logs) -> None:
     model = model_of("chat")
-    (result,) = model.generate_until(task_of(samples("scene", 1), max_new_tokens=4096).chat(model))
+    (result,) = model.generate_until(task_of(samples("scene", 1), max_new_tokens=16384).chat(model))
     assert result.text
     assert sum("more than the model's context" in sentence for sentence in logs.sentences) == 1
 

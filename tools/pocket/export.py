@@ -57,6 +57,8 @@ the same answers against another sample's facts; *shuffled image* shows another 
 def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write all that `from_pretrained` needs: configuration, weights, tokenizer, processor, template."""
     narrow = copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16)
+    for part in (narrow.config.text_config, narrow.config.vision_config):
+        part.dtype = torch.bfloat16  # a model loaded in float32 has that there
     narrow.generation_config = GenerationConfig(do_sample=False, bos_token_id=BEGIN, eos_token_id=END, pad_token_id=PAD)
     narrow.save_pretrained(folder)
     write_processor(tokenizer, folder, CONTEXT)
