@@ -156,6 +156,7 @@ def test_every_quantity_of_a_suite_has_a_measure() -> None:
         ({"order": ["chain"]}, "needs an order of at least two methods"),
         ({"order": ["chain", "warp"]}, "a claim names 'warp'; expected labels of the suite: plain, chain"),
         ({"order": ["chain*", "tree*"]}, r"a claim names 'tree\*'"),
+        ({"order": ["chain*", "plain"], "by": "score"}, "only score at equal tokens per pass has curves"),
         ({"order": ["chain", "plain"], "by": "beauty"}, "orders by 'beauty'; expected one of block efficiency"),
         ({"order": ["chain", "plain"], "at": 1}, "unknown key 'at'"),
     ],

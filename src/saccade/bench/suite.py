@@ -248,6 +248,11 @@ def _claim(item: Any, methods: tuple[MethodEntry, ...], where: str) -> Claim:
     claim = make(Claim, {**item, "order": order}, f"{where}, claims")
     if claim.by not in QUANTITIES:
         raise SaccadeError(f"{where}: a claim orders by {claim.by!r}; expected one of {', '.join(QUANTITIES)}.")
+    curve = next((label for level in order for label in level if label.endswith("*")), None)
+    if curve is not None and claim.by != QUANTITIES[-1]:
+        raise SaccadeError(
+            f"{where}: a claim orders the curve {curve!r} by {claim.by}; only {QUANTITIES[-1]} has curves."
+        )
     return claim
 
 
