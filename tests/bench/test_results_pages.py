@@ -16,6 +16,7 @@ from saccade.bench import library
 from saccade.bench.records import FILE
 from saccade.bench.runner import Progress, Runner
 from saccade.errors import InputError, SaccadeError
+from saccade.pocket import head_paths
 from tools.heads.catalogue import read as read_recipes
 from tools.heads.state import MARK as HEAD_MARK
 from tools.heads.state import head_folder
@@ -176,6 +177,17 @@ def test_a_head_in_training_or_of_another_target_is_not_used(setup: Setup) -> No
     (folder / HEAD_MARK).write_text(json.dumps(mark))
     with pytest.raises(SaccadeError, match="was trained for another target"):
         run(setup, ("hivis-figure-7",))
+
+
+def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup: Setup) -> None:
+    shipped = head_paths()["eagle2"]
+    trained = head_folder(setup.models, "eagle2")
+    shutil.copytree(shipped, trained)
+    session = Session(replace(setup, target="pocket", drafter=None))
+    small_trees, inflated, hivis_2 = measurements(["small-trees", "small-trees-1024", "hivis-2"])
+    assert session.heads(small_trees)["eagle2"] == session.heads(inflated)["eagle2"] == shipped
+    assert session.heads(hivis_2)["eagle2"] == trained
+    assert session.heads(hivis_2)["dream"] == head_paths()["dream"], "where no other is trained"
 
 
 def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ MIRRORED = [
     "dream-figure-4b",
     "dream-figure-4d",
     "heads",
+    "heads-long",
     "hivis-1",
     "hivis-2",
     "hivis-2-sampling",
@@ -42,7 +43,7 @@ MIRRORED = [
     *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
 ]
 """Suites that docs/results has pages of."""
-OF_NO_PAPER = ("quick", "small-trees")
+OF_NO_PAPER = ("heads-long", "quick", "small-trees")
 
 
 def test_every_paper_has_its_suites_in_reading_order() -> None:

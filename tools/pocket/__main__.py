@@ -49,8 +49,14 @@ def inflate_model(
     """
     from saccade.pocket import target_path
     from tools.pocket.inflate import FORMATS, inflate
-    from tools.pocket.inflated_head import inflate_head
+    from tools.pocket.inflated_head import checked, inflate_head
 
+    for number, head in enumerate(heads or ()):  # before the target, which can take minutes
+        checked(head, like)
+        if any(head.name == other.name for other in (heads or ())[:number]):
+            raise SaccadeError(
+                f"Two heads are named {head.name}; rename a folder, as each is written to OUT/heads/NAME."
+            )
     with screen.waiting("Writing"):
         report = inflate(source or target_path(), out, like, dtype=dtype, shard_gb=shard_gb, seed=seed)
         for head in heads or ():

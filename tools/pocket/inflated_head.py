@@ -33,8 +33,7 @@ def inflate_head(head: Path, out: Path, like: str, *, dtype: torch.dtype = torch
     Raises:
         ModelError: the head is of a kind or form that cannot be inflated, or does not fit.
     """
-    config, shape = read_config(head), parse_shape(like)
-    _check(head, config, shape)
+    config, shape = checked(head, like)
     small = config.hidden_size
     widths = Widths(small, shape.width, copies_of(small, shape.width))
     tensors = _tensors(read_weights(head, [WEIGHTS]), config, shape, widths, Filler(seed, dtype))
@@ -55,7 +54,13 @@ def inflate_head(head: Path, out: Path, like: str, *, dtype: torch.dtype = torch
     (out / "config.json").write_text(wide.to_json())
 
 
-def _check(folder: Path, config: HeadConfig, shape: Shape) -> None:
+def checked(folder: Path, like: str) -> tuple[HeadConfig, Shape]:
+    """Return a head's configuration and a shape that it can be inflated to.
+
+    Raises:
+        ModelError: the head is of a kind or form that cannot be inflated, or does not fit.
+    """
+    config, shape = read_config(folder), parse_shape(like)
     if config.kind not in INFLATABLE:
         raise ModelError(f"{folder} holds a {config.kind} head; only {' and '.join(INFLATABLE)} heads can be inflated.")
     odd = config.qk_norm or config.qkv_bias or config.layers != (config.target_layers,)
@@ -73,6 +78,7 @@ def _check(folder: Path, config: HeadConfig, shape: Shape) -> None:
             f"{folder} holds a head whose attention heads of size {config.head_dim} do not divide {shape.head_dim}; "
             "choose a shape with heads a multiple of that size."
         )
+    return config, shape
 
 
 def _tensors(

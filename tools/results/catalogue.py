@@ -36,6 +36,11 @@ class Measurement:
     variant: str = ""
 
     @property
+    def shipped(self) -> bool:
+        """Whether heads that come with the target are preferred to those of the folder of trained heads."""
+        return self.suite.name in _SHIPPED
+
+    @property
     def heads(self) -> tuple[str, ...]:
         """Names of the heads that the suite's rows draft with, of an inflated target those that can be inflated."""
         kinds = INFLATABLE if self.variant == INFLATED else HEAD_KINDS
@@ -79,6 +84,8 @@ VARIANTS: dict[str, Variant] = {INFLATED: _inflated, "experts": upcycle}
 
 _VARIANT_OF = {"sage-3": "experts"}
 """Suites that need another form of the target."""
+_SHIPPED = ("heads-long", "small-trees")
+"""Suites of the heads that come with the target; all others compare heads of equal training."""
 _EXTRA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("quick-1024", "quick", INFLATED, {}),
     ("small-trees-1024", "small-trees", INFLATED, {"per_task": 3}),

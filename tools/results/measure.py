@@ -144,7 +144,7 @@ class Session:
         clock = _Clock(self._say, chosen)
         for measurement in chosen:
             name = measurement.name
-            lacking = [head for head in measurement.heads if self._head(head) is None]
+            lacking = self._lacking(measurement)
             if lacking:
                 report.left_out[name] = self._reason(lacking)
                 clock.skip(measurement, self._advice(lacking))
@@ -167,7 +167,7 @@ class Session:
         """Pages with their answers, missing heads, and the time at the speed of plain decoding on one task."""
         lines, total = [], 0
         for measurement in chosen:
-            lacking = [head for head in measurement.heads if self._head(head) is None]
+            lacking = self._lacking(measurement)
             state = self._advice(lacking) if lacking else "measured" if self.is_measured(measurement) else ""
             total += 0 if state else measurement.answers
             lines.append(f"{measurement.name}: {measurement.answers} answers{'; ' * bool(state)}{state}")
@@ -237,7 +237,7 @@ class Session:
 
     def prepared(self, measurement: Measurement) -> Prepared:
         """Load the models of a measurement and draw its prompts."""
-        heads = {name: path for name in measurement.heads if (path := self._head(name)) is not None}
+        heads = self.heads(measurement)
         target = self._variant(measurement.variant)
         if measurement.variant == INFLATED:
             heads = {name: self._inflated(path, Path(target) / "heads") for name, path in heads.items()}
@@ -262,15 +262,21 @@ class Session:
             write_folder(out, lambda part: inflate_head(head, part, SHAPE))
         return out
 
-    def _head(self, name: str) -> Path | None:
-        """Folder of a head: of the folder of trained heads, else shipped with the target."""
-        found = usable_head(self._setup.models, name, self._target)
-        return found or (head_paths().get(name) if is_pocket(self._setup.target) else None)
+    def heads(self, measurement: Measurement) -> dict[str, Path]:
+        """Folders of the heads there are: of the folder of trained heads, or shipped with the target."""
+        shipped = head_paths() if is_pocket(self._setup.target) else {}
+        found = {name: usable_head(self._setup.models, name, self._target) for name in measurement.heads}
+        trained = {name: path for name, path in found.items() if path is not None}
+        merged = {**trained, **shipped} if measurement.shipped else {**shipped, **trained}
+        return {name: merged[name] for name in measurement.heads if name in merged}
+
+    def _lacking(self, measurement: Measurement) -> list[str]:
+        found = self.heads(measurement)
+        return [name for name in measurement.heads if name not in found]
 
     def _digests(self, measurement: Measurement) -> dict[str, str]:
         """Digest of the weights of every head."""
-        found = {name: self._head(name) for name in measurement.heads}
-        return {name: _digest(path) for name, path in found.items() if path is not None}
+        return {name: _digest(path) for name, path in self.heads(measurement).items()}
 
     def _done(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self._setup.out / name / _DONE).read_text(encoding="utf-8"))

@@ -19,8 +19,9 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_head
-from saccade.errors import ModelError
+from saccade.errors import ModelError, SaccadeError
 from saccade.pocket import draw
+from tools.pocket.__main__ import inflate_model
 from tools.pocket.batches import batch_of, pixels
 from tools.pocket.export import write_checkpoint
 from tools.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
@@ -171,6 +172,19 @@ def test_a_head_of_another_kind_is_not_inflated(tmp_path: Path) -> None:
     save_head(build_head(config), tmp_path / "medusa")
     with pytest.raises(ModelError, match="only eagle2 and hivis heads can be inflated"):
         inflate_head(tmp_path / "medusa", tmp_path / "out", "256x5x8")
+    with pytest.raises(ModelError, match="only eagle2 and hivis heads can be inflated"):  # before the target is written
+        inflate_model("256x5x8", tmp_path / "wide", heads=[tmp_path / "medusa"])
+    assert not (tmp_path / "wide").exists()
+
+
+def test_two_heads_of_one_name_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    heads = [tmp_path / "first" / "best", tmp_path / "second" / "best"]
+    config = HeadConfig("eagle2", 64, 96, 2, 2, 32, 448, (3,), "Any", 3, options=dict(head_class("eagle2").defaults))
+    for folder in heads:
+        save_head(build_head(config), folder)
+    with pytest.raises(SaccadeError, match="Two heads are named best"):
+        inflate_model("256x5x8", tmp_path / "wide", heads=heads)
+    assert not (tmp_path / "wide").exists()
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path) -> None:
