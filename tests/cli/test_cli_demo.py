@@ -99,7 +99,7 @@ def test_the_chosen_pictures_are_drafted_well(task: str) -> None:
 
 
 def test_help_names_what_task_takes(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {name for name in WORLD if WORLD[name].share and demo._shows_one_picture(draw(0, name))}
+    taken = {name for name in WORLD if demo._shows_one_picture(draw(0, name))}
     refused = shell("demo", "--task", "story").complaint
     assert taken == set(refused.removesuffix(".").partition("one of ")[2].split(", "))
     monkeypatch.setattr(rich_utils, "MAX_WIDTH", 400)

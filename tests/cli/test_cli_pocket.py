@@ -1,5 +1,9 @@
 """`saccade pocket eval` marks a folder's model, with a draft model by name or by folder, or refuses in one sentence."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 from commands import Shell
 
@@ -22,17 +26,21 @@ def test_tasks_and_grammars_that_do_not_exist_are_named(shell: Shell) -> None:
 
 
 def test_a_task_that_does_not_fit_the_model_is_left_out_or_refused_by_length(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from saccade import pocket
 
+    short = shutil.copytree(draft_path(), tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 2048
+    (short / "config.json").write_text(json.dumps(config))
     few = {name: pocket.WORLD[name] for name in ("knowledge", "long-video")}
     monkeypatch.setattr(pocket, "WORLD", few)
-    told = shell("pocket", "eval", str(draft_path()), "-n", "2")
+    told = shell("pocket", "eval", str(short), "-n", "2")
     assert told.code == 0, told.err
     assert "Task long-video is left out: The sequence needs" in told.err
     assert "| long-video |" not in told.out
-    refused = shell("pocket", "eval", "-t", "long-video", "-n", "2")
+    refused = shell("pocket", "eval", str(short), "-t", "long-video", "-n", "2")
     assert refused.code == 2
     assert "context is 2048" in refused.err
 

@@ -39,7 +39,7 @@ def demo(
         str | None,
         typer.Option(
             help="chart, line or scene, one of these at random with --seed alone; also caption, count, detail, "
-            "document, existence, receipt or vet."
+            "document, existence, prose, receipt, report or vet."
         ),
     ] = None,
     seed: Annotated[
@@ -68,8 +68,7 @@ def demo(
 
     if repeats < 1:
         raise InputError(f"--repeats must be at least 1, not {repeats}.")
-    trained = (name for name in WORLD if WORLD[name].share)
-    tasks = sorted(name for name in trained if _shows_one_picture(draw(0, name)))
+    tasks = sorted(name for name in WORLD if _shows_one_picture(draw(0, name)))
     if task is not None and task not in tasks:
         raise InputError(f"{task!r} is not a task of one picture; choose one of {', '.join(tasks)}.")
     if task is None and seed is None:

@@ -13,7 +13,7 @@ from saccade.distill.options import Options
 from saccade.errors import InputError
 from saccade.files import write_file
 from saccade.pocket import WORLD, Sample, draw, lacks
-from saccade.pocket.sample import UNSEEN_BY_DRAFTS
+from saccade.pocket.sample import UNSEEN_BY_HEADS
 
 PREFIX = "pocket:"
 FILE = "prompts.jsonl"
@@ -21,17 +21,13 @@ MEDIA = "media"
 
 
 def tasks_of(source: str, grammar: str) -> list[str]:
-    """Tasks named by ``pocket:TASK,TASK``; ``pocket:all`` names all that the built-in drafters were trained on.
+    """Tasks named by ``pocket:TASK,TASK``; ``pocket:all`` names all that the built-in heads were trained on.
 
     Raises:
         InputError: a task or its grammar does not exist.
     """
     named = [name.strip() for name in source.removeprefix(PREFIX).split(",") if name.strip()]
-    tasks = (
-        [task for task in WORLD if WORLD[task].share and task not in UNSEEN_BY_DRAFTS]
-        if named == ["all"]
-        else list(dict.fromkeys(named))
-    )
+    tasks = [task for task in WORLD if task not in UNSEEN_BY_HEADS] if named == ["all"] else list(dict.fromkeys(named))
     if not tasks:
         raise InputError(f"{source!r} names no task; give pocket:all, or pocket: and some of {', '.join(WORLD)}.")
     for task in tasks:

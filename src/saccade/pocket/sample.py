@@ -166,6 +166,8 @@ WORLD: dict[str, Task] = {}
 """Every task by name, in the order of `saccade.pocket.tasks`."""
 UNSEEN_BY_DRAFTS = ("story", "album")
 """Tasks that drafters are not trained on: their out-of-distribution case."""
+UNSEEN_BY_HEADS = (*UNSEEN_BY_DRAFTS, "long-video")
+"""Tasks that heads are not trained on, which, as published ones, have seen no prompts of thousands of tokens."""
 
 
 def register(name: str, task: Task) -> None:
