@@ -188,6 +188,13 @@ def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup
     assert session.heads(small_trees)["eagle2"] == session.heads(inflated)["eagle2"] == shipped
     assert session.heads(hivis_2)["eagle2"] == trained
     assert session.heads(hivis_2)["dream"] == head_paths()["dream"], "where no other is trained"
+    other = head_folder(setup.models, "hivis")
+    other.mkdir()
+    mark = {"recipe": {}, "target": "another", "best": "best", "block_efficiency": 3.0}
+    (other / HEAD_MARK).write_text(json.dumps(mark))
+    assert session.heads(small_trees)["hivis"] == head_paths()["hivis"], "whatever else is trained"
+    with pytest.raises(SaccadeError, match="was trained for another target"):
+        session.heads(hivis_2)
 
 
 def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

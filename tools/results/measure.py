@@ -265,9 +265,10 @@ class Session:
     def heads(self, measurement: Measurement) -> dict[str, Path]:
         """Folders of the heads there are: of the folder of trained heads, or shipped with the target."""
         shipped = head_paths() if is_pocket(self._setup.target) else {}
-        found = {name: usable_head(self._setup.models, name, self._target) for name in measurement.heads}
-        trained = {name: path for name, path in found.items() if path is not None}
-        merged = {**trained, **shipped} if measurement.shipped else {**shipped, **trained}
+        given = shipped if measurement.shipped else {}
+        searched = [name for name in measurement.heads if name not in given]
+        found = {name: usable_head(self._setup.models, name, self._target) for name in searched}
+        merged = shipped | {name: path for name, path in found.items() if path is not None}
         return {name: merged[name] for name in measurement.heads if name in merged}
 
     def _lacking(self, measurement: Measurement) -> list[str]:
