@@ -61,8 +61,15 @@ def test_an_unknown_head_is_refused_with_the_known_ones() -> None:
         read().chosen(["hydra2"])
 
 
+def test_steps_and_answers_are_scaled_apart() -> None:
+    scaled = FEW.scaled(0.5, 2)
+    assert scaled.answers["few"].count == 10
+    assert scaled.heads["eagle2"].settings == {**SMALL, "stage1.steps": 2}
+    assert FEW.scaled(0.5, 0.01).answers["few"].count == 1
+
+
 def test_the_plan_prints_time_and_disk_space_before_anything_is_written(vlm: saccade.VLM, out: Path) -> None:
-    short, long = (workshop(vlm, out, FEW.scaled(factor)).forecast() for factor in (1, 50))
+    short, long = (workshop(vlm, out, FEW.scaled(factor, factor)).forecast() for factor in (1, 50))
     assert [part.name for part in short.parts] == ["few", "eagle2", "medusa"]
     assert all(part.seconds > 0 and part.kept > 0 for part in short.parts)
     assert short.most_bytes == sum(p.kept + p.passing for p in short.parts)

@@ -28,6 +28,12 @@ def heads(
     scale: Annotated[
         float, typer.Option(min=0.0001, help="Multiply all steps and answers; 0.002 tries everything in minutes.")
     ] = 1.0,
+    answers: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0001, help="Multiply answers by this instead: few steps learn more from answers that do not repeat."
+        ),
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print time and disk space, and stop.")] = False,
     commands: Annotated[bool, typer.Option("--commands", help="Print one command per head, and stop.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the target.")] = "float32",
@@ -42,13 +48,15 @@ def heads(
     """
     from tools.heads.catalogue import read
 
-    if not 0 < scale <= 100:
-        raise InputError(f"--scale must be above 0 and at most 100, not {scale}.")
-    catalogue = read().chosen(names or ()).scaled(scale)
+    answers = scale if answers is None else answers
+    for option, factor in {"--scale": scale, "--answers": answers}.items():
+        if not 0 < factor <= 100:
+            raise InputError(f"{option} must be above 0 and at most 100, not {factor}.")
+    catalogue = read().chosen(names or ()).scaled(scale, answers)
     if commands:
-        for answers in catalogue.answers.values():
-            prompts = f"{answers.source} --count {answers.count}"
-            print(f"saccade distill {prompts} -t {target} --dtype {dtype} -o {out}/answers/{answers.name}")
+        for one in catalogue.answers.values():
+            prompts = f"{one.source} --count {one.count}"
+            print(f"saccade distill {prompts} -t {target} --dtype {dtype} -o {out}/answers/{one.name}")
         for head in catalogue.heads.values():
             print(head.command(str(out), target, dtype))
         return

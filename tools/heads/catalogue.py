@@ -115,18 +115,19 @@ class Catalogue:
         used = {head.data for head in heads.values()}
         return Catalogue({name: answers for name, answers in self.answers.items() if name in used}, heads)
 
-    def scaled(self, factor: float) -> Catalogue:
+    def scaled(self, steps_by: float, answers_by: float) -> Catalogue:
         """Return the catalogue with so many times as many steps and answers, at least one of each."""
 
-        def times(number: int) -> int:
+        def times(number: int, factor: float) -> int:
             return max(round(number * factor), 1) if number else 0
 
         def steps(settings: Mapping[str, Any]) -> dict[str, Any]:
             return {
-                key: times(value) if key.endswith((".steps", ".warmup")) else value for key, value in settings.items()
+                key: times(value, steps_by) if key.endswith((".steps", ".warmup")) else value
+                for key, value in settings.items()
             }
 
-        answers = {name: replace(a, count=times(a.count)) for name, a in self.answers.items()}
+        answers = {name: replace(a, count=times(a.count, answers_by)) for name, a in self.answers.items()}
         heads = {name: replace(h, settings=steps(h.settings)) for name, h in self.heads.items()}
         return Catalogue(answers, heads)
 
