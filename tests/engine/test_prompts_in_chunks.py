@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from families import FAMILIES
 from saccade.inputs.batching import media_spans
 from saccade.target.adapter import Target
 from saccade.target.context import Context
+from saccade.target.prefill import Prefill
 
 NEW = 8
 
@@ -72,6 +74,24 @@ def test_a_long_prompt_is_read_beside_rows_that_go_on(method: str, chunk: int, m
     drain(batch)
     assert first.output == alone(method, prompts()[0], n=60)
     assert second.output == alone(method, prompts()[1], n=20)
+
+
+def test_passes_of_their_own_count_as_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, spent = prompts()[0], list[float]()
+    batch = engine("plain").open(1, prefill_chunk=len(prompt) // 3)
+    run = Prefill.run
+
+    def timed(prefill: Prefill, stop: int) -> None:
+        begun = time.perf_counter()
+        run(prefill, stop)
+        spent.append(time.perf_counter() - begun)
+
+    monkeypatch.setattr(Prefill, "run", timed)
+    monkeypatch.setattr(Prefill, "runs_alone", property(lambda prefill: True))
+    row = add(batch, prompt, n=NEW)
+    drain(batch)
+    assert len(spent) > 2
+    assert row.finish().stats.times.prefill >= sum(spent)
 
 
 @pytest.mark.parametrize("method", ["lookup", "chain", "static"])

@@ -33,7 +33,8 @@ class PromptRunner:
 
     def chunks(self) -> tuple[list[PrefillChunk], list[PrefillChunk], list[PrefillChunk]]:
         """This step's parts of prompts: chunks for the joint forward; last chunks that have run in passes of their own;
-        and chunks whose large media or long draft prompt ran ahead, which takes the step's whole budget."""
+        and parts before the last that have, or whose large media or long draft prompt ran ahead, which takes the step's
+        whole budget."""
         chunks: list[PrefillChunk] = []
         done: list[PrefillChunk] = []
         ahead: list[PrefillChunk] = []
@@ -66,8 +67,8 @@ class PromptRunner:
             if not alone:
                 chunk.has_tree = chunk.is_last and self._drafts_early(row)
                 chunks.append(chunk)
-            elif prefill.done:
-                done.append(chunk)
+            else:
+                (done if prefill.done else ahead).append(chunk)
         return chunks, done, ahead
 
     def _run_ahead(self, chunk: PrefillChunk) -> bool:
