@@ -52,6 +52,24 @@ def test_a_partly_right_order_is_counted() -> None:
     assert verdict.outcome == "holds in 2 of 4 comparisons"
 
 
+def test_a_claim_about_some_tasks_reads_no_others() -> None:
+    run = claimed(["chain", "prompt-lookup"])
+    worse = [replace(r, method="chain", task="chart") for r in records(run, "prompt-lookup") if r.task == "chart"]
+    kept = [r for r in run.records if (r.method, r.task) != ("chain", "chart")]
+    (claim,) = run.header.config["claims"]
+    both = [claim, {**claim, "tasks": ["scene"]}, {**claim, "tasks": ["chart"]}, {**claim, "tasks": ["receipt"]}]
+    run = replace(
+        run, records=[*kept, *worse], header=replace(run.header, config={**run.header.config, "claims": both})
+    )
+    every, scene, chart, receipt = claims.verdicts(run)
+    assert every.comparisons[0].tasks == (1, 2)
+    assert scene.outcome == "holds"
+    assert scene.comparisons[0].tasks == (1, 1)
+    assert "holds on this pair in scene: chain over" in scene.sentence("X, T")
+    assert chart.comparisons[0].ratio.value == 1
+    assert receipt.outcome == "was not measured"
+
+
 def test_a_method_against_itself_is_undecided() -> None:
     run = claimed(["chain", "other"])
     twin = [replace(r, method="other") for r in records(run, "chain")]

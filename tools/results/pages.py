@@ -90,7 +90,7 @@ def verdict(run: Run, number: int = 0) -> str:
 def outcome(run: Run) -> str:
     """The outcomes of all claims, for the index; without any, the sentence of the page."""
     found = [
-        f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}"
+        f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}{v.place}"
         for v in claims.verdicts(run)
     ]
     return "; ".join(found) or verdict(run)

@@ -76,6 +76,12 @@ class Verdict:
             return f"holds in {found.count('holds')} of {len(found)} comparisons"
         return "does not hold"
 
+    @property
+    def place(self) -> str:
+        """The tasks of a claim that is not about all of them, as ``" in prose, report"``."""
+        tasks = self.claim.get("tasks") or ()
+        return f" in {', '.join(tasks)}" if tasks else ""
+
     def sentence(self, paper: str) -> str:
         """State whether the order holds, by how much, and on how many tasks.
 
@@ -87,7 +93,7 @@ class Verdict:
         lacks = f"; without {', '.join(self.absent)}" if self.absent else ""
         listed = "; ".join(map(str, self.comparisons))
         shown, by = f": {listed}" if listed else "", self.claim["by"]
-        return f"The order of {paper}, in {by}{least}, {order}, {self.outcome} on this pair{shown}{lacks}."
+        return f"The order of {paper}, in {by}{least}, {order}, {self.outcome} on this pair{self.place}{shown}{lacks}."
 
 
 def verdicts(run: Run) -> list[Verdict]:
@@ -106,7 +112,11 @@ def sentences(run: Run) -> Iterator[str]:
 
 def _verdict(claim: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) -> Verdict:
     labels = [label for level in claim["order"] for label in level]
-    of_label = {label: [r for name in of_curve(label, records) for r in records[name]] for label in labels}
+    tasks = claim.get("tasks") or ()
+    of_label = {
+        label: [r for name in of_curve(label, records) for r in records[name] if not tasks or r.task in tasks]
+        for label in labels
+    }
     present = [[label for label in level if of_label[label]] for level in claim["order"]]
     found = []
     for above, below in pairwise(level for level in present if level):

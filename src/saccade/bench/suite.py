@@ -89,11 +89,13 @@ class Claim:
             ends in ``*`` is the curve through all methods whose labels begin so, for quantities that compare curves.
         by: name of the compared quantity.
         least: ratio that every comparison must exceed.
+        tasks: names of the tasks that are compared; empty for all.
     """
 
     order: tuple[tuple[str, ...], ...]
     by: str = "block efficiency"
     least: float = 1.0
+    tasks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:
         "tasks": tuple(_task(item, where) for item in _list(content, "tasks", where)),
         "methods": with_baseline(_method(item, where) for item in _list(content, "methods", where)),
     }
-    parts["claims"] = tuple(_claim(item, parts["methods"], where) for item in _claims(content, where))
+    parts["claims"] = tuple(_claim(item, parts, where) for item in _claims(content, where))
     check_keys(_sampling(content, where), SAMPLING, f"{where}, sampling")
     if content.get("judge"):
         judge.parse(_table(content, "judge", where), f"{where}, judge")
@@ -236,16 +238,19 @@ def _claims(content: Mapping[str, Any], where: str) -> list[Any]:
     return _list(content, "claims", where) if "claims" in content else []
 
 
-def _claim(item: Any, methods: tuple[MethodEntry, ...], where: str) -> Claim:
+def _claim(item: Any, parts: Mapping[str, Any], where: str) -> Claim:
     if not isinstance(item, Mapping) or not isinstance(item.get("order"), list) or len(item["order"]) < 2:
         raise SaccadeError(f'{where}: a claim needs an order of at least two methods, such as {{order = ["A", "B"]}}.')
     check_keys(item, (f.name for f in fields(Claim)), f"{where}, claims")
     order = tuple(tuple(level) if isinstance(level, list) else (level,) for level in item["order"])
-    known = [m.label for m in methods]
+    known = [m.label for m in parts["methods"]]
     odd = next((label for level in order for label in level if not of_curve(label, known)), None)
     if odd is not None:
         raise SaccadeError(f"{where}: a claim names {odd!r}; expected labels of the suite: {', '.join(known)}.")
-    claim = make(Claim, {**item, "order": order}, f"{where}, claims")
+    tasks, about = [task.name for task in parts["tasks"]], item.get("tasks", [])
+    if not isinstance(about, list) or any(task not in tasks for task in about):
+        raise SaccadeError(f"{where}: a claim is about the tasks {about!r}; expected a list of {', '.join(tasks)}.")
+    claim = make(Claim, {**item, "order": order, "tasks": tuple(about)}, f"{where}, claims")
     if claim.by not in QUANTITIES:
         raise SaccadeError(f"{where}: a claim orders by {claim.by!r}; expected one of {', '.join(QUANTITIES)}.")
     curve = next((label for level in order for label in level if label.endswith("*")), None)
