@@ -163,8 +163,9 @@ def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Se
     assert report.measured == ["quick"]
     command = f"`python -m tools.heads hivis pictures-alone -t {setup.target} -d {setup.drafter} --out {setup.models}`"
     assert f"[1/2] hivis-figure-7: left out, because 2 heads must be trained first: {command}" in LINES
-    text = published(session, report, tmp_path / "docs", ("hivis-figure-7", "quick"))["README.md"]
+    text = published(session, report, tmp_path / "docs", ("hivis-figure-7", "quick", "tabed-1"))["README.md"]
     assert "- hivis-figure-7: its heads hivis, pictures-alone are not trained; `make heads` trains them." in text
+    assert "- tabed-1: left for later; `python -m tools.results tabed-1` measures it." in text
     assert str(tmp_path) not in text
 
 
@@ -229,7 +230,7 @@ def test_a_suite_that_breaks_does_not_cost_the_others(setup: Setup, monkeypatch:
 
 def test_the_plan_counts_answers_and_writes_no_record(setup: Setup) -> None:
     plan = Session(setup).plan([m.short() for m in measurements(("quick", "hivis-2"))])
-    assert plan.startswith("quick: 10 answers\nhivis-2: 26 answers; left out, because 5 heads")
+    assert plan.startswith("quick: 10 answers\nhivis-2: 30 answers; left out, because 6 heads")
     assert plan.splitlines()[-1].startswith("10 answers are left; about ")
     assert not (setup.out / "quick").exists()
 

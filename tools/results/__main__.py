@@ -33,7 +33,8 @@ def results(
         typer.Option(
             "--docs",
             metavar="FOLDER",
-            help="Where the pages go when every suite is measured; docs/results, of a short run OUT/docs.",
+            help="Where all pages measured so far go; by default docs/results when every suite is measured, of a short "
+            "run OUT/docs.",
         ),
     ] = None,
     per_task: Annotated[int | None, typer.Option(min=1, help="Prompts per task; the suites' own by default.")] = None,
@@ -48,7 +49,7 @@ def results(
 
     It takes hours. Stop at any moment, also by force: the same command resumes. A suite whose heads are not trained is
     left out, with the command that trains them. Pages gather in OUT/pages; when nothing failed and no name was given,
-    they replace docs/results as a whole.
+    they replace docs/results as a whole, as they replace the folder of --docs before, which lists what it lacks.
 
     Example: `python -m tools.results --target my-pair/target --drafter my-pair/draft`
     """
@@ -77,7 +78,7 @@ def results(
         print(f"The pages are in {out}/pages; docs/results is written when every suite is measured.")
     elif not report.failed:
         place = docs or (out / "docs" if short else Path("docs/results"))
-        session.publish(place, chosen, report.left_out)
+        session.publish(place, measurements(()), report.left_out)
         print(f"The pages are in {place}.")
     if report.failed:
         raise typer.Exit(1)

@@ -181,12 +181,13 @@ class Session:
         Args:
             docs: folder.
             known: measurements in the order of the index.
-            left_out: name -> reason of measurements without a page.
+            left_out: name -> reason of measurements without a page; others without one are said to be left for later.
         """
         names = [m.name for m in known if (self._pages / f"{m.name}.md").is_file()]
         files = [file for name in names for file in (f"{name}.md", *self._done(name)["figures"])]
         pages = {file: (self._pages / file).read_text(encoding="utf-8") for file in files}
         entries = [Entry(**self._done(name)["entry"]) for name in names]
+        absent = {m.name: left_out.get(m.name, _later(m.name)) for m in known if m.name not in names}
         known_reasons = reasons(docs)
         for entry in entries:
             reason = known_reasons.get(entry.name)
@@ -198,7 +199,7 @@ class Session:
                 )
         if known_reasons:
             pages[REASONS] = (docs / REASONS).read_text(encoding="utf-8")
-        pages[INDEX] = index(entries, facts(self._environment), left_out)
+        pages[INDEX] = index(entries, facts(self._environment), absent)
         publish(pages, docs)
 
     def is_measured(self, measurement: Measurement) -> bool:
@@ -314,6 +315,10 @@ class Session:
         heads = [f"{name} {facts['digest']}" for name, facts in models["heads"].items()]
         words += [f"heads {', '.join(heads)}"] if heads else []
         return "; ".join(words) + "."
+
+
+def _later(name: str) -> str:
+    return f"left for later; `python -m tools.results {name}` measures it."
 
 
 _VARIANT_WORDS = {
