@@ -13,6 +13,7 @@ import saccade
 from saccade.bench import library
 from saccade.bench.preparing import prepare
 from saccade.bench.suite import BASELINE, MethodEntry, parse
+from saccade.cli.bench import choose_suite
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
@@ -211,6 +212,12 @@ def test_more_turns_than_there_are_is_listed(vlm: saccade.VLM) -> None:
 def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) -> None:
     first, again, other = (prepare(suite(seed=s), vlm).config()["prompts"] for s in (1, 1, 2))
     assert first == again != other
+
+
+def test_a_number_of_prompts_given_by_hand_is_that_of_every_task() -> None:
+    suite = choose_suite("lvspec-figure-7", None, "scene,prose", None, {"per_task": 5})
+    assert [task.count or suite.per_task for task in suite.tasks] == [5, 5]
+    assert choose_suite("lvspec-figure-7", None, "prose", None, {}).tasks[0].count == 24
 
 
 def test_parse_needs_no_title() -> None:

@@ -10,31 +10,13 @@ import torch
 
 import saccade
 from saccade.draft.lookup import chains
-from saccade.pocket import draw, words
+from saccade.pocket import draw
+from saccade.pocket.words import CONTENT
 from saccade.target.context import Context
 from saccade.verify.lvspec import LVSpec
 
 Position = Literal["own"] | None
 """None: as the rule chooses it, which is the verifying state's."""
-
-CONTENT = {
-    word.lower()
-    for group in (
-        *(
-            words.COLOURS,
-            words.BACKGROUNDS,
-            words.SHAPES,
-            words.SIZES,
-            words.ROWS,
-            words.COLUMNS,
-            words.GOODS,
-        ),
-        *(words.NUMBERS, words.ORDINALS),
-        *([words.plural(noun, 2) for noun in nouns] for nouns in (words.SHAPES, words.GOODS)),
-    )
-    for word in group
-}
-"""Words that no answer can get right without looking."""
 
 
 @cache

@@ -119,7 +119,7 @@ def bench(
         bool, typer.Option("--dry-run", help="Print the command that --preset stands for; no model is loaded.")
     ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Show the planned run and its duration.")] = False,
-    per_task: Annotated[int | None, typer.Option(help="Prompts per task.", rich_help_panel=_SIZES)] = None,
+    per_task: Annotated[int | None, typer.Option(help="Prompts of every task.", rich_help_panel=_SIZES)] = None,
     repeats: Annotated[
         int | None, typer.Option(help="Timed answers per prompt and method.", rich_help_panel=_SIZES)
     ] = None,
@@ -258,6 +258,8 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
     from saccade.bench.suite import TaskEntry
 
     suite = library.load(name).with_(**sizes)
+    if "per_task" in sizes:  # said here, it replaces what the suite says of a task
+        suite = suite.with_(tasks=tuple(replace(task, count=task.count and suite.per_task) for task in suite.tasks))
     if data is not None:
         if tasks is not None:
             raise InputError("--data replaces the suite's tasks; leave out --tasks.")

@@ -42,6 +42,17 @@ def plural(noun: str, count: int) -> str:
     return noun + ("es" if noun.endswith("s") else "s")
 
 
+CONTENT = frozenset(
+    word.lower()
+    for group in (
+        *(COLOURS, BACKGROUNDS, SHAPES, SIZES, ROWS, COLUMNS, GOODS, NUMBERS, ORDINALS),
+        *([plural(noun, 2) for noun in nouns] for nouns in (SHAPES, GOODS)),
+    )
+    for word in group
+)
+"""Words that no answer can get right without looking."""
+
+
 def joined(parts: list[str]) -> str:
     """The parts as an English list: "one, two and three"."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
