@@ -48,7 +48,7 @@ def relevance(task: str, grammar: Any, number: int, position: Position) -> tuple
 
 def area(task: str, grammar: str, position: Position) -> float:
     """Area under the ROC curve: how often a content word is more relevant than another word."""
-    found = [relevance(task, grammar, number, position) for number in range(3)]
+    found = [relevance(task, grammar, number, position) for number in range(4)]
     of_content = [r for rs, cs in found for r, c in zip(rs, cs, strict=True) if c]
     others = [r for rs, cs in found for r, c in zip(rs, cs, strict=True) if not c]
     assert min(len(of_content), len(others)) >= 20
