@@ -38,13 +38,13 @@ MIRRORED = [
     "hivis-5-sampling",
     "hivis-figure-6",
     "hivis-figure-7",
-    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "figure-7", "figure-9", "figure-10")),
+    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "entropy", "figure-7", "figure-9", "figure-10")),
     *(f"sage-{n}" for n in (1, 3, 4, 5, 6, "figure-2", "figure-3")),
     "small-trees",
     *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
 ]
 """Suites that docs/results has pages of."""
-OF_NO_PAPER = ("heads-long", "quick", "small-trees")
+OF_NO_PAPER = ("heads-long", "lvspec-entropy", "quick", "small-trees")
 
 
 def test_every_paper_has_its_suites_in_reading_order() -> None:

@@ -117,8 +117,11 @@ def lvspec_reference(
             relevance.append(float(similar[: rule.nearest].mean()) if len(similar) else 0.0)
         loose = set(sorted(range(len(tokens)), key=lambda i: relevance[i])[: int(rule.share * len(tokens) + 1e-6)])
         passes: list[int | None] = []
+        p = scores[row].double().softmax(-1)
+        entropy = [float(-(q * q.log()).sum()) / math.log(VOCAB) for q in p]
         for i, token in enumerate(tokens):
             guarded = bool({token, choice[i]} & set(rule.special_ids)) or not len(visual[row])
+            guarded = guarded or (rule.entropy > 0 and entropy[i] <= rule.entropy)
             if token == choice[i]:
                 passes.append(STRICT)
             elif i in loose and not guarded:
@@ -154,16 +157,17 @@ class Still(Context):
     st.booleans(),
     st.integers(1, 4),
     st.sampled_from(["verifying", "own"]),
+    st.sampled_from([0.0, 0.5, 0.8]),
 )
 def test_lvspec_equals_the_rule_written_out(
-    guesses: list[list[int]], seed: int, share: float, shift: bool, nearest: int, position: Any
+    guesses: list[list[int]], seed: int, share: float, shift: bool, nearest: int, position: Any, entropy: float
 ) -> None:
     tree = chain_of(guesses)
     scores = scored(tree, seed)
     generator = torch.Generator().manual_seed(seed)
     nodes = torch.randn(*tree.tokens.shape, 5, generator=generator)
     visual = [torch.randn((seed + 3 * b) % 4, 5, generator=generator) for b in range(len(guesses))]
-    rule = LVSpec(share, nearest, shift, special_ids=(EOS,), position=position)
+    rule = LVSpec(share, nearest, shift, special_ids=(EOS,), position=position, entropy=entropy)
     verdict = Still(nodes, visual).judge(rule, tree, scores)
     assert verdict.marks is not None
     for row, (count, token, marks) in enumerate(lvspec_reference(rule, tree, scores, nodes, visual)):
@@ -297,6 +301,7 @@ def test_loose_rules_refuse_sampling() -> None:
         lambda: LVSpec(nearest=0),
         lambda: LVSpec(space="pixels"),  # type: ignore[arg-type]
         lambda: LVSpec(position="child"),  # type: ignore[arg-type]
+        lambda: LVSpec(entropy=2),
         lambda: FLy(entropy=-1),
         lambda: FLy(deferred=-1),
         lambda: RandomLoosening(share=2),

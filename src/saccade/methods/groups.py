@@ -175,6 +175,7 @@ class LVSpecRule:
         "state that represents a draft token: its parent's or its own",
         choices=("verifying", "own"),
     )
+    entropy: float = option(0.0, "least entropy of the target at a loosened token, as in fly; 0: none", 0, 1)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ def always_strict(tree: DraftTree, scores: Tensor, wanted: Tensor, special_ids: 
     return torch.isin(tokens, ids) | torch.isin(wanted, ids) | forbidden
 
 
+def unsure(tree: DraftTree, scores: Tensor, least: float) -> Tensor:
+    """``[B, N]`` nodes in whose place the target's entropy exceeds a share of the largest possible (FLy)."""
+    p = scores.float().log_softmax(-1).exp()
+    entropy: Tensor = torch.special.entr(p).sum(-1) / math.log(scores.shape[-1])  # after each node
+    return entropy.gather(1, tree.parents.expand(entropy.shape)) > least
+
+
 @lru_cache(maxsize=8)
 def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
     """Copy ids to a device once for all steps."""
@@ -115,11 +122,8 @@ class FLy(StatelessRule):
         choice, wanted = target_tokens(tree, scores)
         is_draft = draft_nodes(tree)
         match = is_draft & (tree.tokens == wanted)
-        p = scores.float().log_softmax(-1).exp()
-        entropy = torch.special.entr(p).sum(-1) / math.log(scores.shape[-1])  # [B, N], after each node
-        unsure = entropy.gather(1, tree.parents.expand_as(choice)) > self.entropy
         strict = always_strict(tree, scores, wanted, self.special_ids)
-        loose = is_draft & ~match & unsure & ~strict
+        loose = is_draft & ~match & unsure(tree, scores, self.entropy) & ~strict
         ends = _window_complete(tree, match, loose, self.deferred)
         return longest_path(tree, choice, match, loose, torch.zeros_like(match), ends)
 

@@ -28,7 +28,14 @@ from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
-from saccade.verify.loosening import always_strict, longest_path, lowest_share, same_branch, target_tokens
+from saccade.verify.loosening import (
+    always_strict,
+    longest_path,
+    lowest_share,
+    same_branch,
+    target_tokens,
+    unsure,
+)
 from saccade.verify.rule import Rows, StatelessRule, Verdict, draft_nodes
 
 
@@ -46,6 +53,8 @@ class LVSpec:
         space: vectors that are compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
         position: whose hidden state verifies a draft token: its parent's, from which the target predicts that token
             (``verifying``), or its ``own`` (Eq. 7 to the letter). An embedding always represents its own token.
+        entropy: FLy's condition on top, which the paper lacks: the least entropy of the target where a token is accepted
+            without a match, as a share of the largest possible; 0 for none.
         special_ids: tokens that are never loosened, neither as draft token nor as the target's own.
     """
 
@@ -55,6 +64,7 @@ class LVSpec:
     space: Literal["hidden", "embedding"] = "hidden"
     special_ids: tuple[int, ...] = ()
     position: Literal["verifying", "own"] = "verifying"
+    entropy: float = 0.0
 
     lossless = False
     samples = False
@@ -68,6 +78,8 @@ class LVSpec:
             raise ValueError(f"space must be hidden or embedding, not {self.space!r}.")
         if self.position not in ("verifying", "own"):
             raise ValueError(f"position must be verifying or own, not {self.position!r}.")
+        if not 0 <= self.entropy <= 1:
+            raise ValueError(f"entropy must be a share from 0 to 1, not {self.entropy}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         return 0, 0
@@ -113,6 +125,8 @@ class LVSpecJudge:
         strict = always_strict(tree, scores, wanted, self._rule.special_ids)
         has_visual = self._gather(rows)[1].any(1)[:, None]
         may_loosen = is_draft & ~strict & has_visual
+        if self._rule.entropy > 0:
+            may_loosen &= unsure(tree, scores, self._rule.entropy)
         branch = same_branch(tree)
         loose = lowest_share(self.relevance(rows, tree, output), branch, self._rule.share) & may_loosen
         shifted = torch.zeros_like(match)
