@@ -53,7 +53,7 @@ class LVSpec:
         space: vectors that are compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
         position: whose hidden state verifies a draft token: its parent's, from which the target predicts that token
             (``verifying``), or its ``own`` (Eq. 7 to the letter). An embedding always represents its own token.
-        entropy: FLy's condition on top, which the paper lacks: the least entropy of the target where a token is accepted
+        entropy: FLy's condition on top, which the paper lacks: the least entropy of the target where a token is taken
             without a match, as a share of the largest possible; 0 for none.
         special_ids: tokens that are never loosened, neither as draft token nor as the target's own.
     """
