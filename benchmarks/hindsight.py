@@ -7,24 +7,16 @@ as its better view can: `python -m benchmarks.hindsight runs/tabed-1 --methods M
 from __future__ import annotations
 
 import argparse
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from saccade.bench import metrics, records
+from saccade.bench import records
+from saccade.bench.claims import sums_by_prompt
 from saccade.errors import InputError
 
 Sums = tuple[int, int]
 """Tokens emitted by passes, and passes."""
-
-
-def sums_by_prompt(run: records.Run) -> dict[str, dict[str, Sums]]:
-    """Sums over all turns and repeats: prompt -> method -> sums."""
-    found: dict[str, dict[str, Sums]] = defaultdict(dict)
-    for record in run.records:
-        emitted, passes = found[record.prompt_id].get(record.method, (0, 0))
-        found[record.prompt_id][record.method] = emitted + metrics.emitted(record), passes + metrics.passes(record)
-    return found
 
 
 def efficiency(sums: Iterable[Sums]) -> float:
@@ -40,8 +32,10 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", default=[], help="labels that are only shown")
     options = parser.parse_args()
     shown = [*options.methods, *options.against]
-    found = sums_by_prompt(records.read(options.run))
-    both = [sums for sums in found.values() if all(sums.get(label, (0, 0))[1] for label in shown)]
+    run = records.read(options.run)
+    found = {label: sums_by_prompt([r for r in run.records if r.method == label]) for label in shown}
+    prompts = set.intersection(*(set(sums) for sums in found.values()))
+    both = [{label: found[label][prompt] for label in shown} for prompt in sorted(prompts)]
     if not both:
         raise InputError(f"{options.run} has no prompt that all of {', '.join(shown)} answered in more than one pass.")
     for label in shown:

@@ -160,7 +160,7 @@ Measure = Callable[[Sequence[Record], Sequence[Record]], Estimate | None]
 
 def _block_efficiency(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
     """Ratio of tokens per pass, each summed over all blocks, prompts resampled for both at once."""
-    mine, other = _sums(ours), _sums(theirs)
+    mine, other = sums_by_prompt(ours), sums_by_prompt(theirs)
     both = [prompt for prompt in mine if prompt in other]
     if not both:
         return None
@@ -176,7 +176,7 @@ def _block_efficiency(ours: Sequence[Record], theirs: Sequence[Record]) -> Estim
     return found if np.isfinite(found.value) else None
 
 
-def _sums(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
+def sums_by_prompt(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
     """By prompt, tokens emitted by passes and passes, over all repeats."""
     found: dict[str, tuple[int, int]] = {}
     for record in records:
@@ -242,7 +242,7 @@ def _points(records: Sequence[Record]) -> list[dict[str, tuple[int, int, float]]
         by_method.setdefault(record.method, []).append(record)
     found = []
     for group in by_method.values():
-        sums, scores = _sums(group), metrics.score_by_prompt(group)
+        sums, scores = sums_by_prompt(group), metrics.score_by_prompt(group)
         found.append({prompt: (*sums[prompt], scores[prompt]) for prompt in sums if prompt in scores})
     return found
 
