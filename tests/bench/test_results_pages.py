@@ -7,13 +7,14 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from bench_kit import wrong
 
 from saccade.bench import library
-from saccade.bench.records import FILE
+from saccade.bench.records import FILE, Run
 from saccade.bench.runner import Progress, Runner
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import head_paths
@@ -196,6 +197,22 @@ def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup
     assert session.heads(small_trees)["hivis"] == head_paths()["hivis"], "whatever else is trained"
     with pytest.raises(SaccadeError, match="was trained for another target"):
         session.heads(hivis_2)
+
+
+def test_a_page_states_the_steps_of_every_trained_head_and_which_are_shipped(setup: Setup) -> None:
+    session = Session(replace(setup, target="pocket", drafter=None))
+    trained = head_folder(setup.models, "eagle2")
+    shutil.copytree(head_paths()["eagle2"], trained / "best")
+    stages = [{"steps": 200}, {"steps": 1120}]
+    mark = {"recipe": {"stages": stages}, "target": session._target, "best": "best", "block_efficiency": 3.0}
+    (trained / HEAD_MARK).write_text(json.dumps(mark))
+    shutil.copytree(head_paths()["hivis"], head_folder(setup.models, "hivis"))
+    target = {"layers": 16, "width": 256, "dtype": "float32", "digest": "t"}
+    heads = {name: {"digest": name[0]} for name in ("eagle2", "hivis", "dream")}
+    run = SimpleNamespace(header=SimpleNamespace(models={"target": target, "drafter": None, "heads": heads}))
+    (hivis_2,) = measurements(["hivis-2"])
+    shown = session._models(hivis_2, cast("Run", run))
+    assert shown.endswith("; heads eagle2 e (1320 steps), hivis h, dream d (shipped).")
 
 
 def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

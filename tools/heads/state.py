@@ -172,3 +172,10 @@ def usable_head(out: Path, name: str, target: str) -> Path | None:
             f"The head in {folder} was trained for another target; give another folder, or the target of that head."
         )
     return folder / found.best
+
+
+def steps_of(out: Path, name: str) -> int | None:
+    """Steps that a head of the folder was trained, all stages together; None where its folder does not record them."""
+    found = read_finished(head_folder(out, name))
+    stages = found.settings.get("stages", []) if found is not None else []
+    return sum(stage["steps"] for stage in stages) if stages else None

@@ -26,7 +26,7 @@ from saccade.files import write_file, write_folder
 from saccade.formats import count, differences, duration, shortened
 from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
-from tools.heads.state import usable_head
+from tools.heads.state import steps_of, usable_head
 from tools.pocket.inflated_head import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, measurements
 from tools.results.pages import (
@@ -312,9 +312,21 @@ class Session:
             words.append(
                 f"draft VLM {drafter['layers']} x {drafter['width']}, {drafter['dtype']}, digest {drafter['digest']}"
             )
-        heads = [f"{name} {facts['digest']}" for name, facts in models["heads"].items()]
+        used = self.heads(measurement)
+        heads = [
+            f"{name} {facts['digest']}{self._training(name, used.get(name))}" for name, facts in models["heads"].items()
+        ]
         words += [f"heads {', '.join(heads)}"] if heads else []
         return "; ".join(words) + "."
+
+    def _training(self, name: str, path: Path | None) -> str:
+        """Steps of a head of the folder of trained heads, in brackets; of a shipped one that it is."""
+        if path is None:
+            return ""
+        if not path.is_relative_to(self._setup.models):
+            return " (shipped)"
+        steps = steps_of(self._setup.models, name)
+        return f" ({count(steps, 'step')})" if steps is not None else ""
 
 
 def _later(name: str) -> str:
