@@ -112,7 +112,7 @@ def train_pair(
         bool,
         typer.Option(
             "--single-picture-draft",
-            help="Train only a second draft for the target of `--from`, without videos and several pictures.",
+            help="Train only a second draft for the target of `--from`, which never sees several pictures or videos.",
         ),
     ] = False,
     steps: Annotated[

@@ -19,7 +19,7 @@ from tools.pocket.language import padded_vocabulary, true_answers
 from tools.pocket.loop import save, train
 from tools.pocket.models import PocketModel, build, choose_attention, loss_of
 from tools.pocket.processor import SPECIAL_TOKENS
-from tools.pocket.recipe import DRAFTING, Recipe, Schedule
+from tools.pocket.recipe import Recipe, Schedule, drafting
 from tools.pocket.tokens import content_weights
 from tools.pocket.tower import align_projector
 
@@ -51,12 +51,14 @@ def _plan(recipe: Recipe, shares: Mapping[str, float]) -> list[tuple[int, str, s
     return plan
 
 
-def target_answers(
-    recipe: Recipe, target: Path, drafter: Path, folder: Path, shares: Mapping[str, float] = DRAFTING
-) -> list[Answered]:
-    """Answers of the target to fresh samples, generated with a drafter; resumes from `answers.pt` in `folder`."""
+def target_answers(recipe: Recipe, target: Path, drafter: Path, folder: Path, single: bool = False) -> list[Answered]:
+    """Answers of the target to fresh samples, generated with a drafter; resumes from `answers.pt` in `folder`.
+
+    Args:
+        single: they are for a draft that sees single pictures alone (`drafting`).
+    """
     path = folder / "answers.pt"
-    plan = _plan(recipe, shares)
+    plan = _plan(recipe, drafting(single))
     rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
     if len(rows) < len(plan):
         place = "cuda" if torch.cuda.is_available() else None
@@ -78,35 +80,35 @@ def target_answers(
 _BLIND_EVERY = 3  # every third batch has no media, so that the draft also works without
 
 
-def _has_media(number: int, samples: Sequence[Sample]) -> bool:
-    """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers."""
-    several = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
-    return not several and number % _BLIND_EVERY != 0
+def _has_media(number: int, samples: Sequence[Sample], single: bool) -> bool:
+    """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers.
+
+    Args:
+        single: the draft sees single pictures alone, so that no batch with anything else has media.
+    """
+    if single:
+        blind = any(len(sample.images) > 1 or sample.video is not None for sample in samples)
+    else:
+        blind = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
+    return not blind and number % _BLIND_EVERY != 0
 
 
-def _batch(
-    name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, shares: Mapping[str, float], number: int
-) -> Batch:
-    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, shares)
-    return true_answers(tokenizer, samples, _has_media(number, samples), schedule.tiled_at(number))
+def _batch(name: str, seed: int, schedule: Schedule, tokenizer: Tokenizer, single: bool, number: int) -> Batch:
+    samples = sorted_batch(Random(f"{name}/{seed}/{number}"), schedule.batch, schedule.verbose, drafting(single))
+    return true_answers(tokenizer, samples, _has_media(number, samples, single), schedule.tiled_at(number))
 
 
 def _follow_batch(
-    seed: int,
-    schedule: Schedule,
-    tokenizer: Tokenizer,
-    order: list[Answered],
-    shares: Mapping[str, float],
-    number: int,
+    seed: int, schedule: Schedule, tokenizer: Tokenizer, order: list[Answered], single: bool, number: int
 ) -> Batch:
     """Every second group of batches has answers of the target, the others have ground truth."""
     if number // _BLIND_EVERY % 2 == 0:
-        return _batch("follow", seed, schedule, tokenizer, shares, number)
+        return _batch("follow", seed, schedule, tokenizer, single, number)
     start = Random(f"follow/{seed}/{number}").randrange(max(1, len(order) - schedule.batch + 1))
     rows = order[start : start + schedule.batch]
     rng = Random(f"thinned/{seed}/{number}")
     samples = [thinned(rng, row.sample()) for row in rows]
-    return batch_of(tokenizer, samples, [row.ids for row in rows], _has_media(number, samples))
+    return batch_of(tokenizer, samples, [row.ids for row in rows], _has_media(number, samples, single))
 
 
 def train_draft(
@@ -115,9 +117,13 @@ def train_draft(
     tower: dict[str, Tensor],
     folder: Path,
     device: torch.device,
-    shares: Mapping[str, float] = DRAFTING,
+    single: bool = False,
 ) -> tuple[PocketModel, float]:
-    """Train the draft on ground truth in a mixture of tasks; return it and the minutes of training."""
+    """Train the draft on ground truth in a mixture of tasks; return it and the minutes of training.
+
+    Args:
+        single: show it single pictures alone; of all else it learns the language only.
+    """
     torch.manual_seed(recipe.seed)
     model = build(recipe.draft, recipe.tower, padded_vocabulary(tokenizer)).to(device)
     model.model.vision_tower.load_state_dict(tower)
@@ -131,7 +137,7 @@ def train_draft(
         with fast_products(device):
             return loss_of(model, batch, token_weights=weights)
 
-    make = partial(_batch, "draft", recipe.seed, schedule, tokenizer, shares)
+    make = partial(_batch, "draft", recipe.seed, schedule, tokenizer, single)
     return model, train("draft", model, make, weighted, schedule, folder, recipe.checkpoint_seconds)
 
 
@@ -141,9 +147,13 @@ def train_follower(
     draft: PocketModel,
     answered: list[Answered],
     folder: Path,
-    shares: Mapping[str, float] = DRAFTING,
+    single: bool = False,
 ) -> float:
-    """Train the draft further, half of it on answers of the target; return the minutes of training."""
+    """Train the draft further, half of it on answers of the target; return the minutes of training.
+
+    Args:
+        single: as in `train_draft`.
+    """
     schedule = recipe.follow_schedule
     order = sorted(answered, key=lambda row: length_of(row.sample()))
 
@@ -152,5 +162,5 @@ def train_follower(
             return loss_of(draft, batch)
 
     draft.model.vision_tower.requires_grad_(False)
-    make = partial(_follow_batch, recipe.seed, schedule, tokenizer, order, shares)
+    make = partial(_follow_batch, recipe.seed, schedule, tokenizer, order, single)
     return train("follow", draft, make, unweighted, schedule, folder, recipe.checkpoint_seconds)

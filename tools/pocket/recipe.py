@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from saccade.pocket.sample import UNSEEN_BY_DRAFTS, WORLD, draw
+from saccade.pocket.sample import UNSEEN_BY_DRAFTS, WORLD
 
 
 @dataclass(frozen=True)
@@ -234,12 +234,11 @@ DRAFTING = {
     "long-video": 0.12,
 }
 """Task shares of drafts: all tasks but those that stay out of distribution."""
+SINGLE_DRAFTING = {**DRAFTING, "story": 0.2, "album": 0.3, "difference": 0.15, "edit": 0.15}
+"""Task shares of a draft that sees single pictures alone: it learns the language of all other tasks without their
+pictures and videos."""
 
 
-def _of_one_picture(task: str) -> bool:
-    sample = draw(0, task)
-    return sample.video is None and len(sample.images) == 1
-
-
-SINGLE_PICTURES = {task: share for task, share in DRAFTING.items() if _of_one_picture(task)}
-"""Task shares of a draft without videos and without several pictures."""
+def drafting(single: bool) -> dict[str, float]:
+    """Task shares of a draft; of one that sees single pictures alone if `single`."""
+    return SINGLE_DRAFTING if single else DRAFTING

@@ -18,7 +18,7 @@ from tools.pocket.draft import target_answers, train_draft, train_follower
 from tools.pocket.export import Provenance, export, write_checkpoint
 from tools.pocket.language import train_comparing, train_deep, train_refined, train_shallow
 from tools.pocket.models import CONTEXT, PocketModel
-from tools.pocket.recipe import SINGLE_PICTURES, Recipe
+from tools.pocket.recipe import Recipe
 from tools.pocket.tokens import train_tokenizer
 from tools.pocket.tower import train_tower
 
@@ -225,10 +225,11 @@ def _followed(minutes: float, answers: int) -> str:
 
 
 def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]) -> None:
-    """Train a second draft for the target of a pair, from scratch and on single pictures alone.
+    """Train a second draft for the target of a pair, from scratch, that sees single pictures alone.
 
-    Prompts with five pictures are then out of its distribution, as they are for drafters trained on single pictures
-    alone (TABED, section 4). It is written to `folder / "draft"`; the target does not change.
+    Of tasks with several pictures or videos it learns the language without them: as in TABED, section 4, a language
+    model that knows many texts learns to see from single pictures, and five of them are out of its distribution.
+    It is written to `folder / "draft"`; the target does not change.
 
     Raises:
         TrainingError: the folder has stage files of another recipe or pair, or there is no such stage.
@@ -242,18 +243,18 @@ def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]
         return
     device, hardware = _hardware()
     tower = PocketModel.from_pretrained(pair / "target", dtype=torch.float32).model.vision_tower.state_dict()
-    draft, first = train_draft(recipe, tokenizer, tower, folder, device, SINGLE_PICTURES)
+    draft, first = train_draft(recipe, tokenizer, tower, folder, device, single=True)
     if until == "draft":
         return
-    answered = target_answers(recipe, pair / "target", pair / "draft", folder, SINGLE_PICTURES)
+    answered = target_answers(recipe, pair / "target", pair / "draft", folder, single=True)
     if until == "answers":
         return
-    then = train_follower(recipe, tokenizer, draft, answered, folder, SINGLE_PICTURES)
+    then = train_follower(recipe, tokenizer, draft, answered, folder, single=True)
     if until == "follow":
         return
     how = (
-        f"on the target's tower, frozen, and on single pictures alone: {first:.0f} min on ground truth, every third "
-        f"batch without its pictures; then {_followed(then, len(answered))}"
+        f"on the target's tower, frozen, tasks of several pictures and videos without them: {first:.0f} min on ground "
+        f"truth, every third batch of single pictures without them, too; then {_followed(then, len(answered))}"
     )
     provenance = Provenance("Pocket draft of single pictures", how, hardware)
     export(draft, tokenizer, folder / "draft", recipe, provenance)

@@ -61,7 +61,15 @@ def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> 
 
 
 def test_the_draft_sees_two_batches_in_three_and_none_of_several_pictures() -> None:
-    lone, several = [draw(1, "chart"), draw(2, "scene")], [draw(1, "difference"), draw(2, "edit")]
-    assert [_has_media(number, lone) for number in range(6)] == [False, True, True] * 2
-    assert not any(_has_media(number, several) for number in range(6))
-    assert _has_media(1, [*lone, several[0]])
+    one, several = [draw(1, "chart"), draw(2, "scene")], [draw(1, "difference"), draw(2, "edit")]
+    assert [_has_media(number, one, False) for number in range(6)] == [False, True, True] * 2
+    assert not any(_has_media(number, several, False) for number in range(6))
+    assert _has_media(1, [*one, several[0]], False)
+    assert _has_media(1, [draw(1, "video")], False)
+
+
+def test_a_draft_of_single_pictures_never_sees_another_or_a_video() -> None:
+    one, several, video = [draw(1, "chart"), draw(2, "scene")], draw(1, "album"), draw(1, "video")
+    assert [_has_media(number, one, True) for number in range(6)] == [False, True, True] * 2
+    for other in (several, video):
+        assert not any(_has_media(number, [*one, other], True) for number in range(6))
