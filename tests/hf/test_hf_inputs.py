@@ -1,4 +1,4 @@
-"""What transformers' own tests of `generate` pass beside ids and pictures, and what they look at besides tokens."""
+"""Inputs beside ids and pictures, and outputs beside tokens, of transformers' own tests of `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run holds: features that the head reads, and logits of a bounded number of places."""
+"""Memory of a training run: features that the head reads, and logits of a bounded number of positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a Kangaroo head learns: its loss by hand, what it begins with, and a run."""
+"""Training of a Kangaroo head: its loss by hand, its first weights, and a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a head learns from is what it will see when it drafts, token for token."""
+"""Features in training equal those in drafting, token for token."""
 
 from __future__ import annotations
 

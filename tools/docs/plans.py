@@ -1,4 +1,4 @@
-"""What the plans of the recipes print, computed from the published configurations in tests/shapes."""
+"""Output of the plans in docs/recipes, computed from the published configurations in tests/shapes."""
 
 from __future__ import annotations
 

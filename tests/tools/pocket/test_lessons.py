@@ -1,4 +1,4 @@
-"""What lessons ask beside the answers: where the things are that a question asks for, and what happens in a frame."""
+"""Lessons, the targets beside the answers: places of the things that a question names, and events in a frame."""
 
 from collections import Counter
 from random import Random
