@@ -137,7 +137,7 @@ def answer(prompt: Prompt, method: str, repeat: int, clock: Clock, factor: float
     way = WAYS[method]
     rng = Random(f"accept/{prompt.name}/{method}")
     plain = prompt.tokens
-    tokens, marks, stats, trees = plain[:1], ["target"], Stats(prompt_tokens=90, target_passes=0), []
+    tokens, marks, stats, trees = plain[:1], ["target"], Stats(prompt_tokens=90, prefill_tokens=1), []
     histogram = [0] * (way.depth + 1)
     while len(tokens) < len(plain):
         accepted = 0

@@ -27,6 +27,7 @@ def record(
     tokens = 1 + passes + accepted if tokens is None else tokens
     stats = {
         "new_tokens": tokens,
+        **({"prefill_tokens": fields.pop("prefilled")} if "prefilled" in fields else {}),
         "target_passes": passes,
         "drafted_tokens": fields.pop("drafted", accepted),
         "accepted_histogram": list(histogram),
@@ -107,6 +108,19 @@ def test_an_answer_that_prefill_gave_alone_does_not_count() -> None:
     efficiency = metrics.by_method(records)["m"].block_efficiency
     assert efficiency is not None
     assert efficiency.value == 2.0
+
+
+def test_drafts_that_the_pass_of_prefill_accepted_are_not_those_of_the_passes_after_it() -> None:
+    # Prefill gives 6 tokens, then two passes 3 each in 2 s: 6 tokens in 2 passes and 2 s, not 11.
+    records = [record("a", "plain", 22.0, histogram=(11,), prefilled=1)]
+    records += [record("a", "m", 4.0, histogram=(0, 0, 2), tokens=12, prefilled=6)]
+    result = metrics.by_method(records)["m"]
+    assert result.block_efficiency is not None
+    assert result.accepted_length is not None
+    assert (result.block_efficiency.value, result.accepted_length.value) == (3.0, 2.0)
+    assert result.block_efficiency_per_sample == 3.0
+    assert result.decode_speedup is not None
+    assert result.decode_speedup.value == 3.0  # 3 tokens a second over 1
 
 
 def test_acceptance_by_depth_comes_from_all_passes_together() -> None:

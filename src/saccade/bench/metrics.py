@@ -32,9 +32,9 @@ class MethodResult:
         speedup: end-to-end, median over prompts of the throughput ratio to plain decoding of the same prompt and
             repeat, that is of its seconds per token over the method's. Where token counts are equal, as those of
             lossless methods, this is the ratio of wall times. None without the baseline.
-        decode_speedup: the same over the tokens after the first and the seconds after prefill.
+        decode_speedup: the same over the tokens and the seconds after prefill.
         rate: end-to-end throughput, median over prompts.
-        decode_rate: tokens after the first per second after prefill.
+        decode_rate: tokens after prefill per second after prefill.
         block_efficiency: tokens emitted per verification pass, the target's own included (TABED's, HiViS's, DREAM's
             tau); averaged per block. None without passes.
         accepted_length: the same without the target's own token (LVSpec's, SAGE's tau).
@@ -94,9 +94,15 @@ def rate(record: Record) -> float | None:
     return record.stats["new_tokens"] / seconds if seconds > 0 else None
 
 
+def decoded(record: Record) -> int:
+    """Tokens emitted after prefill, whose pass may also verify a first draft and emit several (one in old records)."""
+    tokens: int = record.stats["new_tokens"] - record.stats.get("prefill_tokens", 1)
+    return tokens
+
+
 def decode_rate(record: Record) -> float | None:
-    """Tokens after the first per second after prefill; None for an answer of one token."""
-    seconds, tokens = record.stats["seconds"]["decode"], record.stats["new_tokens"] - 1
+    """Tokens after prefill per second after prefill; None for an answer that prefill gave alone."""
+    seconds, tokens = record.stats["seconds"]["decode"], decoded(record)
     return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
@@ -106,8 +112,8 @@ def passes(record: Record) -> int:
 
 
 def emitted(record: Record) -> int:
-    """Tokens that verification passes emitted: all but the first one, which prefill emits."""
-    return record.stats["new_tokens"] - 1 if passes(record) else 0
+    """Tokens that verification passes emitted: all but those of prefill."""
+    return decoded(record) if passes(record) else 0
 
 
 def accepted(record: Record) -> int:

@@ -75,7 +75,9 @@ def _fault_of_stats(stats: dict[str, Any]) -> str | None:
     histogram, seconds = stats.get("accepted_histogram"), stats.get("seconds")
     if not isinstance(histogram, list) or not all(isinstance(n, int) and n >= 0 for n in histogram):
         return "the histogram of accepted tokens is no list of counts"
-    if stats["new_tokens"] - 1 < sum(histogram):
+    if not _is_number(stats.get("prefill_tokens", 1)):
+        return "stats have no number prefill_tokens"
+    if stats["new_tokens"] - stats.get("prefill_tokens", 1) < sum(histogram):
         return "the answer has fewer tokens than verification passes"
     if not isinstance(seconds, dict) or not all(_is_number(value) for value in seconds.values()):
         return "seconds are not numbers"

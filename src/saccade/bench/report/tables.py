@@ -191,7 +191,7 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
     ),
     (
         "decoding only",
-        "the same for the tokens after the first and the seconds after prefill",
+        "the same for the tokens and the seconds after prefill",
         _ratio("decode_speedup"),
     ),
     ("tokens/s", "end to end, median over prompts", lambda r: _estimate(r.rate, "{:.1f}")),
