@@ -21,9 +21,10 @@ from saccade.pocket import head_paths
 from tools.heads.catalogue import read as read_recipes
 from tools.heads.state import MARK as HEAD_MARK
 from tools.heads.state import head_folder
-from tools.results import measure
+from tools.results import measure, pages
 from tools.results.catalogue import NOT_MEASURED, measurements
-from tools.results.measure import MARK, Report, Session, Setup
+from tools.results.folder import MARK, Folder
+from tools.results.measure import Report, Session, Setup
 
 NAMES = ("quick", "lvspec-2")
 LINES: list[str] = []
@@ -56,7 +57,7 @@ def run(setup: Setup, names: tuple[str, ...] = NAMES) -> tuple[Session, Report]:
 
 
 def published(session: Session, report: Report, docs: Path, names: tuple[str, ...] = NAMES) -> dict[str, str]:
-    session.publish(docs, measurements(names), report.left_out)
+    session.folder.publish(docs, measurements(names), report.left_out)
     return {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir()}
 
 
@@ -96,6 +97,48 @@ def test_a_reason_stands_behind_the_verdict_that_it_explains(over: Setup, tmp_pa
     (docs / "reasons.toml").write_text("[lvspec-2]\nbecause = 1\n")
     with pytest.raises(SaccadeError, match=r"reasons\.toml, lvspec-2: unknown key 'because'"):
         published(session, report, docs, ("lvspec-2",))
+
+
+def test_pages_are_computed_anew_from_the_records_and_name_both_revisions(
+    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(measured, out)
+    found = measurements(NAMES)
+    before = {name: (out / "pages" / f"{name}.md").read_text() for name in NAMES}
+    monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab+")
+    folder = Folder(out, LINES.append)
+    with pytest.raises(SaccadeError, match="changes that are not committed"):
+        folder.render(found)
+    monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab")
+    monkeypatch.setattr(pages, "revision", lambda: "0123456789ab")
+    monkeypatch.setattr("saccade.bench.metrics.passes", lambda record: 1)
+    folder.render(found)
+    for name, text in before.items():
+        now = (out / "pages" / f"{name}.md").read_text()
+        assert "Computed from the records by revision 0123456789ab." in now
+        assert now.splitlines()[0] == text.splitlines()[0]
+        assert re.sub(r" Computed from [^.]*\.", "", now) != text, "by the present definition of a pass"
+    folder.publish(tmp_path / "docs", found, {})
+    revision = json.loads((out / MARK).read_text())["environment"]["revision"]
+    index = (tmp_path / "docs" / "README.md").read_text()
+    assert f"All of revision {revision}; " in index
+    assert "Computed from the records by revision 0123456789ab." in index
+
+
+def test_without_records_or_their_facts_no_page_is_written_anew(
+    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab")
+    with pytest.raises(SaccadeError, match=r"holds no results\.json, so nothing was measured there"):
+        Folder(tmp_path, LINES.append).render(measurements(NAMES))
+    out = tmp_path / "out"
+    shutil.copytree(measured, out)
+    done = json.loads((out / "quick" / "done.json").read_text())
+    del done["place"]
+    (out / "quick" / "done.json").write_text(json.dumps(done))
+    with pytest.raises(SaccadeError, match="whose pages cannot be written anew; measure it again"):
+        Folder(out, LINES.append).render(measurements(NAMES))
 
 
 def test_a_figure_s_page_has_its_drawings(setup: Setup, tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def results(
         bool, typer.Option("--short", help="A trial: one prompt of two tasks of every suite, in minutes.")
     ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="List pages, answers and missing heads, and stop.")] = False,
+    render: Annotated[
+        bool,
+        typer.Option(
+            "--render",
+            help="Write the pages anew from the records in --out, by the present sources; nothing is measured.",
+        ),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
@@ -54,10 +61,20 @@ def results(
     Example: `python -m tools.results --target my-pair/target --drafter my-pair/draft`
     """
     from tools.results.catalogue import measurements
+    from tools.results.folder import Folder
     from tools.results.measure import Session, Setup
 
     screen.quiet_libraries()
     chosen = measurements(names or ())
+    if render:
+        if short or plan or per_task is not None:
+            raise InputError("--render writes the pages of what is measured; leave out --short, --plan and --per-task.")
+        folder = Folder(out, screen.note)
+        folder.render(chosen)
+        if not names or docs is not None:
+            folder.publish(docs or Path("docs/results"), measurements(()), {})
+        print(f"The pages are in {docs or (out / 'pages' if names else 'docs/results')}.")
+        return
     if short and per_task is not None:
         raise InputError("--short has one prompt per task; leave out --per-task.")
     if short:
@@ -78,7 +95,7 @@ def results(
         print(f"The pages are in {out}/pages; docs/results is written when every suite is measured.")
     elif not report.failed:
         place = docs or (out / "docs" if short else Path("docs/results"))
-        session.publish(place, measurements(()), report.left_out)
+        session.folder.publish(place, measurements(()), report.left_out)
         print(f"The pages are in {place}.")
     if report.failed:
         raise typer.Exit(1)

@@ -7,10 +7,9 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import saccade
 from saccade.bench import library
@@ -18,7 +17,6 @@ from saccade.bench.check import Mismatch
 from saccade.bench.cost import estimate
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import Run
-from saccade.bench.report.svg import standalone
 from saccade.bench.runner import Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
@@ -29,25 +27,8 @@ from saccade.pocket import head_paths, target_path
 from tools.heads.state import steps_of, usable_head
 from tools.pocket.inflated_head import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, measurements
-from tools.results.pages import (
-    INDEX,
-    REASONS,
-    Entry,
-    Place,
-    facts,
-    figures_of,
-    first_outcome,
-    index,
-    outcome,
-    page,
-    publish,
-    reasons,
-    with_reason,
-)
-
-MARK = "results.json"
-"""Identity of a results folder: revision, machine and models."""
-PAGES = "pages"
+from tools.results.folder import MARK, Folder, refuse_modified
+from tools.results.pages import Place, facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +90,12 @@ class Session:
 
     def __init__(self, setup: Setup, say: Callable[[str], None] = print) -> None:
         self._setup, self._say = setup, say
-        self._pages = setup.out / PAGES
+        self.folder = Folder(setup.out, say)
         vlm = setup.load(setup.target, {})
         self._target = fingerprint(vlm.target.model)
         self._environment = environment(vlm.target.device)
-        found = self._environment["revision"]
-        if not setup.short and (found is None or found.endswith("+")):
-            raise SaccadeError(
-                "The sources have changes that are not committed, so that no revision would name what is measured; "
-                "commit them first."
-            )
+        if not setup.short:
+            refuse_modified(self._environment["revision"])
         self._claim()
 
     def _claim(self) -> None:
@@ -175,66 +152,28 @@ class Session:
         seconds = estimate(prepared).seconds / prepared.answers
         return "\n".join([*lines, f"{total:,} answers are left; about {duration(total * seconds)}."])
 
-    def publish(self, docs: Path, known: Sequence[Measurement], left_out: Mapping[str, str]) -> None:
-        """Replace the pages of a folder by those measured, with their index.
-
-        Args:
-            docs: folder.
-            known: measurements in the order of the index.
-            left_out: name -> reason of measurements without a page; others without one are said to be left for later.
-        """
-        names = [m.name for m in known if (self._pages / f"{m.name}.md").is_file()]
-        files = [file for name in names for file in (f"{name}.md", *self._done(name)["figures"])]
-        pages = {file: (self._pages / file).read_text(encoding="utf-8") for file in files}
-        entries = [Entry(**self._done(name)["entry"]) for name in names]
-        absent = {m.name: left_out.get(m.name, _later(m.name)) for m in known if m.name not in names}
-        known_reasons = reasons(docs)
-        for entry in entries:
-            reason = known_reasons.get(entry.name)
-            if reason is not None and reason.outcome == entry.first:
-                pages[f"{entry.name}.md"] = with_reason(pages[f"{entry.name}.md"], reason)
-            elif reason is not None:
-                self._say(
-                    f"{docs / REASONS} explains why {entry.name} {reason.outcome}, but it {entry.first}: left out"
-                )
-        if known_reasons:
-            pages[REASONS] = (docs / REASONS).read_text(encoding="utf-8")
-        pages[INDEX] = index(entries, facts(self._environment), absent)
-        publish(pages, docs)
-
     def is_measured(self, measurement: Measurement) -> bool:
         """Whether a page was made with the present heads.
 
         Raises:
             SaccadeError: a head has been trained anew since.
         """
-        if not (self._pages / f"{measurement.name}.md").is_file():
+        if not self.folder.page(measurement.name).is_file():
             return False
-        for name, old, new in differences(self._done(measurement.name)["heads"], self._digests(measurement)):
+        for name, old, new in differences(self.folder.done(measurement.name)["heads"], self._digests(measurement)):
             raise SaccadeError(
                 f"{self._setup.out} holds {measurement.name} measured with another head {name} ({shortened(old)}, now "
-                f"{shortened(new)}); give another folder with --out, or remove {self._pages / measurement.name}.md and "
-                f"{self._setup.out / measurement.name} to measure it again."
+                f"{shortened(new)}); give another folder with --out, or remove {self.folder.page(measurement.name)} "
+                f"and {self._setup.out / measurement.name} to measure it again."
             )
         return True
 
     def _measure(self, measurement: Measurement, clock: _Clock) -> None:
         prepared = self.prepared(measurement)
-        folder = self._setup.out / measurement.name
-        run = Runner(prepared, folder, clock.progress).run()
-        drawings = figures_of(measurement, run)
-        text = page(measurement, run, Place(self._command(measurement), self._models(measurement, run)), drawings)
-        config = run.header.config
-        entry = Entry(measurement.name, config["mirrors"], config["title"], outcome(run), first_outcome(run))
-        done = {
-            "heads": self._digests(measurement),
-            "figures": list(drawings),
-            "entry": asdict(entry),
-        }
-        write_file(folder / _DONE, json.dumps(done, indent=1) + "\n")
-        for file, plot in drawings.items():
-            write_file(self._pages / file, standalone(plot.drawing))
-        write_file(self._pages / f"{measurement.name}.md", text)
+        run = Runner(prepared, self._setup.out / measurement.name, clock.progress).run()
+        machine = facts(run.header.environment)
+        place = Place(self._command(measurement), machine, self._models(measurement, run))
+        self.folder.write(measurement, run, place, self._digests(measurement))
 
     def prepared(self, measurement: Measurement) -> Prepared:
         """Load the models of a measurement and draw its prompts."""
@@ -279,10 +218,6 @@ class Session:
     def _digests(self, measurement: Measurement) -> dict[str, str]:
         """Digest of the weights of every head."""
         return {name: _digest(path) for name, path in self.heads(measurement).items()}
-
-    def _done(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self._setup.out / name / _DONE).read_text(encoding="utf-8"))
-        return found
 
     def _advice(self, lacking: Sequence[str]) -> str:
         shown = self._setup
@@ -329,16 +264,10 @@ class Session:
         return f" ({count(steps, 'step')})" if steps is not None else ""
 
 
-def _later(name: str) -> str:
-    return f"left for later; `python -m tools.results {name}` measures it."
-
-
 _VARIANT_WORDS = {
     "inflated": "which is the pair's inflated to 1024 x 24",
     "experts": "which is the pair's as a mixture of 8 experts, 2 per token",
 }
-_DONE = "done.json"
-"""Beside a run's records: what its page was made of."""
 
 
 def _digest(head: Path) -> str:

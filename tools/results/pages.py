@@ -17,6 +17,7 @@ from saccade.bench.report import contents, tables
 from saccade.bench.report.figures import Plot, draw
 from saccade.bench.report.signal_figures import drawn_signals
 from saccade.bench.report.tables import escape
+from saccade.environment import revision
 from saccade.errors import SaccadeError
 from saccade.files import write_folder
 from saccade.typed import make
@@ -33,10 +34,12 @@ class Place:
 
     Attributes:
         command: that measures it again.
+        machine: see `facts`.
         models: target and heads in words.
     """
 
     command: str
+    machine: str
     models: str
 
 
@@ -56,7 +59,8 @@ def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str
         f"# {measurement.name}: {escape(config['title'])}",
         *(escape(verdict(run, number)) for number in range(max(len(claims.verdicts(run)), 1))),
         " ".join([*mirrors, escape(config["note"])]).strip(),
-        f"`{place.command}`; {escape(facts(run.header.environment))} {escape(place.models)}",
+        f"`{place.command}`; {escape(place.machine)} {escape(place.models)}"
+        f"{computed_by(run.header.environment['revision'])}",
         *left_out,
         *(f"![{escape(plot.title)}]({file})\n\n{escape(plot.caption)}" for file, plot in drawings.items()),
         *map(tables.table, shown),
@@ -112,6 +116,12 @@ def facts(environment: Mapping[str, Any]) -> str:
     )
 
 
+def computed_by(measured: str | None) -> str:
+    """Sentence on the revision that computes a page from records of another one; empty where it is the same."""
+    present = revision()
+    return "" if present == measured else f" Computed from the records by revision {present}."
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Line of the index.
@@ -157,6 +167,8 @@ pages.
 make heads     # trains every head that the suites name, by tools/heads/recipes.toml; prints time and disk space first
 make results   # measures every suite and writes these pages; stop at any moment, the same command resumes
 ```
+
+`python -m tools.results --render` writes the pages anew from records of an earlier revision; then they name both.
 """
 
 

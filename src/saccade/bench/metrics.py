@@ -32,7 +32,8 @@ class MethodResult:
         speedup: end-to-end, median over prompts of the throughput ratio to plain decoding of the same prompt and
             repeat, that is of its seconds per token over the method's. Where token counts are equal, as those of
             lossless methods, this is the ratio of wall times. None without the baseline.
-        decode_speedup: the same over the tokens and the seconds after prefill.
+        decode_speedup: the same over the tokens and the seconds after prefill, the drafting of a draft that prefill's
+            pass verifies included.
         rate: end-to-end throughput, median over prompts.
         decode_rate: tokens after prefill per second after prefill.
         block_efficiency: tokens emitted per verification pass, the target's own included (TABED's, HiViS's, DREAM's
