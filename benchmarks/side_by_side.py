@@ -43,12 +43,14 @@ class Measured:
         tokens: new ones, per prompt.
         passes: target forwards, prefill included, per prompt.
         stages: seconds by stage, summed over prompts; Saccade only.
+        decoded: tokens after prefill, summed over prompts; Saccade only.
     """
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
+    decoded: int = 0
 
     @property
     def per_token(self) -> list[float]:
@@ -106,6 +108,7 @@ class Ours:
             measured.seconds.append(seconds)
             measured.tokens.append(output.tokens)
             measured.passes.append(output.stats.target_passes + 1)
+            measured.decoded += output.stats.decoded_tokens
             for name, value in output.stats.as_dict()["seconds"].items():
                 measured.stages[name] = measured.stages.get(name, 0.0) + value
 
@@ -187,11 +190,12 @@ def table(results: dict[str, Measured]) -> list[str]:
 
 
 def _decoding(results: dict[str, Measured], one: Measured) -> str:
-    """Speed of decoding alone, without encoding and prefill, over that of the engine's plain decoding, by sums."""
+    """Tokens a second after prefill, over those of the engine's plain decoding, by sums."""
     plain = results.get("plain")
     if plain is None or not one.stages:
         return "-"
-    return f"{plain.stages['decode'] / one.stages['decode']:.2f}"
+    rates = [contestant.decoded / contestant.stages["decode"] for contestant in (one, plain)]
+    return f"{rates[0] / rates[1]:.2f}"
 
 
 def main() -> None:
