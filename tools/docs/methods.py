@@ -64,6 +64,12 @@ def _facts(name: str) -> Iterator[str]:
     yield f'| use | `saccade generate -t TARGET {use} "..."`; `vlm.using("{name}")` |'
 
 
+def _in_brackets(text: str) -> str:
+    """The first sentence without its full stop, its first letter small except in names such as SAGE."""
+    sentence = re.split(r"\.(?=\s|$)", text, maxsplit=1)[0]
+    return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
+
+
 def _options(name: str) -> Iterator[str]:
     for brings, rows in table(METHODS[name].settings):
         if brings:
@@ -71,11 +77,7 @@ def _options(name: str) -> Iterator[str]:
         yield "| option | default | | values |\n|---|---|---|---|"
         for option, default, limits in rows:
             yield f"| `{option}` | {_value(default)} | {_cell(limits.meaning)} | {_cell(limits.range)} |"
-    choices = [
-        f"`{b}` ({about(b).split('.')[0][:1].lower()}{about(b).split('.')[0][1:]})"
-        for b, _ in table(METHODS[name].settings)
-        if b and about(b)
-    ]
+    choices = [f"`{b}` ({_in_brackets(about(b))})" for b, _ in table(METHODS[name].settings) if b and about(b)]
     if choices:
         yield f"\nOther choices bring options of their own, which `saccade methods {name}` lists: {'; '.join(choices)}."
 
