@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import add, alone, engine, prompts
 
 from checkpoints import picture, vlm
 from saccade.target.adapter import Target
+from saccade.target.cache import RowCache
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,29 @@ def test_a_stream_that_was_asked_for_before_serves_on_too() -> None:
     for _ in stream:
         pass
     assert stream.output.tokens == model.generate("What?", [picture(1)]).tokens
+
+
+@pytest.mark.parametrize("lacking", ["reserve", "preallocate"])
+@pytest.mark.parametrize("method", ["plain", "chain"])
+def test_a_row_for_which_there_is_no_memory_fails_and_leaves_its_place(
+    method: str, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    batch = engine(method).open(2)
+    running = [] if lacking == "preallocate" else [add(batch, prompts()[0])]
+    batch.step()
+    rows = [*running, add(batch, prompts()[1]), add(batch, prompts()[2])]
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCache, lacking, refuse)
+        stepped = [row for row, _ in batch.step()]
+    failed, later = rows[:-1], rows[-1]
+    assert stepped == failed, "the caches are undefined then, so rows under way fail, too"
+    assert all("out of memory" in str(row.error) for row in failed)
+    again = [add(batch, prompt) for prompt in prompts()[:2]]
+    for _ in range(100):
+        batch.step()
+    assert batch.is_idle, "the slot that had been assigned is free again"
+    for row, prompt in [(later, prompts()[2]), *zip(again, prompts(), strict=False)]:
+        assert row.output == alone(method, prompt)

@@ -185,17 +185,18 @@ class RunningBatch:
         while self._dropped:
             self.cancel(self._dropped.popleft(), "interrupted")
         state = self._state
-        active = [*state.active, *self._admit()]  # also rows whose admission fails
-        if not active:
-            return []
-        self.steps += 1
+        active = list(state.active)
         try:
+            self._admit(active)  # also rows whose admission fails
+            if not active:
+                return []
+            self.steps += 1
             with torch.inference_mode(), ExitStack() as models:
                 for model in state.models:
                     models.enter_context(model.pinned())
                 StepRunner(state, self._prefill_chunk, self.steps, self.trace).run()
         except BaseException as error:
-            for row in list(state.active):
+            for row in (row for row in active if not row.done):
                 if isinstance(error, Exception):
                     state.fail(row, error, empty=False)
                 else:
@@ -205,13 +206,15 @@ class RunningBatch:
                 raise
         return [(row, row.steps[-1]) for row in active if row.steps]
 
-    def _admit(self) -> list[Row]:
-        """Admit waiting rows, and return them."""
-        state, admitted = self._state, list[Row]()
-        fresh = list(self._waiting)[: self._max_rows - len(state.active)]
-        if len(fresh) > 1 and not state.active and self._kv_memory is None:
-            state.slots.preallocate(fresh)
-        while self._waiting and state.slots.assign(self._waiting[0]):
-            admitted.append(self._waiting.popleft())
-            state.admit(admitted[-1])
-        return admitted
+    def _admit(self, active: list[Row]) -> None:
+        """Admit waiting rows, and add them to ``active``, the one that memory is reserved for included."""
+        state, waiting = self._state, self._waiting
+        fresh = list(waiting)[: self._max_rows - len(state.active)]
+        while waiting:
+            active.append(waiting.popleft())
+            if len(fresh) > 1 and not state.active and self._kv_memory is None:
+                state.slots.preallocate(fresh)
+            if not state.slots.assign(active[-1]):
+                waiting.appendleft(active.pop())
+                return
+            state.admit(active[-1])
