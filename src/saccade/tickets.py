@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
+from weakref import WeakValueDictionary
 
 from saccade.engine import Engine, Request
 from saccade.engine.batch import PREFILL_CHUNK
@@ -71,6 +72,7 @@ class Ticket:
     def cancel(self) -> None:
         """End the request before the batch's next step; its tokens so far remain."""
         self._batch._running.cancel(self._row)
+        self._batch._set_aside([self._row])
 
     def __iter__(self) -> Iterator[TicketChunk]:
         while True:
@@ -125,6 +127,7 @@ class Batch:
         self._running = engine.open(max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache)
         self._running.trace = trace
         self._tickets: dict[int, Ticket] = {}
+        self._ended: WeakValueDictionary[int, Ticket] = WeakValueDictionary()  # whose chunks may be unread
 
     def add(
         self,
@@ -170,25 +173,32 @@ class Batch:
     def step_once(self) -> list[Row]:
         """Run one step and return its rows; the tickets buffer their chunks."""
         rows = [row for row, _ in self._running.step()]
-        for row in rows:
-            if row.done:
-                self._tickets.pop(id(row), None)
+        self._set_aside(rows)
         return rows
+
+    def _set_aside(self, rows: Sequence[Row]) -> None:
+        """Leave the tickets of those rows that have ended to their holders."""
+        for row in rows:
+            if row.done and (ticket := self._tickets.pop(id(row), None)) is not None:
+                self._ended[id(row)] = ticket
 
     def step(self) -> list[tuple[Ticket, TicketChunk]]:
         """Run one step and return every ticket's chunks, buffered ones of earlier steps included."""
-        tickets = dict(self._tickets)
-        rows = self.step_once()
-        found = []
-        for row in rows:
-            ticket = tickets[id(row)]
-            found += [(ticket, ticket._chunk(row.steps.pop(0))) for _ in range(len(row.steps))]
-        return found
+        tickets = [*self._ended.values(), *self._tickets.values()]
+        self._ended.clear()
+        self.step_once()
+        self._ended.clear()
+        return [
+            (ticket, ticket._chunk(ticket._row.steps.pop(0)))
+            for ticket in tickets
+            for _ in range(len(ticket._row.steps))
+        ]
 
     def close(self) -> None:
         """Cancel all requests and free the caches."""
         self._running.close()
         self._tickets.clear()
+        self._ended.clear()
 
     def __enter__(self) -> Batch:
         return self
