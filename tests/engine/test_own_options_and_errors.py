@@ -11,6 +11,7 @@ import torch
 from kit import METHODS, add, alone, drain, engine, prompts
 
 from saccade.errors import InputError, ModelError
+from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
 
 METHOD = pytest.mark.parametrize("method", METHODS)
@@ -149,3 +150,17 @@ def test_a_row_that_fails_as_it_is_admitted_is_returned_by_the_step(monkeypatch:
     assert [row for row, step in batch.step() if step.finished] == [bad]
     drain(batch)
     assert good.output == alone("plain", prompts()[1])
+
+
+@METHOD
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_a_prompt_with_an_id_that_the_model_lacks_is_refused_and_no_other_row_hears_of_it(
+    method: str, wrong: int
+) -> None:
+    batch = engine(method).open(2)
+    good = add(batch, prompts()[1])
+    batch.step()
+    with pytest.raises(InputError, match=f"has the token id {wrong}, but this model's ids go from 0 to "):
+        add(batch, Prompt((*prompts()[0].ids, wrong)))
+    drain(batch)
+    assert good.output == alone(method, prompts()[1])

@@ -16,7 +16,10 @@ from saccade.engine.row import Request, Row, RowStep
 from saccade.engine.state import BatchState, Components
 from saccade.engine.step_runner import StepRunner
 from saccade.errors import InputError
+from saccade.inputs.families import family_of
+from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason
+from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.target.media_cache import MEDIA_BYTES
 
@@ -101,8 +104,8 @@ class RunningBatch:
         """Queue a row, which enters as slots and memory allow.
 
         Raises:
-            InputError: the row does not fit the model's context, can never fit the KV memory, or samples where the
-                rule is for greedy decoding.
+            InputError: the row has ids that the model lacks, does not fit its context, can never fit the KV memory, or
+                samples where the rule is for greedy decoding.
         """
         row = self.prepare(request, plan, do_sample)
         self.queue(row)
@@ -112,6 +115,7 @@ class RunningBatch:
         """Return a row that can be queued; errors as in `add`."""
         self._check_owner()
         self.engine.rule(do_sample)
+        _check_ids(self.target, request.prompt)
         self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
         if do_sample and self.target.ranks is not None:
             request = replace(request, seed=self.target.ranks.numbers([request.seed])[0])
@@ -218,3 +222,16 @@ class RunningBatch:
                 waiting.appendleft(active.pop())
                 return
             state.admit(active[-1])
+
+
+def _check_ids(target: Target, prompt: Prompt) -> None:
+    """Raise `InputError` for an id without an embedding, which would break off the pass of all rows."""
+    if prompt.media and not family_of(target.config).is_known:
+        return  # the model itself replaces its placeholders
+    count = max(target.model.get_input_embeddings().weight.shape[0], target.text_config.vocab_size)
+    wrong = next((token for token in prompt.ids if not 0 <= token < count), None)
+    if wrong is not None:
+        raise InputError(
+            f"The prompt has the token id {wrong}, but this model's ids go from 0 to {count - 1}; make the prompt with "
+            "the model's own tokenizer."
+        )
