@@ -10,9 +10,11 @@ import pytest
 import torch
 from kit import METHODS, add, alone, drain, engine, prompts
 
+from saccade.engine import Engine
 from saccade.errors import InputError, ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
+from saccade.verify.loosening import FLy
 
 METHOD = pytest.mark.parametrize("method", METHODS)
 
@@ -164,3 +166,14 @@ def test_a_prompt_with_an_id_that_the_model_lacks_is_refused_and_no_other_row_he
         add(batch, Prompt((*prompts()[0].ids, wrong)))
     drain(batch)
     assert good.output == alone(method, prompts()[1])
+
+
+def test_a_greedy_rule_names_the_way_out_where_the_checkpoint_itself_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = engine("chain")
+    monkeypatch.setattr(plain.target.model.generation_config, "do_sample", True)
+    batch = Engine(plain.target, plain.drafter, FLy()).open(1)
+    with pytest.raises(InputError, match="generation_config ask for sampling; give do_sample=False"):
+        add(batch, prompts()[0])
+    row = add(batch, prompts()[0], do_sample=False)
+    drain(batch)
+    assert row.error is None

@@ -52,9 +52,9 @@ class Engine:
         """
         if self._rule is not None and do_sample and not self._rule.samples:
             raise InputError(
-                f"The rule {type(self._rule).__name__} is for greedy decoding; leave out do_sample and temperature "
-                "(--sample, --temperature, --top-p, --top-k and --min-p on the command line), or choose a method that "
-                "samples."
+                f"The rule {type(self._rule).__name__} is for greedy decoding, but the options or the checkpoint's "
+                "generation_config ask for sampling; give do_sample=False (--temperature 0 on the command line, "
+                "without --sample, --top-p, --top-k and --min-p), or choose a method that samples."
             )
         return self._rule or (Sampling() if do_sample else Greedy())
 
