@@ -86,8 +86,7 @@ class Journal:
         if path.is_file() and self._binds():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return found
-        text = json.dumps(self._header, indent=2, ensure_ascii=False) + "\n"
-        write_file(path, text, advice=self._advice)
+        write_file(path, encoded(self._header, indent=2), advice=self._advice)
         return dict(self._header)
 
     def rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -129,7 +128,7 @@ class Journal:
             SaccadeError: the disk is full or the file cannot be written; earlier lines are intact.
         """
         assert self._file is not None
-        data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+        data = b"".join(encoded(row) for row in rows)
         before = os.fstat(self._file).st_size
         try:
             rest = memoryview(data)
@@ -206,6 +205,11 @@ class Journal:
                     f"{self.path} holds a run with another {label} ({shortened(old)} there, {shortened(new)} now); "
                     f"repeat its command to resume, or {self._advice}."
                 )
+
+
+def encoded(row: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """JSON and a newline in UTF-8; bytes of names that are not UTF-8 become JSON's escapes, such as ``\\udce9``."""
+    return json.dumps(row, indent=indent, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def lock(file: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,26 @@ def test_ctrl_c_and_a_full_disk_leave_whole_records(
         assert not out.exists()
     run(photos, out)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_that_are_not_utf8_are_answered_and_resumed(photos: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(photos) + b"-\xe9"))
+    photos.rename(folder)
+    (folder / "a.png").rename(folder / os.fsdecode(b"caf\xe9.png"))
+    out = tmp_path / "out.jsonl"
+    assert run(folder, out, prompt="What is it?").failed == 1
+    found = records(out)
+    assert [os.fsencode(name) for name in found] == [
+        b"b.png",
+        b"broken.png",
+        b"caf\xe9.png",
+        b"sub/c.png",
+        b"sub/d.png",
+    ]
+    expected = model().generate("What is it?", [picture(0)], max_new_tokens=5)
+    assert found[os.fsdecode(b"caf\xe9.png")]["text"] == expected.text
+    assert run(folder, out, prompt="What is it?").there == 5
 
 
 def test_shards_together_are_the_whole(photos: Path, tmp_path: Path) -> None:

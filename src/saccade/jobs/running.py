@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from array import array
 from collections import Counter
@@ -19,7 +18,7 @@ from saccade.jobs.folders import Source
 from saccade.jobs.forms import Reading
 from saccade.jobs.items import Asking
 from saccade.jobs.job import SHOWN, Job, Known, Shard, Survey, key_of_item, preview
-from saccade.journal import Journal
+from saccade.journal import Journal, encoded
 from saccade.stream import GenerationOptions
 from saccade.vlm import VLM
 
@@ -263,9 +262,9 @@ class Keeping:
     def _write(self, out: Path) -> None:
 
         def write(part: Path) -> None:
-            with part.open("w", encoding="utf-8", newline="\n") as file:
+            with part.open("wb") as file:
                 for row in self._journal.rows_at(self._offsets):
-                    file.write(json.dumps(row["record"], ensure_ascii=False) + "\n")
+                    file.write(encoded(row["record"]))
 
         advice = "all answers are in the journal beside it; free some space and run the same command again"
         write_file(out, write, advice=advice)
