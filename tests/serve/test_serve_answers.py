@@ -9,6 +9,8 @@ import pytest
 from live_server import Live, Question, asks, live, questions, uri
 
 from checkpoints import vlm
+from saccade.engine import RunningBatch
+from saccade.engine.step_runner import StepRunner
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
 from saccade.serve.decoding import Penalties
@@ -134,3 +136,37 @@ def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> N
         assert status == 500
         assert answer["error"]["code"] == "internal_error"
         assert "planted" not in str(answer), "the cause stays in the log"
+
+
+def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails for all rows; then the batch itself fails while the first of them is repeated alone."""
+    with live(max_rows=4) as server:
+        model = vlm("qwen", "qwen-draft")
+        asked = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
+        expected = [question.expected(model) for question in asked]
+        lanes, stock, failed = server.service.owner._lanes, RunningBatch.step, list[str]()
+
+        def failing(batch: RunningBatch) -> Any:
+            server.until(lambda: failed or server.service.owner._submitted == len(asked))
+            lane = next(lane for lane in lanes.values() if lane.batch is batch)
+            if len(lane.suspects) > 1 and "batch" not in failed:
+                failed.append("batch")
+                raise MemoryError("planted")
+            return stock(batch)
+
+        def failing_step(runner: StepRunner) -> None:
+            if len(runner._state.active) == len(asked) and "step" not in failed:
+                failed.append("step")
+                raise RuntimeError("planted")
+            run_step(runner)
+
+        run_step = StepRunner.run
+        monkeypatch.setattr(RunningBatch, "step", failing)
+        monkeypatch.setattr(StepRunner, "run", failing_step)
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda question: server.post(question.body), asked))
+        assert failed == ["step", "batch"]
+        assert sorted(status for status, _ in found) == [200, 200, 500]
+        for (status, answer), text in zip(found, expected, strict=True):
+            assert status == 500 or answer["choices"][0]["message"]["content"] == text
+        server.until(lambda: server.is_idle, 5)

@@ -171,7 +171,7 @@ class Owner:
                 log.exception("A running batch cannot be opened.")
                 self._end(job, Event(error=error))
                 continue
-            (left if lane is None else lane.waiting).append(job)
+            (left if lane is None else lane.suspects if job.repeated else lane.waiting).append(job)
         self._unplaced = left
 
     def _open(self, job: Job) -> Lane | None:
@@ -225,9 +225,10 @@ class Owner:
         except Exception:
             log.exception("A running batch failed outside of a step; it is opened anew.")
             self._lanes.pop(lane.key, None)
-            self._unplaced.extendleft(reversed(lane.waiting))
+            self._unplaced.extendleft(reversed([*lane.suspects, *lane.waiting]))
             for job in lane.jobs.values():
                 self._end(job, Event(error=broken()))
+            self._count(lane)
             return
         finally:
             self.counts.step_began = None
