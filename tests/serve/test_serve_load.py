@@ -209,6 +209,18 @@ def test_a_step_that_hangs_makes_the_server_unhealthy() -> None:
         server.until(lambda: server.call("GET", "/health")[0] == 200, 5)
 
 
+def test_the_time_in_the_queue_is_counted_from_the_request() -> None:
+    with live(max_rows=1) as server, slowed(vlm("qwen", "qwen-draft").target, 0.05), ThreadPoolExecutor(2) as pool:
+        body = {**LONG, "max_tokens": 10, "speculation": "off", "saccade": {"stats": True}}
+        answers = [answer for _, answer in pool.map(server.post, [body, body])]
+        stats = [answer["saccade"]["choices"][0]["stats"] for answer in answers]
+        assert max(each["queue_seconds"] for each in stats) > 0.4
+        assert max(each["first_token_seconds"] for each in stats) > 0.4
+        metrics = server.call("GET", "/metrics")[2].decode().splitlines()
+        total = next(line for line in metrics if line.startswith("saccade:request_queue_time_seconds_sum"))
+        assert float(total.rpartition(" ")[2]) > 0.4
+
+
 def test_metrics_count_what_was_served(shared: Live) -> None:
     def value(name: str, labels: str = "") -> float:
         text = shared.call("GET", "/metrics")[2].decode()

@@ -72,6 +72,7 @@ class Row:
         drafter_lacks_end: whether the drafter has cached its prompt without the last token.
         drafts: whether the drafter drafts for the row at all; None until that is decided.
         trials: acceptance of the row's draft tokens, where a pacer chooses their number.
+        submitted: `time.perf_counter` of its submission; earlier than its own where it waited elsewhere before.
     """
 
     def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class Row:
         self._device = device
         self._reason: FinishReason | None = None
         self._num_proposed = 0
-        self._submitted = time.perf_counter()
+        self.submitted = time.perf_counter()
         self._begun = self._ended = 0.0
         self._seconds: dict[str, float] = {}
 
@@ -141,7 +142,7 @@ class Row:
         """Append tokens with their marks up to the row's end; return those that plain decoding would emit."""
         emitted: list[int] = []
         if not self.output:
-            self.stats.first_token_seconds = time.perf_counter() - self._submitted
+            self.stats.first_token_seconds = time.perf_counter() - self.submitted
         for token, mark in zip(tokens, marks, strict=True):
             self.ids.append(token)
             self.output.append(token)
@@ -176,7 +177,7 @@ class Row:
         """Return the output so far."""
         now = self._ended or time.perf_counter()
         begun = self._begun or now
-        self.stats.queue_seconds = begun - self._submitted
+        self.stats.queue_seconds = begun - self.submitted
         self.stats.times = Times(**self._seconds, total=now - begun)
         return Output(
             tokens=self.output,

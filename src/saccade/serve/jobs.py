@@ -58,6 +58,7 @@ class Job:
         row: its row; None while it waits outside the batch.
         skip: tokens that the client has already, when the answer is repeated after a failed step.
         repeated: whether it is.
+        submitted: `time.perf_counter` of its submission.
     """
 
     lane: Hashable
@@ -71,6 +72,7 @@ class Job:
     skip: int = 0
     repeated: bool = False
     is_cancelled: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
 
     def repeat(self, emitted: int) -> None:
         """Make ready to run again from its start; the client has ``emitted`` tokens, which will be the same."""

@@ -214,6 +214,7 @@ class Owner:
         except Exception as error:
             self._end(job, Event(error=error))
             return
+        job.row.submitted = job.submitted  # it has waited for the batch, too
         lane.jobs[id(job.row)] = job
 
     def _step(self, lane: Lane) -> None:
