@@ -159,7 +159,11 @@ def test_a_slow_reader_is_dropped_and_stalls_nobody() -> None:
                 assert status == 200
                 assert answer["choices"][0]["message"]["content"] == question.expected(vlm("qwen", "qwen-draft"))
             server.until(lambda: server.is_idle, 60)
-            server.until(lambda: b'{kind="slow_reader"}' in server.call("GET", "/metrics")[2], 5)
+            server.until(lambda: not server.server.server_state.tasks, 10)
+            counted = [
+                line for line in server.call("GET", "/metrics")[2].decode().splitlines() if "errors_total{" in line
+            ]
+            assert counted == ['saccade:request_errors_total{kind="slow_reader"} 1.0']
         finally:
             reader.close()
 

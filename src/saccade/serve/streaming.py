@@ -129,6 +129,7 @@ class Exchange(Response):
         self._jobs: list[Job] = []
         self._inbox = Inbox(self._limits.stream_buffer, self._too_slow)
         self._began = 0.0
+        self._is_slow = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve the request.
@@ -154,7 +155,7 @@ class Exchange(Response):
         try:
             await (self._stream if stream else self._whole)(send)
         except ClientGone:
-            self._service.metrics.failed("client_gone")
+            self._service.metrics.failed("slow_reader" if self._is_slow else "client_gone")
         finally:
             watching.cancel()
             self._service.owner.cancel(self._jobs)
@@ -211,7 +212,7 @@ class Exchange(Response):
             self._inbox.close()
 
     def _too_slow(self) -> None:
-        self._service.metrics.failed("slow_reader")
+        self._is_slow = True
         self._service.owner.cancel(self._jobs)
 
     # -- answers -------------------------------------------------------------------------------------------
@@ -295,5 +296,5 @@ class Exchange(Response):
             async with asyncio.timeout(self._limits.send_seconds):
                 await send({"type": "http.response.body", "body": body, "more_body": not last})
         except TimeoutError:
-            self._service.metrics.failed("slow_reader")
+            self._is_slow = True
             raise ClientGone from None
