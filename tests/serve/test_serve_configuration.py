@@ -58,6 +58,15 @@ def test_the_plan_of_several_models_loads_none(
     assert "model     tiny" in plan
 
 
+def test_options_of_a_model_are_not_dropped_beside_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--config", written(tmp_path, GOOD), "-m", "chain", "--set", "gamma=3", "--exact", "--plan"])
+    assert end.value.code == 2
+    assert "saccade: --method and --set and --exact: the models of " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

@@ -14,6 +14,8 @@ from saccade.cli import screen
 from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError
 
+_OPTIONS = {"options": "set", "heads": "head"}
+"""Fields of a model that options of other names give."""
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -119,6 +121,9 @@ def serve(
     }
     if config is not None and target is not None:
         raise InputError("Both --config and --target name models; give one of them.")
+    if config is not None and (given := [name for name, value in own.items() if value not in (None, {}, "auto")]):
+        options = " and ".join("--" + _OPTIONS.get(each, each).replace("_", "-") for each in given)
+        raise InputError(f"{options}: the models of {config} have their own; write it there, or name a --target.")
     if config is None and target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
 
