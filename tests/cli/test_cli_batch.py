@@ -94,6 +94,7 @@ def test_what_is_wrong_is_one_sentence(shell: Shell, photos: Path) -> None:
         "needs a draft model": command(photos, "-p", "?", "-m", "chain", "--plan"),
         "max_new_tokens must be": command(photos, "-p", "?", "-n", "0"),
         "max_rows must be": command(photos, "-p", "?", "-b", "0"),
+        "--actors is for engines on Ray": command(photos, "-p", "?", "--actors", "2"),
     }
     for words, arguments in refused.items():
         assert words in shell(*arguments).complaint

@@ -29,6 +29,7 @@ def test_the_help_teaches_the_fields_and_paths(shell: Shell) -> None:
 
 def test_a_model_is_named_once(shell: Shell) -> None:
     assert "No model is named" in shell("serve").err
+    assert "--replicas is for engines on Ray" in shell("serve", "-t", "pocket", "--replicas", "2", "--plan").complaint
     assert "give one of them" in shell("serve", "-t", "pocket", "--config", "x.toml").err
 
 

@@ -193,6 +193,12 @@ Ray = Annotated[
 ]
 
 
+def check_ray(ray: str | None, option: str, value: int | None) -> None:
+    """Raise InputError where an option for Ray is given without ``--ray``."""
+    if ray is None and value is not None:
+        raise InputError(f"{option} is for engines on Ray; give --ray with it, or leave it out.")
+
+
 Preset = Annotated[
     str | None,
     typer.Option(

@@ -137,6 +137,7 @@ def batch(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
+    args.check_ray(ray, "--actors", actors)
     decoded = decoding.options()
     settings = args.settings(set_)
     from saccade.jobs import Attempt, Job, preview, run

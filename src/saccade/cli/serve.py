@@ -107,6 +107,7 @@ def serve(
         raise InputError(
             f"The server needs {', '.join(missing)}, which this environment lacks; run `pip install saccade[serve]`."
         )
+    args.check_ray(ray, "--replicas", replicas)
     from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
     from saccade.serve.configuration import plan as describe
 
