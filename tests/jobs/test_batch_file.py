@@ -286,6 +286,8 @@ def test_wrong_options_are_no_fault_of_every_item(photos: Path, tmp_path: Path) 
         "max_new_tokens must be": {"max_new_tokens": 0},
         "max_rows must be": {"max_rows": 0},
         "workers must be": {"workers": 0},
+        "num_frames is 0": {"num_frames": 0},
+        "Both num_frames and fps": {"num_frames": 2, "fps": 1.0},
         "Unknown generation option nonsense": {"nonsense": 1},
         "The prompt names": {"prompt": "{title}"},
     }.items():

@@ -135,7 +135,7 @@ class InputProcessor:
             InputError: messages, images or videos cannot be used, do not match in number, or are not for
                 this model.
         """
-        sampling = _sampling(num_frames, fps)
+        sampling = sampling_of(num_frames, fps)
         images, videos = _listed(images, "images"), _listed(videos, "videos")
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
         check_unicode(messages)
@@ -188,7 +188,7 @@ class InputProcessor:
         Raises:
             InputError: as in `prompt`.
         """
-        sampling = _sampling(num_frames, fps)
+        sampling = sampling_of(num_frames, fps)
         messages, slots = normalise(messages)
         slots = _fill(slots, [], [])
         self._refuse(slots)
@@ -316,7 +316,12 @@ class InputProcessor:
         return "".join(pieces), media
 
 
-def _sampling(num_frames: int | None, fps: float | None) -> dict[str, float]:
+def sampling_of(num_frames: int | None, fps: float | None) -> dict[str, float]:
+    """Sampling of videos as given.
+
+    Raises:
+        InputError: both are given, or one is not above 0.
+    """
     given = {name: value for name, value in (("num_frames", num_frames), ("fps", fps)) if value is not None}
     if len(given) > 1:
         raise InputError("Both num_frames and fps are given; give one of them.")

@@ -11,6 +11,7 @@ from saccade.engine.generation import RowPlan, plan
 from saccade.errors import SaccadeError
 from saccade.inputs.conversations import Messages
 from saccade.inputs.media import LOCAL, load_image
+from saccade.inputs.processor import sampling_of
 from saccade.inputs.requests import RowInput, kept_video
 from saccade.jobs.index import key_of
 from saccade.jobs.items import Asking, Item
@@ -52,11 +53,18 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """Options of reading prompts, as in `VLM.generate`."""
+    """Options of reading prompts, as in `VLM.generate`.
+
+    Raises:
+        InputError: the sampling of videos is wrong.
+    """
 
     num_frames: int | None = None
     fps: float | None = None
     text_as_text: bool = False
+
+    def __post_init__(self) -> None:
+        sampling_of(self.num_frames, self.fps)  # a mistake in them is not one of every item
 
 
 @dataclass(frozen=True)
