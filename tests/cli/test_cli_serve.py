@@ -54,6 +54,11 @@ def test_marks_of_a_server_join_to_its_answer(server: Live, shell: Shell) -> Non
     assert marked.replace("‹", "").replace("›", "") == plain
 
 
+@pytest.mark.parametrize("url", ["http://localhost:80x0", "http://[::1", "localhost:99999", "ftp://localhost"])
+def test_an_address_that_is_none_is_refused_at_once(shell: Shell, url: str) -> None:
+    assert f"{url} is no address of a server" in shell("chat", "--url", url, stdin="Hello\n").complaint
+
+
 def test_a_server_that_is_not_there_is_one_sentence(shell: Shell) -> None:
     result = shell("chat", "--url", "http://127.0.0.1:9", stdin="Hello\n")
     assert "cannot be reached" in result.err

@@ -45,9 +45,14 @@ class RemoteChat:
         options: dict[str, Any],
         marked: bool,
     ) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        unusable = InputError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000/v1.")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            _ = parts.port
+        except ValueError:  # the port is no number, or a bracket is missing
+            raise unusable from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000/v1.")
+            raise unusable
         self._address = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         given = {NAMES.get(name, name): value for name, value in options.items() if value is not None}
