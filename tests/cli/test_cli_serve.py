@@ -47,6 +47,16 @@ def test_a_conversation_with_a_server_is_that_of_a_local_one(server: Live, shell
     assert "of them drafted" in result.err
 
 
+def test_sampling_with_a_server_is_sampling(server: Live, shell: Shell) -> None:
+    """Of a temperature of 1 where no other is given; the checkpoint itself is for greedy decoding."""
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 5, "max_new_tokens": 12}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+    expected = vlm("qwen", "qwen-draft").generate(messages, **options).text
+    assert expected != vlm("qwen", "qwen-draft").generate(messages, max_new_tokens=12).text
+    asked = ("chat", "--url", server.url, "-n", "12", "--seed", "5", "--sample")
+    assert shell(*asked, stdin="Why?\n").out == expected + "\n"
+
+
 def test_marks_of_a_server_join_to_its_answer(server: Live, shell: Shell) -> None:
     plain = shell("chat", "--url", server.url, "-n", "12", stdin="Why?\n").out
     marked = shell("chat", "--url", server.url, "-n", "12", "--marks", "-m", "chain", stdin="Why?\n").out

@@ -56,8 +56,9 @@ class RemoteChat:
         self._address = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         given = {NAMES.get(name, name): value for name, value in options.items() if value is not None}
-        if given.pop("do_sample", None) is False:
-            given["temperature"] = 0
+        sampled = given.pop("do_sample", None)
+        if sampled is not None:  # a server samples where it gets a field of sampling
+            given.setdefault("temperature", int(sampled))
         self._body = {"stream": True, **given}
         for name, value in (("model", model), ("speculation", speculation)):
             if value is not None:
