@@ -57,6 +57,11 @@ def test_sampling_with_a_server_is_sampling(server: Live, shell: Shell) -> None:
     assert shell(*asked, stdin="Why?\n").out == expected + "\n"
 
 
+def test_options_of_models_are_refused_with_a_server(server: Live, shell: Shell) -> None:
+    for option in (("--exact",), ("--device", "cpu"), ("--dtype", "float32"), ("-d", "pocket")):
+        assert "leave them out with --url" in shell("chat", "--url", server.url, *option).complaint
+
+
 def test_marks_of_a_server_join_to_its_answer(server: Live, shell: Shell) -> None:
     plain = shell("chat", "--url", server.url, "-n", "12", stdin="Why?\n").out
     marked = shell("chat", "--url", server.url, "-n", "12", "--marks", "-m", "chain", stdin="Why?\n").out

@@ -59,9 +59,10 @@ def chat(
     options = {"seed": decoding.seed, **decoding.options()}
     talker: _Local | RemoteChat
     if url is not None:
-        if drafter is not None or settings or text_as_text:
+        if drafter is not None or settings or text_as_text or placing != Placing():
             raise InputError(
-                "--drafter, --set and --text-as-text are for models loaded here; leave them out with --url."
+                "--drafter, --set, --text-as-text and options of devices, number formats and --exact are for models "
+                "loaded here; leave them out with --url."
             )
         talker = RemoteChat(url, target, method, system, options, marks)
         screen.note(f"{url}. /help lists commands, Ctrl-D leaves.")
