@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Shell
 
 from checkpoints import picture, saved_picture, vlm
+from saccade.cli.remote import RemoteChat
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from live_server import Live, live
@@ -60,6 +62,28 @@ def test_sampling_with_a_server_is_sampling(server: Live, shell: Shell) -> None:
 def test_options_of_models_are_refused_with_a_server(server: Live, shell: Shell) -> None:
     for option in (("--exact",), ("--device", "cpu"), ("--dtype", "float32"), ("-d", "pocket")):
         assert "leave them out with --url" in shell("chat", "--url", server.url, *option).complaint
+
+
+def test_ctrl_c_ends_an_answer_of_a_server_and_not_the_conversation(
+    server: Live, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, bodies = RemoteChat._events, list[Any]()
+
+    def interrupted(self: RemoteChat, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        bodies.append(body)
+        for number, event in enumerate(stock(self, body)):
+            yield event
+            if len(bodies) == 1 and number == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(RemoteChat, "_events", interrupted)
+    result = shell("chat", "--url", server.url, "-n", "200", "-m", "off", stdin="Why?\nAnd then?\n/quit\n")
+    assert result.code == 0
+    assert "interrupted" in result.err
+    begun, _ = result.out.split("\n", 1)
+    assert [message["role"] for message in bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert bodies[1]["messages"][1]["content"] == begun
+    server.until(lambda: server.is_idle)
 
 
 def test_marks_of_a_server_join_to_its_answer(server: Live, shell: Shell) -> None:

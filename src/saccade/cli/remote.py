@@ -75,7 +75,7 @@ class RemoteChat:
             self._messages.append({"role": "system", "content": self._system})
 
     def send(self, text: str, images: Sequence[str], videos: Sequence[str]) -> str:
-        """Send a message, print the answer as it comes, and return a line of statistics.
+        """Send a message, print the answer as it comes, and return a line of statistics; Ctrl-C ends it early.
 
         Raises:
             InputError: a file cannot be read, or the server cannot be reached or refuses; the conversation is as
@@ -85,6 +85,7 @@ class RemoteChat:
         turn = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
         body = {**self._body, "messages": [*self._messages, turn], "stream_options": {"include_usage": True}}
         printer, answer, used = screen.MarkPrinter(screen.out()), "", dict[str, Any]()
+        stopped = False
         try:
             for event in self._events(body):
                 used = event.get("usage") or used
@@ -96,12 +97,15 @@ class RemoteChat:
                         printer.put(piece, "target")
                 for token in own.get("tokens", ()):
                     printer.put(token["text"], token["mark"])
+        except KeyboardInterrupt:
+            stopped = True  # what has come is kept, as of a model that is loaded here
         finally:
             printer.finish()
-        self._messages += [turn, {"role": "assistant", "content": answer}]
+        if answer or not stopped:
+            self._messages += [turn, {"role": "assistant", "content": answer}]
         accepted = (used.get("completion_tokens_details") or {}).get("accepted_prediction_tokens")
         drafted = "" if accepted is None else f", {accepted} of them drafted"
-        return f"{count(used.get('completion_tokens', 0), 'token')}{drafted}"
+        return "interrupted" if stopped else f"{count(used.get('completion_tokens', 0), 'token')}{drafted}"
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Post a request and yield its server-sent events."""
