@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from saccade.errors import InputError
 from saccade.inputs.media import MediaLimits, load_image
@@ -71,6 +72,17 @@ def test_transparency_is_laid_over_white() -> None:
     clear = np.zeros((2, 2, 4), dtype=np.uint8)
     for source in (clear, Image.fromarray(clear), png(Image.fromarray(clear))):
         assert np.asarray(load_image(source)).min() == 255
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_odd_exif_tags_are_no_damage_of_the_picture(orientation: int) -> None:
+    """A resolution written as text, as some programs do, beside any orientation."""
+    entries = struct.pack("<HHIHHHHI4s", 0x0112, 3, 1, orientation, 0, 0x011A, 2, 3, b"72\0\0")
+    odd = png(exif=b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + entries + bytes(4))
+    plain = Image.Exif()
+    plain[0x0112] = orientation
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(png(exif=plain))))
+    assert same(load_image(odd), expected)
 
 
 def test_exif_orientation_is_applied() -> None:

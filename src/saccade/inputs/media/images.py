@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from saccade.errors import InputError
 from saccade.inputs.media.bounds import LOCAL, MediaLimits
@@ -71,7 +71,7 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits) -> Image.Image:
     if not image.width or not image.height:
         raise InputError(f"{name} has no pixels; give one of at least 1x1.")
     try:
-        image = ImageOps.exif_transpose(image)
+        image = _upright(image)
         if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit grey, which convert() would clip
             wide = np.asarray(image).astype(np.int64)
             image = Image.fromarray((np.clip(wide, 0, 65535) >> 8).astype(np.uint8))
@@ -81,6 +81,30 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits) -> Image.Image:
         return image.convert("RGB")
     except Exception:  # decoders of damaged files raise anything
         raise InputError(f"{name} is damaged; give a complete image file.") from None
+
+
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientations, and what makes the picture upright."""
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation; Pillow's own function also writes all other tags anew, and fails at odd ones."""
+    image.load()
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:  # of damaged tags, anything; the pixels are whole
+        return image
+    turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
+    return image if turn is None else image.transpose(turn)
 
 
 def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
