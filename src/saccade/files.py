@@ -16,6 +16,14 @@ from saccade.errors import SaccadeError
 _ADVICE = "what was there before is intact, so check the folder and its free space and run the command again"
 
 
+def expanded(path: str | Path) -> Path:
+    """Path with ``~`` and ``~user`` as home folders; a name such as ``~$notes.png``, which is no user's, as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def write_file(
     path: Path,
     content: str | bytes | Callable[[Path], object],

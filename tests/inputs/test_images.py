@@ -74,6 +74,20 @@ def test_transparency_is_laid_over_white() -> None:
         assert np.asarray(load_image(source)).min() == 255
 
 
+def test_a_name_with_a_tilde_is_a_home_folder_only_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for path in ("home/a.png", "~$a.png", "sub/~a.png"):
+        Path(path).parent.mkdir(exist_ok=True)
+        PICTURE.save(path)
+    for path in ("~/a.png", "~$a.png", "./~$a.png", "sub/~a.png"):
+        assert same(load_image(path), PICTURE)
+    with pytest.raises(InputError, match="does not exist"):
+        load_image("~nobody-of-this-name/a.png")
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_odd_exif_tags_are_no_damage_of_the_picture(orientation: int) -> None:
     """A resolution written as text, as some programs do, beside any orientation."""

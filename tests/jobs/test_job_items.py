@@ -93,6 +93,15 @@ def test_several_folders_keep_their_names_in_the_ids(photos: Path, monkeypatch: 
     assert [i.id for i in items("photos/sub", "more")] == [*(f"photos/sub/{n}.png" for n in "cde"), "more/a.JPG"]
 
 
+def test_names_with_a_tilde_are_items(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos)
+    (photos / "~$a.png").write_bytes(b"x")
+    assert [i.id for i in items("~$a.png")] == ["~$a.png"]
+    assert "~$a.png" in [i.id for i in items(".")]
+    with pytest.raises(SaccadeError, match="There is no file or folder ~nobody"):
+        items("~nobody-of-this-name/*.png")
+
+
 def test_a_replaced_picture_is_another_item(photos: Path) -> None:
     before = {i.id: i.version for i in items(photos)}
     (photos / "b.png").write_bytes(b"another one")

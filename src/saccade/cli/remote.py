@@ -8,12 +8,12 @@ import json
 import mimetypes
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from saccade.cli import screen
 from saccade.errors import InputError
+from saccade.files import expanded
 from saccade.formats import count
 
 NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
@@ -145,7 +145,7 @@ def _medium(kind: str, file: str) -> dict[str, Any]:
         url = file
     else:
         try:
-            content = Path(file).expanduser().read_bytes()
+            content = expanded(file).read_bytes()
         except OSError as problem:
             raise InputError(f"Cannot read the {kind} {file}: {problem.strerror}.") from problem
         guessed = mimetypes.guess_type(file)[0] or f"{kind}/*"

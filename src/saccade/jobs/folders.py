@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from saccade.errors import InputError, SaccadeError
+from saccade.files import expanded
 from saccade.inputs.conversations import parse_json
 from saccade.jobs.elements import rows
 from saccade.jobs.items import Item, Kind, named
@@ -58,7 +59,7 @@ class Source:
         """Text that identifies the inputs; single pictures and videos, which may become more, count together."""
         found: dict[str, None] = {}
         for given in self.inputs:
-            path = Path(given).expanduser()
+            path = expanded(given)
             found["single files" if path.is_file() and kind_of(path.name) else str(path.absolute())] = None
         return list(found)
 
@@ -82,7 +83,7 @@ class Source:
 
     def _paths(self, given: str) -> list[Path]:
         """Files and folders of an input; of a glob those of known kinds, as of a folder."""
-        path = Path(given).expanduser()
+        path = expanded(given)
         if path.exists():
             if len(self.inputs) > 1 and not _is_known(path):
                 raise SaccadeError(

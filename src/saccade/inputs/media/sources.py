@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from saccade.errors import InputError
+from saccade.files import expanded
 from saccade.inputs.media.bounds import LOCAL, MediaLimits
 from saccade.inputs.media.fetch import fetch
 
@@ -79,7 +80,7 @@ def _local_path(source: str | bytes, what: str, limits: MediaLimits) -> Path:
         )
     if not text:
         raise InputError(f"The {what} path is empty; give the path of a file.")
-    return Path(text).expanduser()
+    return expanded(text)
 
 
 def _read(path: Path, what: str, most: int) -> bytes:
