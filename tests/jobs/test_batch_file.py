@@ -361,6 +361,16 @@ def test_names_that_are_not_utf8_are_answered_and_resumed(photos: Path, tmp_path
     assert run(folder, out, prompt="What is it?").there == 5
 
 
+def test_a_glob_that_finds_the_output_leaves_it_out(tmp_path: Path) -> None:
+    """And the journal, which a resume would read otherwise."""
+    (tmp_path / "questions.jsonl").write_text('{"id": "q", "title": "Snow"}\n')
+    every, out = str(tmp_path / "**" / "*.jsonl"), tmp_path / "sub" / "out.jsonl"
+    out.parent.mkdir()
+    for _ in range(2):
+        assert run(Path(every), out, prompt="What is it?").items == 1
+    assert list(records(out)) == ["q"]
+
+
 def test_shards_together_are_the_whole(photos: Path, tmp_path: Path) -> None:
     run(photos, tmp_path / "whole.jsonl")
     parts = dict[str, Any]()

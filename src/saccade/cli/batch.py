@@ -144,11 +144,11 @@ def batch(
     from saccade.jobs.folders import Source
     from saccade.jobs.forms import Reading
     from saccade.jobs.items import Asking
-    from saccade.jobs.job import Shard
+    from saccade.jobs.job import Shard, journal_of
 
     root = None if media_root is None else media_root.expanduser()
     job = Job(
-        Source(inputs, images_per_row, root),
+        Source(inputs, images_per_row, root, (out, journal_of(out))),
         Asking(prompt, system),
         Reading(num_frames, fps, text_as_text),
         Shard.parse(shard),

@@ -36,6 +36,7 @@ class Source:
         inputs: folders, files and globs.
         images_per_row: pictures of one folder that share an item.
         media_root: folder of the media that rows name; that of their file when None.
+        written: files and folders of the job itself, which are no input wherever a glob finds them.
 
     Raises:
         SaccadeError: an input does not exist.
@@ -44,6 +45,7 @@ class Source:
     inputs: Sequence[str]
     images_per_row: int = 1
     media_root: Path | None = None
+    written: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         check_whole(self.images_per_row, 1, "images_per_row", error=InputError)
@@ -92,7 +94,9 @@ class Source:
                 )
             return [path]
         matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(given) else []
-        found = [Path(name) for name in matches if _is_known(Path(name))]
+        own = [path.absolute() for path in self.written]
+        paths = [path for path in map(Path, matches) if not any(path.absolute().is_relative_to(o) for o in own)]
+        found = [path for path in paths if _is_known(path)]
         if not found:
             raise SaccadeError(
                 f"There is no file or folder {given}; give a folder, a glob in quotes, or a file of JSON lines, JSON, "

@@ -17,7 +17,7 @@ from saccade.jobs.answerer import Answer, Answering, Task
 from saccade.jobs.folders import Source
 from saccade.jobs.forms import Reading
 from saccade.jobs.items import Asking
-from saccade.jobs.job import SHOWN, Job, Known, Shard, Survey, key_of_item, preview
+from saccade.jobs.job import SHOWN, Job, Known, Shard, Survey, journal_of, key_of_item, preview
 from saccade.journal import Journal, encoded
 from saccade.stream import GenerationOptions
 from saccade.vlm import VLM
@@ -143,8 +143,9 @@ def batch_file(
     """
     root = None if media_root is None else Path(media_root).expanduser()
     given = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
+    target = Path(out).expanduser()
     job = Job(
-        Source([str(each) for each in given], images_per_row, root),
+        Source([str(each) for each in given], images_per_row, root, (target, journal_of(target))),
         Asking(prompt, system),
         Reading(num_frames, fps, text_as_text),
         Shard.parse(shard),
@@ -152,7 +153,6 @@ def batch_file(
         seed,
         options,
     )
-    target = Path(out).expanduser()
     found = preview(job, target, retry_failed)
     return run(vlm, job, found, target, Attempt(max_rows, workers, retry_failed, progress), method_options)
 
