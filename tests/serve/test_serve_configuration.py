@@ -8,9 +8,9 @@ import pytest
 
 from checkpoints import ready
 from saccade.cli import main
-from saccade.serve.access import Gate, Keys
+from saccade.serve.access import Gate, Keys, check_host
 from saccade.serve.answers import StopCutter
-from saccade.serve.configuration import ConfigError, read_config
+from saccade.serve.configuration import ConfigError, ModelEntry, ServerConfig, read_config
 from saccade.serve.refusals import Refusal
 
 GOOD = """
@@ -111,6 +111,14 @@ def test_a_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit):
             main(["serve", "-t", str(ready("llama")), "--port", str(taken.getsockname()[1])])
     assert "choose another --port" in capsys.readouterr().err
+
+
+def test_the_case_of_host_names_does_not_matter() -> None:
+    hosts = ServerConfig((ModelEntry("pocket"),), allowed_hosts=("Models.Example.com",)).hosts
+    for given in ("models.example.com", "Models.Example.com:8000", "MODELS.EXAMPLE.COM"):
+        check_host({"host": given}, hosts)
+    with pytest.raises(Refusal, match="is not served"):
+        check_host({"host": "example.com"}, hosts)
 
 
 def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:

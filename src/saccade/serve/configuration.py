@@ -196,8 +196,9 @@ class ServerConfig:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Accepted names in the Host header; empty for any."""
-        return self.allowed_hosts or (("localhost", "127.0.0.1", "::1", self.host) if self.is_loopback else ())
+        """Accepted names in the Host header, in small letters; empty for any."""
+        found = self.allowed_hosts or (("localhost", "127.0.0.1", "::1", self.host) if self.is_loopback else ())
+        return tuple(name.lower() for name in found)
 
     def keys(self) -> tuple[str, ...]:
         """Return the API keys of file and environment.
