@@ -29,6 +29,25 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     return text.add(ids) + text.finish()
 
 
+class Words:
+    """Texts of single tokens, as they are inside of a text.
+
+    Some tokenizers strip the space at the beginning of a text, which a token alone would lose.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._length = len(self._decode(self._before))
+
+    def text(self, token: int) -> str:
+        """Text of a token; replacement characters for parts of characters."""
+        return self._decode([*self._before, token])[self._length :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
 class Detokenizer:
     """Incremental decoder of a growing list of ids.
 

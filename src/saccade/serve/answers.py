@@ -7,13 +7,14 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from saccade.output import Output, TreeTrace
 from saccade.serve.decoding import TokenLogprob
 from saccade.serve.jobs import Event
 from saccade.serve.monitoring import FINISHED
-from saccade.text import Detokenizer
+from saccade.text import Detokenizer, Words
 
 DONE = b"data: [DONE]\n\n"
 
@@ -95,7 +96,7 @@ class Choice:
     def __post_init__(self) -> None:
         self._detokenizer, self._traced = Detokenizer(self.tokenizer), Detokenizer(self.tokenizer)
         self._cutter = StopCutter(self.stops)
-        self._offset = 0
+        self._offset, self._before = 0, Detokenizer(self.tokenizer)
 
     def add(self, event: Event) -> Piece:
         """Take an event of the engine and return the new part."""
@@ -138,9 +139,9 @@ class Choice:
     def _completion_logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         words = [self._word(entry.token) for entry in found]
         offsets = []
-        for word in words:
+        for entry in found:
             offsets.append(self._offset)
-            self._offset += len(word)
+            self._offset += len(self._before.add([entry.token]))
         return {
             "tokens": words,
             "token_logprobs": [entry.logprob for entry in found],
@@ -152,8 +153,12 @@ class Choice:
         word = self._word(token)
         return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
 
+    @cached_property
+    def _words(self) -> Words:
+        return Words(self.tokenizer)
+
     def _word(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
+        return self._words.text(token)
 
     def _trace(self, event: Event) -> dict[str, Any] | None:
         """Tokens with their text and marks; the texts of all pieces join to the answer before any stop string."""
