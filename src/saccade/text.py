@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 INCOMPLETE = "\ufffd"
@@ -29,8 +31,16 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     return text.add(ids) + text.finish()
 
 
+@cache
+def _bytes_by_sign() -> dict[str, int]:
+    """Signs that stand for bytes in byte-level vocabularies: printable ones for themselves, as GPT-2 has it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
 class Words:
-    """Texts of single tokens, as they are inside of a text.
+    """Texts and bytes of single tokens, as they are inside of a text.
 
     Some tokenizers strip the space at the beginning of a text, which a token alone would lose.
     """
@@ -43,6 +53,17 @@ class Words:
     def text(self, token: int) -> str:
         """Text of a token; replacement characters for parts of characters."""
         return self._decode([*self._before, token])[self._length :]
+
+    def utf8(self, token: int) -> bytes:
+        """UTF-8 of a token, which may be a part of a character."""
+        text = self.text(token)
+        piece = self._tokenizer.convert_ids_to_tokens(token) if INCOMPLETE in text else None
+        if isinstance(piece, str):
+            if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):  # byte fallback
+                return bytes([int(piece[3:5], 16)])
+            if all(sign in _bytes_by_sign() for sign in piece):
+                return bytes(_bytes_by_sign()[sign] for sign in piece)
+        return text.encode()
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -29,3 +29,12 @@ def test_words_have_their_spaces_and_their_places(name: str) -> None:
         assert isinstance(place, int)
         if "\ufffd" not in word:
             assert text[place:].startswith(word if place else word.lstrip())
+
+
+@pytest.mark.parametrize("name", ["bytes", "merges", "fallback"])
+def test_bytes_of_tokens_join_to_the_answer(name: str) -> None:
+    """Also those of characters that are several tokens, as OpenAI's clients join them."""
+    text, found = logprobs(name, chat=True)
+    entries = [entry for entry in found["content"] if isinstance(entry, dict)]
+    assert bytes(b for entry in entries for b in entry["bytes"]).decode().strip() == text.strip()
+    assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in entries)

@@ -151,7 +151,7 @@ class Choice:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         word = self._word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        return {"token": word, "logprob": logprob, "bytes": list(self._words.utf8(token))}
 
     @cached_property
     def _words(self) -> Words:
