@@ -77,6 +77,7 @@ def test_what_is_wrong_is_one_sentence(shell: Shell, source: Path) -> None:
     out = source.parent / "x"
     refused: dict[str, list[Any]] = {
         "No model is named": ["distill", source, "-o", out],
+        "--actors is for engines on Ray": ["distill", source, "-t", ready("llava"), "-o", out, "--actors", "2"],
         "Method fly is lossy": [*command(source), "-m", "fly"],
         "Unknown method 'nope'": [*command(source), "-m", "nope"],
         "sampled_share must be": [*command(source), "--sampled-share", "2"],

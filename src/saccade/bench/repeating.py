@@ -35,12 +35,20 @@ def commands(header: Header, labels: Iterable[str]) -> str:
         tasks = [task.get("name") for task in config.get("tasks", ()) if isinstance(task, Mapping)]
         words += ["--tasks", ",".join(map(str, tasks))] if tasks else []
     for option in _SIZES:
+        if option == "per_task" and _has_counts(config):
+            continue  # it would replace the numbers of the suite's tasks
         if option in config and (given is None or option in given or option not in _OF_QUESTIONS):
             words += [f"--{option.replace('_', '-')}", str(config[option])]
     words += _models(header)
     if "threads" in header.environment:
         words += ["--threads", str(header.environment["threads"])]
     return f"{shlex.join(words)} --out RUN\nsaccade report RUN"
+
+
+def _has_counts(config: Mapping[str, Any]) -> bool:
+    """Whether some task has another number of prompts than the suite."""
+    counts = (task.get("count") for task in config.get("tasks", ()) if isinstance(task, Mapping))
+    return any(count not in (None, config.get("per_task")) for count in counts)
 
 
 def _models(header: Header) -> list[str]:
