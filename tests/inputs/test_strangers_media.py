@@ -290,6 +290,7 @@ def film(
         stream.pix_fmt = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
         for n in range(frames):
             pixels = np.full((size[1], size[0], 3), (9 * n) % 256, np.uint8)
+            pixels[: size[1] // 2, : size[0] // 4] = 255 - pixels[0, 0]  # up and down, left and right differ
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return buffer.getvalue()
@@ -324,6 +325,18 @@ def test_a_process_of_its_own_decodes_the_same_frames() -> None:
         here = load_video(data, lambda total, fps: [0, 2, total - 1])
         assert np.array_equal(alone.frames, here.frames)
         assert (alone.indices, alone.total, alone.fps) == (here.indices, here.total, here.fps)
+
+
+@pytest.mark.parametrize(("matrix", "turns"), [((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)])
+def test_films_that_a_telephone_stored_lying_stand_upright(matrix: tuple[int, ...], turns: int) -> None:
+    data = bytearray(film())
+    at = data.index(b"tkhd") + 44  # the track header's matrix of nine fixed-point numbers
+    a, b, c, d = (part * 0x10000 for part in matrix)
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 0x40000000)
+    lying = load_video(film()).frames
+    for limits in (LOCAL, SERVER):
+        found = load_video(bytes(data), limits=limits).frames
+        assert np.array_equal(found, np.rot90(lying, turns, axes=(1, 2)))
 
 
 SDP = (

@@ -190,6 +190,9 @@ def check_options(config: Any) -> None:
             raise InputError(
                 f"{name}={value!r} is not supported; speculative decoding does greedy decoding and sampling."
             )
+    stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
+    if "" in (stops or ()):
+        raise InputError("An empty stop string would end every answer after its first token; leave it out.")
     if config.do_sample and config.temperature is not None and config.temperature <= 0:
         raise InputError(
             f"temperature must be above 0 for sampling, not {config.temperature}; use do_sample=False for greedy "
