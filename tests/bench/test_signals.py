@@ -11,8 +11,10 @@ from fake_runs import make_run
 
 import saccade
 from saccade.bench import report, signals
-from saccade.bench.records import Run
-from saccade.bench.report import tables
+from saccade.bench.answering import answer_turns
+from saccade.bench.records import Run, starts
+from saccade.bench.report import tables, traces
+from saccade.bench.turns import Question, Turn
 from saccade.pocket import draw
 
 
@@ -65,6 +67,27 @@ def test_weights_are_placed_at_the_tokens_emitted_before_the_step() -> None:
     record = next(r for r in run.records if r.method == "chain")
     assert one.first[:3] == pytest.approx((0.0, 0.1, 0.2))
     assert one.tokens[:2] == (1, 1 + len(record.trees[0]["path"]))
+
+
+def test_trees_know_the_tokens_before_them_though_the_first_is_verified_with_the_prompt(vlm: saccade.VLM) -> None:
+    sample = draw(0, "scene")
+    question = Question("scene-0", "scene", (Turn(tuple(sample.messages()), sample.question),))
+    given = {"max_new_tokens": 24, "do_sample": False}
+    (answer,) = answer_turns(vlm.using("chain"), "chain", question, 0, options=given, seed=0, trace=True)
+    record = answer.record
+    assert starts(record.trees)[0] == 0
+    assert sum(len(tree["path"]) for tree in record.trees) == len(record.tokens)
+    for start, tree in list(zip(starts(record.trees), record.trees, strict=True))[1:]:
+        assert tree["tokens"][0] == record.tokens[start - 1]  # the root is the token before
+
+
+def test_a_step_without_a_tree_moves_no_other() -> None:
+    record = next(r for r in make_run(prompts=1, traced=1).records if r.method == "chain" and r.trees)
+    trees = [{**tree, "start": start} for tree, start in zip(record.trees, starts(record.trees), strict=True)]
+    step = next(i for i, tree in enumerate(trees[:-1]) if len(tree["path"]) > 1)
+    whole, lacking = (replace(record, trees=found) for found in (trees, trees[:step] + trees[step + 1 :]))
+    shown = [traces.prompts(replace(make_run(), records=[one]), 1)[0].answers[0] for one in (whole, lacking)]
+    assert shown[0].steps[step + 1 :] == shown[1].steps[step:]
 
 
 def test_a_single_view_has_no_weights_to_show() -> None:

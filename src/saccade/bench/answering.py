@@ -113,7 +113,7 @@ def answer_turns(
             stats=_stats(reply.output, reply.inputs),
             scores=turn.score(reply.output.text) if turn.score else {},
             peak_bytes=reply.peak,
-            trees=[_tree(vlm, tree) for tree in traced.trees] if traced else [],
+            trees=[_tree(vlm, tree, start) for start, tree in traced.trees] if traced else [],
             warnings=list(dict.fromkeys(warned)),
         )
         answers.append(
@@ -129,7 +129,7 @@ class _Reply:
     inputs: float
     seconds: float
     peak: int | None
-    trees: list[TreeTrace]
+    trees: list[tuple[int, TreeTrace]]
 
 
 class _Conversation:
@@ -144,13 +144,15 @@ class _Conversation:
 
     def answer(self, turn: Turn, seed: int) -> _Reply:
         messages = [*self._messages, *turn.messages]
-        trees: list[TreeTrace] = []
+        trees: list[tuple[int, TreeTrace]] = []  # each behind the number of tokens emitted before it
+        emitted = 0
         self._memory.start()
         started = time.perf_counter()
         stream = self._vlm.stream(messages, seed=seed, session=self._session, **self._options)
         inputs = time.perf_counter() - started
         for chunk in stream:
-            trees += [tree for tree in chunk.trees if tree is not None]
+            trees += [(emitted, tree) for tree in chunk.trees if tree is not None]
+            emitted += len(chunk.tokens[0])
         output = stream.output  # reads the clock, which waits for the device
         seconds = time.perf_counter() - started
         answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
@@ -190,8 +192,9 @@ def _pieces(vlm: VLM, tokens: Sequence[int]) -> list[str]:
     return pieces
 
 
-def _tree(vlm: VLM, tree: TreeTrace) -> dict[str, Any]:
+def _tree(vlm: VLM, tree: TreeTrace, start: int) -> dict[str, Any]:
     return {
+        "start": start,
         "tokens": list(tree.tokens),
         "parents": list(tree.parents),
         "path": list(tree.path),

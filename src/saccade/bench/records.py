@@ -76,8 +76,8 @@ class Record:
             the shorter answer) and ``logits``, the target's for both by the same names; None when equal or not
             compared.
         peak_bytes: peak memory of the process or device during the answer; None when not measured.
-        trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``); only of traced
-            prompts.
+        trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``, and ``start``, the tokens
+            emitted before it, which old records lack); only of traced prompts.
         warnings: Saccade's own during generation, each once.
     """
 
@@ -105,6 +105,16 @@ class Record:
     def key(self) -> tuple[str, str, int]:
         """Prompt, method and repeat, unique in a run."""
         return self.prompt_id, self.method, self.repeat
+
+
+def starts(trees: Sequence[dict[str, Any]]) -> list[int]:
+    """Tokens emitted before every tree; in old records as if the first one came after the first token, and no step
+    were without one."""
+    found, end = [], 1
+    for tree in trees:
+        found.append(int(tree.get("start", end)))
+        end = found[-1] + len(tree["path"])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

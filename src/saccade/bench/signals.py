@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, Run, starts
 from saccade.bench.statistics import Array, Estimate, bootstrap
 
 LAGS = (1, 2, 3, 4, 5)
@@ -36,13 +36,12 @@ def weights(run: Run) -> list[Weights]:
     """The weights of every traced answer with more than one view."""
     found = []
     for record in run.records:
-        tokens, first, emitted = [], [], 1
-        for tree in record.trees:
+        tokens, first = [], []
+        for emitted, tree in zip(starts(record.trees), record.trees, strict=True):
             given = tree.get("signals", {}).get("weights", [])
             if len(given) > 1:
                 tokens.append(emitted)
                 first.append(float(given[0]))
-            emitted += len(tree["path"])
         if first:
             found.append(Weights(record.method, record.prompt_id, tuple(tokens), tuple(first)))
     return found

@@ -101,6 +101,9 @@ def _fault_of_tree(tree: Any) -> str | None:
         return "a tree's path does not start at its root"
     if not all(isinstance(piece, str) for piece in pieces):
         return "a tree's pieces are not all text"
+    start = tree.get("start", 1)
+    if not isinstance(start, int) or start < 0:
+        return "a tree's start is no number of tokens"
     given = tree.get("signals", {})
     if not isinstance(given, dict) or not all(isinstance(v, list) and all(map(_is_number, v)) for v in given.values()):
         return "a tree's signals are not lists of numbers"

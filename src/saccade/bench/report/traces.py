@@ -11,7 +11,7 @@ from typing import Any
 
 from saccade.bench.check import first_difference
 from saccade.bench.metrics import block_efficiency
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, Run, starts
 from saccade.inputs.media.bounds import FORMATS
 
 LARGEST = 640
@@ -77,7 +77,7 @@ class Token:
         text: as displayed, with visible line breaks.
         mark: as recorded.
         kind: the mark if it is one of `KNOWN_MARKS`, else ``other``.
-        step: number of the step that emitted it; 0 is prefill.
+        step: number of the step that emitted it; 0 without a tree.
     """
 
     text: str
@@ -143,16 +143,14 @@ def _prompt(run: Run, records: Sequence[Record]) -> Prompt:
 
 def _answer(record: Record, plain: Record | None) -> Answer:
     steps: list[dict[str, Any]] = []
-    starts, start = [0], 1
-    for tree in record.trees:
+    numbers = [0] * len(record.tokens)
+    for start, tree in zip(starts(record.trees), record.trees, strict=True):
         end = min(start + len(tree["path"]), len(record.tokens))
-        starts += [len(steps) + 1] * (end - start)
+        numbers[start:end] = [len(steps) + 1] * (end - start)
         steps.append(_step(tree, record, start, end))
-        start = end
-    starts += [0] * (len(record.tokens) - len(starts))
     tokens = [
         Token(_visible(piece), mark, mark if mark in KNOWN_MARKS else "other", step)
-        for piece, mark, step in zip(record.pieces, record.marks, starts, strict=True)
+        for piece, mark, step in zip(record.pieces, record.marks, numbers, strict=True)
     ]
     seen = {token.kind for token in tokens}
     marks = [mark for mark in MEANINGS if mark in seen]
