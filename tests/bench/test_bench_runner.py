@@ -16,15 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 from bench_kit import slow, suite, wrong
+from PIL import Image
 
 import saccade
 from processes import forked
-from saccade.bench import metrics, runner, table
+from saccade.bench import answering, metrics, runner, table
 from saccade.bench.check import Mismatch, first_difference
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import FILE, Writer, read
 from saccade.bench.runner import Progress, Runner, balanced, earlier_run
+from saccade.bench.turns import Question, Turn
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
 
@@ -156,6 +158,15 @@ def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Pat
     assert traced == {("scene-0", "chain", 0)}
     tree = next(r for r in run.records if (r.prompt_id, r.method, r.repeat) in traced).trees[0]
     assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["pieces"]) == 6
+
+
+def test_ids_of_any_letters_have_pictures_of_their_own(tmp_path: Path) -> None:
+    pictures = {name: Image.new("RGB", (8, 8), (shade, 0, 0)) for shade, name in enumerate(["猫", "狗", "a/b", "a_b"])}
+    pictures["x" * 300] = Image.new("RGB", (8, 8), (9, 0, 0))
+    for name, image in pictures.items():
+        saved = answering.save(Question(name, "mine", (Turn((), "", (image,)),)), tmp_path)
+        shown = Image.open(tmp_path / "media" / saved[0][0])
+        assert shown.getpixel((0, 0)) == image.getpixel((0, 0)), name
 
 
 def test_progress_reaches_the_total(prepared: Prepare, folder: Path) -> None:

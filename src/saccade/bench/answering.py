@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 import warnings
@@ -25,6 +26,8 @@ from saccade.text import Detokenizer
 from saccade.vlm import VLM
 
 FOLDER = "media"
+_LONGEST = 100
+"""Letters of an id in the name of a picture's file."""
 
 
 def save(question: Question, run: Path) -> list[list[str]]:
@@ -40,9 +43,11 @@ def save(question: Question, run: Path) -> list[list[str]]:
 
 
 def _save(prompt_id: str, sources: Iterable[Any], folder: Path) -> list[str]:
-    names = []
+    names, stem = [], re.sub(r"[^A-Za-z0-9._-]+", "_", prompt_id)[:_LONGEST]
+    if stem != prompt_id:  # ids that only differ in other letters have pictures of their own
+        stem += f"-{hashlib.blake2b(prompt_id.encode(), digest_size=6).hexdigest()}"
     for index, source in enumerate(sources):
-        name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', prompt_id)}-{index}.png"
+        name = f"{stem}-{index}.png"
         names.append(name)
         if not (folder / name).exists():
             write_file(folder / name, partial(load_image(source).save, format="PNG"), advice=RESUME)
