@@ -140,7 +140,10 @@ def _common(given: Sequence[str], wanted: Sequence[str]) -> float:
     return 2 * row[-1] / (len(given) + len(wanted)) if row[-1] else 0.0
 
 
-_LETTER = re.compile(r"^\W*([A-Z])(?:\W|$)|\b(?:answer|option|choice)\b[\s:]*(?:is)?[\s:(]*([A-Z])(?:\W|$)|\(([A-Z])\)")
+_LETTER = re.compile(
+    r"^\W*([A-Z])(?!\s*\w)|(?i:\b(?:answer|option|choice)\b)[\s:*]*(?:is\b)?[\s:(*]*([A-Z])(?:\W|$)|\(([A-Z])\)"
+    r"|^\W*([B-HJ-Z])\b"  # A and I in front of a word may be words themselves
+)
 
 
 def _is_letter(text: str) -> bool:
@@ -149,12 +152,13 @@ def _is_letter(text: str) -> bool:
 
 def _choice(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[str, float]:
     """Whether the answer names the right letter, or else the text of the right choice and of no other."""
-    wanted = right[0].strip("() .").upper()
-    found = _LETTER.search(answer.strip())
-    letter = next((group for group in found.groups() if group), "") if found else ""
+    wanted, answer = right[0].strip("() .").upper(), answer.strip()
+    letters = [chr(ord("A") + n) for n in range(len(choices) or 26)]
+    found = (next(filter(None, match.groups())) for match in _LETTER.finditer(answer))
+    letter = next((one for one in found if one in letters), "")
     if not letter and choices:
         named = [n for n, text in enumerate(choices) if f" {plain(text)} " in f" {plain(answer)} "]
-        letter = chr(ord("A") + named[0]) if len(named) == 1 else ""
+        letter = letters[named[0]] if len(named) == 1 else answer[:1] if re.match(r"A\b", answer) else ""
     return {"choice": float(letter == wanted)}
 
 
