@@ -30,6 +30,7 @@ class Endpoint:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.replies: list[Any] = ["Score: 7"]
+        self.lost = 0  # bytes by which every reply is cut short
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,7 +43,7 @@ class Endpoint:
                 found = {"choices": [{"message": {"content": said}}]} if status == 200 else {"error": {"message": said}}
                 content = json.dumps(found).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Content-Length", str(len(content) + outer.lost))
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -151,7 +152,9 @@ def test_passing_faults_are_tried_again_and_then_said(endpoint: Endpoint, monkey
     endpoint.replies = [(500, "broken")]
     with pytest.raises(SaccadeError, match=r"did not answer in 4 attempts: 500 broken; the answers are on disk"):
         judge.ask([{"role": "user", "content": "x"}])
-    endpoint.replies = ["1"]
+    endpoint.replies, endpoint.lost = ["1"], 9  # the connection ends within the reply
+    with pytest.raises(SaccadeError, match=r"did not answer in 4 attempts: IncompleteRead"):
+        judge.ask([{"role": "user", "content": "x"}])
     gone = Judge("http://127.0.0.1:9/v1", "m", retries=0)
     with pytest.raises(SaccadeError, match=r"did not answer in 1 attempts: .*refused"):
         gone.ask([])

@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -129,7 +130,7 @@ class Judge:
             raise SaccadeError(
                 f"The judge at {self.url} refused the request ({problem.code}): {said}{hint}."
             ) from problem
-        except (URLError, TimeoutError, ConnectionError) as problem:
+        except (URLError, TimeoutError, ConnectionError, IncompleteRead) as problem:
             raise _PassingFault(str(getattr(problem, "reason", problem)), None) from problem
         except (ValueError, KeyError, IndexError, TypeError) as problem:
             form = "another form than OpenAI's chat completions"
