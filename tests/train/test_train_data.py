@@ -83,6 +83,16 @@ def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(write: Write, 
     assert cut.answer == (71, 71, 72)
 
 
+@pytest.mark.parametrize("more", [{"answer_ids": [70, 99_999]}, {"finish": "eos", "eos_id": 99_999}])
+def test_tokens_that_the_target_does_not_have_are_those_of_another(
+    write: Write, processor: InputProcessor, more: dict[str, Any]
+) -> None:
+    path = write(line(0), line(1, **more))
+    with pytest.raises(TrainingError, match=r"line 2: it has the token 99999, but the target has \d+; give ans"):
+        Answers(path, processor)
+    assert len(Answers(path, processor, on_bad_line="skip").lengths) == 1
+
+
 def several(after: str, *ends: str) -> InputProcessor:
     """Of a target with several end tokens, whose template puts one behind the assistant's turns."""
     tok = tokenizer(more=ends)

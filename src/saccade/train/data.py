@@ -156,6 +156,7 @@ class Answers:
     def _index(self, number: int, offset: int, line: bytes, min_words: int) -> None:
         try:
             row = _row(line)
+            self._check_ids([*row["answer_ids"], row.get("eos_id") or 0])
         except (InputError, TrainingError) as problem:
             if line.endswith(b"\n"):  # or it is still being written
                 self._refuse(number, str(problem))
@@ -173,6 +174,14 @@ class Answers:
         self._lengths.append(len(row["answer_ids"]) + prompt)
         for slot in slots:
             self._seen.update(repr(self._marked(_place(slot.source, self._media))).encode())
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        config = self._processor.config.get_text_config(decoder=True)
+        known = max(getattr(config, "vocab_size", None) or 0, len(self._processor.tokenizer))
+        if max(ids) >= known:
+            raise TrainingError(
+                f"it has the token {max(ids)}, but the target has {known}; give answers of this target."
+            )
 
     def _marked(self, source: Any) -> Any:
         """Return marks that identify a medium's files; None for data inside the line."""
