@@ -19,7 +19,7 @@ from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.train.features import read_features
-from saccade.train.objectives.entries import entries_of
+from saccade.train.objectives.entries import entries_of, lm_head_of
 from saccade.train.samples import Sample
 
 SIZES: dict[str, Any] = {
@@ -106,6 +106,7 @@ def test_a_head_s_logits_are_on_the_scale_of_the_target_s(name: str) -> None:
     torch.testing.assert_close(drafter(name, "hivis").logits(states[None]), logits)
     stacked = drafter(name, "medusa").logits(states[None])
     torch.testing.assert_close(stacked, logits)
+    torch.testing.assert_close(lm_head_of(target(name))(states[None]), logits)  # the teacher's, in training
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "gemma2"])
