@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from saccade.bench.records import Run
 from saccade.bench.repeating import commands
 from saccade.bench.report import content, tables, traces
 from saccade.cli import report as command
+from saccade.cli.bench import choose_suite
 from saccade.errors import SaccadeError
 
 pytest.importorskip("matplotlib", reason="reports need the extra `report`")
@@ -272,6 +274,15 @@ def test_the_command_that_repeats_a_run_names_its_settings(run: Run) -> None:
     said = commands(run.header, WAYS)
     assert f"--suite pocket --methods {','.join(WAYS)} --repeats 2 --max-new-tokens 128 --seed 0" in said
     assert "--target pocket --drafter pocket-draft --dtype float32 --draft-dtype float32 --threads 2 --out RUN" in said
+
+
+def test_numbers_of_prompts_that_tasks_have_of_their_own_are_repeated(run: Run) -> None:
+    for sizes in ({}, {"per_task": 2}):
+        suite = choose_suite("hivis-2", None, None, None, sizes)
+        header = replace(run.header, suite="hivis-2", config=suite.as_dict())
+        words = shlex.split(commands(header, ["plain"]).partition("\n")[0])
+        given = {"per_task": int(words[words.index("--per-task") + 1])} if "--per-task" in words else {}
+        assert choose_suite("hivis-2", None, None, None, given).tasks == suite.tasks
 
 
 def test_a_repeated_run_finds_its_files_where_the_command_line_named_them(run: Run) -> None:

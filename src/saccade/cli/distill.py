@@ -145,6 +145,7 @@ def distill(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
+    args.check_ray(ray, "--actors", actors)
     from saccade import methods
 
     name = method or ("plain" if drafter is None else None)
