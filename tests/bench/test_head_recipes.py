@@ -49,6 +49,11 @@ def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:
     assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes}) == 1
 
 
+def test_the_documentation_counts_all_heads() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    assert f"trains the {len(read().heads)} heads that the suites name" in page
+
+
 def test_sets_of_answers_have_the_sizes_that_the_papers_compare() -> None:
     answers = read().answers
     assert abs(answers["no-text"].prompts - answers["all"].prompts) < len(answers["no-text"].listed)
