@@ -57,6 +57,13 @@ def test_verification_is_charged_for_the_nodes_that_were_there() -> None:
     assert found.measured is None
 
 
+def test_drafts_that_prefill_verified_are_no_nodes_of_later_passes() -> None:
+    costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.1})
+    made = record("a", "chain", 1.0, histogram=(0, 0, 9), tokens=31, drafted=50, prefilled=4)
+    (found,) = predictions(run([made], costs))
+    assert found.nodes == 5  # nine passes and prefill's
+
+
 def test_costs_survive_the_header() -> None:
     costs = Costs(kv=7, target={1: 0.5, 2: 0.6}, draft={})
     assert Costs.of({"kv": 7, "target": {"1": 0.5, "2": 0.6}, "draft": {}}) == costs

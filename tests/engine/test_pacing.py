@@ -12,9 +12,11 @@ import pytest
 
 from checkpoints import ready
 from saccade import load
+from saccade.draft.model import ModelDraftSession
 from saccade.engine.pacing import SPAN, Ledger, Pacer, Trials, sampled_length
 from saccade.engine.step_times import Forwards
 from saccade.errors import MethodError
+from saccade.target.limits import ContextError
 
 
 @dataclass
@@ -286,6 +288,22 @@ def test_a_drafter_joins_rows_that_began_without_it_once_it_pays(monkeypatch: py
     assert [output.tokens for output in outputs] == plain
     assert all(output.stats.drafted_tokens for output in outputs)
     assert sum(output.stats.accepted_tokens for output in outputs) > 20
+
+
+def test_a_row_that_a_drafter_cannot_join_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    vlm = load(ready("llava"), ready("llava-draft"), "auto")
+    plain = vlm.using("plain").generate("What is it?", max_new_tokens=60).tokens
+    monkeypatch.setattr(Pacer, "admits", lambda self, others, prompt, remaining: remaining < 60)
+    monkeypatch.setattr(Pacer, "is_proven", True)
+    refused = []
+
+    def load_nothing(session: ModelDraftSession, row: int, prompt: object, prefill: object) -> None:
+        refused.append(row)
+        raise ContextError(10, 4)
+
+    monkeypatch.setattr(ModelDraftSession, "load", load_nothing)
+    assert vlm.generate("What is it?", max_new_tokens=60).tokens == plain
+    assert refused
 
 
 @pytest.mark.parametrize("change", [{"rule": "fly"}, {"copied": 3}, {"views": "MT"}])

@@ -76,6 +76,12 @@ def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
     return costs.ratio if method["needs"] == "draft model" else 0.0
 
 
+def _drafts_in_prefill(records: Sequence[Record]) -> int:
+    """Drafts that prefill's pass verified: one an answer, where the drafter needs nothing of the target."""
+    early = any(record.stats.get("prefill_tokens", 1) > 1 for record in records)
+    return len(records) if early else 0
+
+
 def _predicted(
     label: str,
     records: Sequence[Record],
@@ -87,7 +93,7 @@ def _predicted(
 ) -> Predicted:
     passes = sum(map(metrics.passes, records))
     length = sum(map(metrics.accepted, records)) / passes
-    nodes = sum(r.stats["drafted_tokens"] for r in records) / passes
+    nodes = sum(r.stats["drafted_tokens"] for r in records) / (passes + _drafts_in_prefill(records))
     verify_cost = costs.target_seconds(nodes + 1) / costs.target_seconds(1)
     return Predicted(
         method=label,

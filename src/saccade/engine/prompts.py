@@ -120,7 +120,7 @@ class PromptRunner:
         return self.drafts(row) and self.prefill_drafter(row, None)
 
     def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
-        """Prefill the drafter, without the prompt's last token before the target's prefill; False if the row failed."""
+        """Prefill the drafter, without the prompt's last token before the target's prefill; False if it cannot."""
         drafting = self._state.drafting
         assert drafting is not None
         assert row.slot is not None
@@ -133,6 +133,9 @@ class PromptRunner:
             with self._clock.stage("draft_prefill"):
                 drafting.load(row.slot, prompt, result)
         except ContextError as problem:
+            if row.output:  # it was to join late; the answer goes on without it
+                row.drafts = False
+                return False
             length = len(row.request.drafter_prompt)
             error = InputError(
                 f"The draft model's prompt has {length} tokens but that model's context is {problem.context}; give a "

@@ -102,7 +102,7 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
 
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "lookup":
-        return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device)
+        return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device, parts.target.vocab_size)
     policy = tree_policy(values)
     if drafts == "model":
         drafter = _by_model(parts, policy, vocab_size, values)

@@ -104,7 +104,8 @@ class Decoder:
         """Decode in order up to the last wanted frame, all without any, or up to damage.
 
         Yields:
-            Number and pixels ``[H, W, 3]`` of wanted frames, upright; at last the number of frames that were passed, and None.
+            Number and upright pixels ``[H, W, 3]`` of wanted frames; at last the number of frames that were passed, and
+            None.
 
         Raises:
             Refused: no frame can be decoded, or the limits are reached.
