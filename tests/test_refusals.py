@@ -119,6 +119,8 @@ def test_an_unusable_request_is_refused_in_one_sentence(name: str) -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
         ({"num_beams": 4}, "num_beams=4 is not supported"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 is not supported"),
+        ({"stop_strings": ["a", ""]}, "An empty stop string would end every answer"),
+        ({"stop_strings": ""}, "An empty stop string would end every answer"),
         ({"stop_strings": 3}, "generation options cannot be used"),
         ({"num_frames": 0}, "num_frames is 0"),
     ],

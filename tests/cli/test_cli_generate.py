@@ -327,7 +327,7 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
             "--sample",
             "?",
         ],
-        "(--sample, --temperature, --top-p, --top-k and --min-p on the command line)": [
+        "(--temperature 0 on the command line, without --sample, --top-p, --top-k and --min-p)": [
             "-t",
             llava,
             "-d",

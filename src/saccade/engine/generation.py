@@ -190,8 +190,7 @@ def check_options(config: Any) -> None:
             raise InputError(
                 f"{name}={value!r} is not supported; speculative decoding does greedy decoding and sampling."
             )
-    stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
-    if "" in (stops or ()):
+    if "" in (config.stop_strings if isinstance(config.stop_strings, list) else [config.stop_strings]):
         raise InputError("An empty stop string would end every answer after its first token; leave it out.")
     if config.do_sample and config.temperature is not None and config.temperature <= 0:
         raise InputError(
