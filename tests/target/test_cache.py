@@ -66,13 +66,18 @@ def commit(cache: RowCache, reference: Reference, row: int, chosen: range | list
 
 
 def assert_holds(cache: RowCache, reference: Reference) -> None:
-    """Committed and pending entries of every row, in every layer; no two segments overlap."""
+    """Committed and pending entries of every row, in every layer; no two segments overlap, and free slots are zeros."""
     assert cache.lengths == list(map(len, reference.rows))
     assert cache.pending == list(map(len, reference.pending))
     segments = sorted((cache.start(r), cache.capacity(r)) for r in range(ROWS) if cache.capacity(r))
     ends = [0, *(start + capacity for start, capacity in segments)]
     assert all(end <= start for end, (start, _) in zip(ends, segments, strict=False))
     assert ends[-1] <= cache.slots
+    starts = [*(start for start, _ in segments), cache.slots]
+    for layer in (layer for layer in cache.layers if layer.is_initialized):
+        for end, start in zip(ends, starts, strict=True):
+            assert not layer.keys[:, end:start].any()
+            assert not layer.values[:, end:start].any()
     for row in range(ROWS):
         numbers = reference.rows[row] + reference.pending[row]
         if not numbers:
@@ -121,6 +126,45 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
         else:
             cache.preallocate(data.draw(st.integers(1, 600)))
         assert_holds(cache, reference)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_the_arena_never_exceeds_the_most_while_all_segments_fit(data: st.DataObject) -> None:
+    """Whatever gaps are left by rows that come, grow and go."""
+    cache, reference = new_cache(), Reference()
+    cache.max_slots = most = data.draw(st.integers(4, 12)) * QUANTUM
+    for _ in range(data.draw(st.integers(1, 24))):
+        row = data.draw(st.integers(0, ROWS - 1))
+        if data.draw(st.integers(0, 3)):
+            quanta = data.draw(st.integers(1, most // QUANTUM))
+            others = sum(cache.capacity(other) for other in range(ROWS) if other != row)
+            if others + quanta * QUANTUM > most:
+                continue
+            cache.reserve(row, quanta * QUANTUM)
+            n = data.draw(st.sampled_from([1, 3, 40]))
+            if cache.lengths[row] + cache.pending[row] + n <= cache.capacity(row):
+                add(cache, reference, row, n, keep=data.draw(st.booleans()))
+        else:
+            cache.release(row)
+            reference.rows[row], reference.pending[row] = [], []
+        assert cache.slots <= most
+        assert_holds(cache, reference)
+
+
+def test_a_row_between_others_grows_into_gaps_on_both_sides() -> None:
+    cache, reference = new_cache(), Reference()
+    cache.max_slots = 8 * QUANTUM
+    for row, quanta in enumerate((2, 4, 2)):
+        cache.reserve(row, quanta * QUANTUM)
+        add(cache, reference, row, 5, keep=row != 1)
+    cache.release(0)
+    reference.rows[0] = []
+    moves, addresses = cache.moves, [layer.keys.data_ptr() for layer in cache.layers]
+    cache.reserve(1, 6 * QUANTUM)
+    assert cache.slots == 8 * QUANTUM
+    assert (cache.moves, [layer.keys.data_ptr() for layer in cache.layers]) == (moves, addresses)
+    assert_holds(cache, reference)
 
 
 def test_a_forward_of_several_rows_writes_each_ones_entries_behind_its_own() -> None:

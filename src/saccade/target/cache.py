@@ -214,31 +214,24 @@ class RowCache(Cache):
     # -- segments --------------------------------------------------------------------------------------------
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Grow a row's segment to ``capacity`` slots and keep its entries."""
+        """Grow a row's segment to ``capacity`` slots and keep its entries.
+
+        Segments move where the free slots are not neighbours; the arena grows only if all segments need more together.
+        """
         if capacity <= self.capacity(row):
             return
-        needed = round_to_segment(capacity)
-        old = self._segments[row]
-        if old is not None and self._free_behind(old) >= needed - old.capacity:
-            old.capacity = needed
-            return
-        start = self._first_gap(needed)
-        if start is None and self.slots - sum(s.capacity for s in self._by_start()) >= needed:
-            self._compact()
+        needed, segment = round_to_segment(capacity), self._segments[row] or _Segment(0, 0)
+        if not segment.capacity or self._free_behind(segment) < needed - segment.capacity:
             start = self._first_gap(needed)
-        if start is None and old is not None and old.stop == self.slots:
-            self._enlarge(self._with_headroom(old.start + needed))
-            old.capacity = needed
-            return
-        if start is None:
-            self._enlarge(self._with_headroom(self.slots + needed))
-            start = self._first_gap(needed)
-            assert start is not None
-        fresh = _Segment(start, needed)
-        occupied, old = self.lengths[row] + self.pending[row], self._segments[row]
-        if old is not None and occupied:
-            self._copy(old.start, start, occupied)
-        self._segments[row] = fresh
+            if start is None:
+                self._compact(segment)
+                self._enlarge(self._with_headroom(segment.start + needed))
+            else:
+                self._copy(segment.start, start, self.lengths[row] + self.pending[row])
+                self._clear(segment.start, segment.stop)
+                segment.start = start
+        segment.capacity = needed
+        self._segments[row] = segment
 
     def preallocate(self, slots: int) -> None:
         """Grow the arena to ``slots`` at once."""
@@ -265,13 +258,21 @@ class RowCache(Cache):
             store.keys[:, :, start:stop].zero_()
             store.values[:, :, start:stop].zero_()
 
-    def _compact(self) -> None:
-        """Close the gaps between segments."""
-        at = 0
-        for segment in self._by_start():
-            if segment.start > at:
-                self._copy(segment.start, at, segment.capacity)
-                segment.start = at
+    @torch.inference_mode()
+    def _compact(self, last: _Segment) -> None:
+        """Close the gaps between segments, one of them behind all others."""
+        at, moving = 0, [*(s for s in self._by_start() if s is not last), last]
+        while moving and moving[0].start == at:
+            at = moving.pop(0).stop
+        if not moving:
+            return
+        for store in self._stores.values():
+            for layer in (*store.keys, *store.values):  # one at a time, for little memory
+                held = torch.cat([layer[:, s.start : s.stop] for s in moving], 1)
+                layer[:, at : at + held.shape[1]] = held
+                layer[:, at + held.shape[1] :].zero_()
+        for segment in moving:
+            segment.start = at
             at = segment.stop
 
     def _by_start(self) -> Iterator[_Segment]:
@@ -315,7 +316,7 @@ class RowCache(Cache):
     def _copy(self, source: int, target: int, count: int) -> None:
         for store in self._stores.values():
             for tensor in (store.keys, store.values):
-                tensor[:, :, target : target + count] = tensor[:, :, source : source + count].clone()
+                tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
     # -- entries ----------------------------------------------------------------------------------------
 
