@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from kit import add, alone, drain, engine, prompts
 
-from saccade.engine import RunningBatch
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
+from saccade.draft.trees.static import Chain
+from saccade.engine import Engine, RunningBatch
 from saccade.errors import InputError
 from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
@@ -49,6 +54,30 @@ def test_the_oldest_content_is_dropped_first() -> None:
         drain(batch)
     held = [max(batch.context.shared_prefix(slot, prompt) for slot in range(4)) for prompt in unlike]
     assert held == [0, len(unlike[1]) - 1, len(unlike[2]) - 1]
+
+
+def test_caches_of_target_and_draft_model_stay_within_the_limit() -> None:
+    """Also where the first request takes most of it, so that growing with headroom would exceed it."""
+    one, lengths = engine("chain").open(1), (330, 20, 20)
+    limit = sum(needed(one, prompt, n) for prompt, n in zip(prompts(), lengths, strict=False))
+    batch = engine("chain").open(3, kv_memory=limit)
+    rows = [add(batch, prompts()[0], n=lengths[0])]
+    batch.step()
+    rows += [add(batch, prompt, n=n) for prompt, n in zip(prompts()[1:3], lengths[1:], strict=True)]
+    batch.step()
+    assert all(row.slot is not None for row in rows)
+    drafting = batch.drafting.context.cache  # type: ignore[union-attr]
+    assert batch.context.cache.nbytes + drafting.nbytes <= limit
+    drain(batch)
+    assert rows[0].output == alone("chain", prompts()[0], n=lengths[0])
+
+
+def test_every_view_of_a_draft_model_is_counted() -> None:
+    target, model = engine("chain").target, engine("chain").drafter.model  # type: ignore[union-attr]
+    ensemble = EnsembleDrafter(model, Chain(4), [Multimodal(), Multimodal()])
+    for drafter in (ensemble, MergedDrafter(ensemble, PromptLookup(gamma=4))):
+        batch = Engine(target, drafter).open(2, kv_memory=2**20)
+        assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + 2 * model.entry_bytes)
 
 
 def test_a_request_goes_where_the_longest_prefix_is() -> None:

@@ -345,6 +345,18 @@ def test_a_cache_that_is_used_again_is_empty() -> None:
     assert Context(target, 2).cache is not cache  # in use
 
 
+@pytest.mark.usefixtures("captured")
+def test_a_cache_larger_than_the_next_one_may_be_is_not_used_again() -> None:
+    for most, is_again in ((1024, True), (1023, False)):
+        steps = Steps(2)
+        cache, target = steps.context.cache, steps.target
+        assert cache.slots == 1024
+        del steps.context
+        again = Context(target, 2, max_slots=most)
+        assert (again.cache is cache) == is_again
+        assert again.cache.max_slots == most
+
+
 def _fails(function: Callable[[], Any], pool: Any) -> Any:
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 

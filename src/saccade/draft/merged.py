@@ -34,6 +34,7 @@ class MergedDrafter:
 
     Attributes:
         model: the adapter of the draft model, if one of the drafters has one.
+        views: of an ensemble, if one of the drafters is one.
     """
 
     def __init__(self, first: Drafter, second: Drafter, total: int = 64) -> None:
@@ -46,6 +47,7 @@ class MergedDrafter:
         self.max_depth = max(first.max_depth, second.max_depth)
         self.max_children, self.draws = first.max_children + second.max_children, False
         self.model: Any = getattr(first, "model", None) or getattr(second, "model", None)
+        self.views: Any = getattr(first, "views", ()) or getattr(second, "views", ())
 
     @property
     def early(self) -> bool:

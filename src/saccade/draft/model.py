@@ -53,7 +53,8 @@ class ModelDraftSession:
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter, self._target = drafter, target
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
-        self.context = Context(drafter.model, rows, target.media)
+        most = target.cache.max_slots * rows // target.rows  # as many for a row as the target has, each view a row
+        self.context = Context(drafter.model, rows, target.media, most)
         self._numbers = self.context.cache.share_numbers(target.cache)
         self._shaping = drafter.policy.open(rows, drafter.model.device)
         self._prompts: list[Prompt | None] = [None] * rows

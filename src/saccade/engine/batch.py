@@ -35,7 +35,9 @@ class RunningBatch:
     Args:
         engine: target, drafter and rules.
         max_rows: rows that run at once; further ones wait in order.
-        kv_memory: bytes of keys and values; None for no limit.
+        kv_memory: bytes of keys and values of target and draft model; None for no limit. Not counted are entries that a
+            draft model's row has beyond the target's (draft tokens, captions longer than their pictures), trained
+            heads' own layers and, while a cache grows, the old one, which stays until its entries are copied.
         prefill_chunk: prompt tokens per step beside the other rows' trees. Images are never split.
         media_cache: bytes of features of images and videos that are cached by digest.
 

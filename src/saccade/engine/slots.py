@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -34,13 +35,8 @@ class SlotAllocator:
     ) -> None:
         self._context, self._drafting = context, drafting
         self._extra = drafter.max_nodes if drafter is not None else 1
-        self._entry_bytes = context.target.entry_bytes
-        model = getattr(drafter, "model", None)
-        if isinstance(model, Target):
-            self._entry_bytes += (len(getattr(drafter, "views", ())) or 1) * model.entry_bytes
+        self._entry_bytes = _entry_bytes(context.target, drafter)
         self._limit = limit
-        if limit is not None:
-            context.cache.max_slots = limit // self._entry_bytes
         self._rows: list[Row | None] = [None] * context.rows
         self._freed_at = [0] * context.rows  # by number of `free` calls
         self._frees = 0
@@ -126,6 +122,18 @@ class SlotAllocator:
 
     def _bytes(self, row: Row) -> int:
         return round_to_segment(row.max_entries + self._extra) * self._entry_bytes
+
+
+def most_slots(limit: int | None, target: Target, drafter: Drafter | None) -> int:
+    """Slots of the target's cache with which it and the draft model's take ``limit`` bytes."""
+    return sys.maxsize if limit is None else limit // _entry_bytes(target, drafter)
+
+
+def _entry_bytes(target: Target, drafter: Drafter | None) -> int:
+    """Bytes of an entry in the target and in every view of the draft model."""
+    model = getattr(drafter, "model", None)
+    views = len(getattr(drafter, "views", ())) or 1
+    return target.entry_bytes + (views * model.entry_bytes if isinstance(model, Target) else 0)
 
 
 def free_memory(device: torch.device) -> int:

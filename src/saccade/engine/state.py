@@ -7,7 +7,7 @@ from typing import Protocol
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.pacing import Pacer
 from saccade.engine.row import Row, RowStep
-from saccade.engine.slots import SlotAllocator
+from saccade.engine.slots import SlotAllocator, most_slots
 from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.target.media_cache import MediaCache
@@ -49,7 +49,8 @@ class BatchState:
     def __init__(self, components: Components, max_rows: int, kv_memory: int | None, media_cache: int) -> None:
         self.target, self.drafter, self.pacer = components.target, components.drafter, components.pacer
         self._components = components
-        self.context = Context(self.target, max_rows, MediaCache(media_cache))
+        most = most_slots(kv_memory, self.target, self.drafter)  # drafters limit their own caches by the target's
+        self.context = Context(self.target, max_rows, MediaCache(media_cache), most)
         self.drafting: DraftSession | None = None
         self.models = [self.target]
         if self.drafter is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -168,11 +169,11 @@ class Target:
             )
         self.graphs = GraphPool.of(self, self._positions)
 
-    def new_cache(self, rows: int) -> RowCache:
-        """Return an empty KV cache for up to ``rows`` rows."""
+    def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
+        """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
         if self.graphs is not None:
-            return self.graphs.cache(self._layer_devices, rows)
-        return RowCache(self._layer_devices, rows)
+            return self.graphs.cache(self._layer_devices, rows, max_slots)
+        return RowCache(self._layer_devices, rows, max_slots)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""

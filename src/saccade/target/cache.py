@@ -115,21 +115,21 @@ class RowCache(Cache):
         pending: entries per row that are written and neither committed nor dropped.
         layout: of the current forward.
         numbers: integers of the forwards under way, on the device of the first layer.
-        max_slots: size beyond which the arena grows without headroom.
+        max_slots: size that the arena exceeds only where all segments together do.
         moves: how often the arena was allocated, so that its addresses changed.
         graphs: captured forwards of this cache (`saccade.target.graphs`); None without.
     """
 
     graphs: Any = None
 
-    def __init__(self, layer_devices: Sequence[torch.device], rows: int) -> None:
+    def __init__(self, layer_devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> None:
         super().__init__(layers=[RowLayer(self, i) for i in range(len(layer_devices))])
         self.rows = rows
         self.lengths = [0] * rows
         self.pending = [0] * rows
         self.layout = Layout([], slice(0, 0))
         self.slots = 0
-        self.max_slots = sys.maxsize
+        self.max_slots = max_slots
         self.moves = 0
         self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)

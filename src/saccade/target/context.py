@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -24,14 +25,19 @@ CHUNK = 2048
 class Context:
     """A model with its KV cache for up to ``rows`` rows.
 
+    Args:
+        max_slots: of the cache, as in `RowCache`.
+
     Attributes:
         requirements: outputs of every forward besides logits; drafters and rules add theirs when they open.
         media: features of images and videos.
     """
 
-    def __init__(self, target: Target, rows: int, media: MediaCache | None = None) -> None:
+    def __init__(
+        self, target: Target, rows: int, media: MediaCache | None = None, max_slots: int = sys.maxsize
+    ) -> None:
         self.target = target
-        self.cache: RowCache = target.new_cache(rows)
+        self.cache: RowCache = target.new_cache(rows, max_slots)
         if target.graphs is not None:  # the next context finds its graphs
             weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
         self.requirements = Requirements()

@@ -17,6 +17,7 @@ are not captured.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict
@@ -195,13 +196,14 @@ class GraphPool:
             self._addresses = addresses
             self.moves += 1
 
-    def cache(self, devices: Sequence[torch.device], rows: int) -> RowCache:
-        """Return an empty cache, the one that was given back if it has so many rows."""
+    def cache(self, devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> RowCache:
+        """Return an empty cache, the one that was given back if it has so many rows and no more slots."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.rows == rows:
+        if spare is not None and spare.rows == rows and spare.slots <= max_slots:
             spare.reset()
+            spare.max_slots = max_slots
             return spare
-        made = RowCache(devices, rows)
+        made = RowCache(devices, rows, max_slots)
         made.graphs = StepGraphs(self, made)
         return made
 
