@@ -21,7 +21,7 @@ from saccade.target.cache import RowCache
 from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.target.masks import MaskPlan
 
-NEW = 24
+NEW = 40
 TREES = ("static", "dynamic")
 Change = Callable[[TokenBlock], TokenBlock]
 
