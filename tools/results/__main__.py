@@ -69,9 +69,11 @@ def results(
     if render:
         if short or plan or per_task is not None:
             raise InputError("--render writes the pages of what is measured; leave out --short, --plan and --per-task.")
+        if names and docs is not None:
+            raise InputError("An index needs all pages computed by one revision; leave out the names, or --docs.")
         folder = Folder(out, screen.note)
         folder.render(chosen)
-        if not names or docs is not None:
+        if not names:
             folder.publish(docs or Path("docs/results"), measurements(()), {})
         print(f"The pages are in {docs or (out / 'pages' if names else 'docs/results')}.")
         return
