@@ -13,11 +13,12 @@ from torch import Tensor
 from saccade.checkpoints.card import model_card
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
-from saccade.draft.heads.head import Head, logits_scale
+from saccade.draft.heads.head import Head
 from saccade.draft.heads.published.eagle3 import BIASES, LAYERS, NAMES, QK_NORMS, norm_names
 from saccade.errors import ModelError
 from saccade.files import write_folder
 from saccade.target.adapter import Target
+from saccade.target.logit_map import logit_map
 
 EXPORTS = ("speculators", "eagle", "sglang")
 """Layouts that can be written."""
@@ -215,9 +216,9 @@ def _speculator(
 
 
 def _lm_head(target: Target, dtype: torch.dtype) -> Tensor:
-    """The target's LM head ``[V, d]``, with the scale of its logits."""
+    """The target's LM head ``[V, d]``, with the factor of its logits."""
     weight: Tensor = target.model.get_output_embeddings().weight
-    return (weight.float() * logits_scale(target)).to(dtype)
+    return (weight.float() * logit_map(target).factor).to(dtype)
 
 
 def _first_eagle(head: Eagle2, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:

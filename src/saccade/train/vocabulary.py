@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import logits_scale
 from saccade.target.adapter import Target
+from saccade.target.logit_map import logit_map
 from saccade.train.samples import Source
 
 
@@ -45,7 +45,7 @@ def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:
     """
     counts = token_counts(source, target.vocab_size)
     ids = frequent_tokens(counts, len(head.token_ids))
-    rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logits_scale(target)
+    rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logit_map(target).factor
     head.use_tokens(ids.to(head.token_ids.device), rows.to(head.lm_head.weight.device))
     share = float(counts[ids].sum() / counts.sum().clamp(min=1))
     return (

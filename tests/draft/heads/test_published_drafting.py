@@ -20,6 +20,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_in, load_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
+from saccade.target.logit_map import LogitMap
 from saccade.verify.randomness import Uniforms
 
 
@@ -81,7 +82,7 @@ def test_tokens_that_it_does_not_know_are_never_drawn(warper: Any) -> None:
 
 
 def test_the_logits_of_its_own_head_are_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.draft.heads.session.logits_scale", lambda target: 3.0)
+    monkeypatch.setattr("saccade.draft.heads.session.logit_map", lambda target: LogitMap(3.0))
     states = torch.randn(1, 4, 64)
     head = original()
     got = HeadDrafter(head, target("llava"), POLICIES["chain"]).logits(states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,42 +13,8 @@ from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
-from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
-from saccade.target.context import Context
-from saccade.target.traits import ordinary_ids
-
-
-def logits_scale(target: Target) -> float:
-    """Return the factor between LM head outputs and logits, measured on a few tokens; 1 unless it is a constant."""
-    outputs: list[Tensor] = []
-
-    def keep(_: Any, __: Any, output: Tensor) -> None:
-        outputs.append(output)
-
-    prompt = Prompt(tuple(ordinary_ids(target.config, target.vocab_size, 4)))
-    handle = target.model.get_output_embeddings().register_forward_hook(keep)
-    try:
-        logits = Context(target, 1).load(0, prompt).logits
-    finally:
-        handle.remove()
-    if not outputs or logits is None or outputs[-1].shape[-1:] != logits.shape:
-        return 1.0
-    return _factor(outputs[-1].flatten(0, -2)[-1].to(logits.device), logits)
-
-
-def _factor(raw: Tensor, logits: Tensor) -> float:
-    """Return the factor between ``[V]`` outputs of the LM head and the logits."""
-    rounding = max(1e-4, 2 * torch.finfo(logits.dtype).eps)
-    raw, logits = raw.float(), logits.float()
-    if torch.equal(raw, logits) or not raw.any():
-        return 1.0
-    scale = float((raw @ logits) / (raw @ raw))
-    fits = torch.allclose(logits, scale * raw, rtol=rounding, atol=0.01 * rounding * float(logits.abs().max()))
-    # Soft caps bend logits; where these are small they look like factors just below 1.
-    return scale if fits and scale > 0 and abs(math.log(scale)) > 0.1 else 1.0
-
 
 Step = int | Tensor
 """Draft step of entries; a tensor broadcasts to ``[B, N]``."""

@@ -13,7 +13,7 @@ from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import TargetShape, check_fit
 from saccade.draft.heads.fused import FusedHead
-from saccade.draft.heads.head import Head, logits_scale, read_at
+from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.registry import session_class
 from saccade.draft.heads.trial import Trial
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
@@ -24,6 +24,7 @@ from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput
+from saccade.target.logit_map import LogitMap, logit_map
 from saccade.target.masks import MaskPlan
 from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
@@ -63,7 +64,7 @@ class HeadDrafter(TreeDrafter):
         self.fused = FusedHead(head)
         self.target = target
         self._trial = None if in_training else Trial(head.kind)
-        self._scale = 1.0 if head.has_lm_head else logits_scale(target)
+        self._map = LogitMap() if head.has_lm_head else logit_map(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
         session: DraftSession = session_class(self.head.kind)(self, rows, target)
@@ -79,7 +80,7 @@ class HeadDrafter(TreeDrafter):
         weight = self.target.model.get_output_embeddings().weight
         given = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
         logits = self.head.logits(given, self.target.lm_head).to(self.target.device)
-        return logits if self._scale == 1 else logits * self._scale
+        return self._map(logits)
 
 
 class HeadDraftSession:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, logits_scale, read_at
+from saccade.draft.heads.head import Head, read_at
 from saccade.target.adapter import Target
+from saccade.target.logit_map import logit_map
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Needed, read_features
 from saccade.train.samples import Sample, Source
@@ -176,13 +177,13 @@ def new_cache(
 def lm_head_of(target: Target) -> LMHead:
     """The target's logits of its last states in any dtype, frozen but differentiable in them.
 
-    That is the LM head with the factor of targets that have one, with which heads draft, too.
+    That is the LM head with the factor or soft cap of targets that have one, with which heads draft, too.
     """
-    module, scale = target.model.get_output_embeddings(), logits_scale(target)
+    module, mapped = target.model.get_output_embeddings(), logit_map(target)
 
     def logits(states: Tensor) -> Tensor:
         with torch.autocast(states.device.type, enabled=False):
             out: Tensor = module(states.to(module.weight.dtype))
-        return out if scale == 1 else out * scale
+        return mapped(out)
 
     return logits
