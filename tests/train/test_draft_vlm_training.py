@@ -324,7 +324,7 @@ def spread(context: int, lengths: Sequence[int]) -> Listed:
 
 def test_prompts_beyond_the_language_models_context_are_not_measured_on(tmp_path: Path) -> None:
     own, said = vlm("llava"), list[str]()
-    (first, _), _ = split_validation(20, 2, 0)
+    (first, _), _ = split_validation(range(20), 2, 0)
     data = spread(200, [0 if n == first else -140 for n in range(20)])  # all can be learnt from
     chosen = recipe(near(200), **{"stage1.steps": 1, "stage2.steps": 1, "validation_samples": 2})
     run = Trainer(own.target, chosen, data, tmp_path, processor=own.processor, say=said.append)

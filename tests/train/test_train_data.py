@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from checkpoints import ready, saved_picture, says, template, text, tokenizer
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
+from saccade.train.batches import split_validation
 from saccade.train.data import Answers
 from saccade.train.samples import Listed
 
@@ -136,6 +137,24 @@ def test_an_empty_answer_is_its_end_or_left_out_and_counted(write: Write, proces
     read = [answers.sample(i) for i in range(len(answers.lengths))]
     assert [s.answer for s in read if s is not None] == [processor.eos_token_ids[:1], (60,), (73, 71, 72)]
     assert answers.bad == {2: "the answer is empty, and the target did not end it there."}
+
+
+def test_turns_of_a_conversation_are_held_out_together(write: Write, processor: InputProcessor) -> None:
+    def turn(number: int, which: int) -> dict[str, Any]:
+        later = [{"role": "assistant", "content": "Yes."}, *says(text("And then?"))] * which
+        return {**line(number), "messages": [*says(text(f"Question {number // 3}?")), *later]}
+
+    answers = Answers(write(*(turn(n, n % 3) for n in range(120))), processor)
+    for seed in range(20):
+        apart, chosen = split_validation(answers.conversations, 10, seed)
+        assert sorted(apart + chosen) == list(range(120))
+        assert 1 <= len(apart) <= 10
+        assert {n // 3 for n in apart}.isdisjoint(n // 3 for n in chosen)
+
+
+def test_of_one_long_conversation_turns_are_held_out_alone() -> None:
+    apart, chosen = split_validation([7] * 40, 32, 0)
+    assert (len(apart), len(chosen)) == (4, 36)
 
 
 def test_a_folder_of_answers_says_where_its_media_lie(write: Write, processor: InputProcessor, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from random import Random
@@ -84,10 +85,24 @@ _POOL = 32
 """Batches whose samples are sorted by length together: little padding, and still another mixture every epoch."""
 
 
-def split_validation(count: int, wanted: int, seed: int) -> tuple[list[int], list[int]]:
-    """Samples to validate on, at most a tenth, and samples to train on."""
-    some = min(wanted, count // 10)
-    apart = set(Random(f"apart/{seed}").sample(range(count), some))
+def split_validation(conversations: Sequence[int], wanted: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to validate on, at most a tenth, and samples to train on; turns of one conversation stay together.
+
+    Where no conversation is as short as that, samples are held out one by one.
+
+    Args:
+        conversations: number of every sample's conversation.
+    """
+    count, turns = len(conversations), defaultdict[int, list[int]](list)
+    for index, conversation in enumerate(conversations):
+        turns[conversation].append(index)
+    drawn = Random(f"apart/{seed}").sample(range(count), min(wanted, count // 10))
+    apart: set[int] = set()
+    for index in drawn:
+        together = apart.union(turns[conversations[index]])
+        if len(together) <= len(drawn):
+            apart = together
+    apart = apart or set(drawn)
     return sorted(apart), [i for i in range(count) if i not in apart]
 
 

@@ -65,6 +65,8 @@ class Answers:
         min_words: answers of fewer words are left out.
         max_tokens: longer samples lose the end of their answer; prompts that leave no room are bad lines.
 
+    Samples whose messages begin with the same question are turns of one conversation (`conversations`).
+
     Attributes:
         bad: line number -> fault, of the unusable lines read so far.
         short: number of answers left out for their length.
@@ -88,10 +90,12 @@ class Answers:
         self.bad: dict[int, str] = {}
         self.short = 0
         self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
+        self._conversations = array("q")
         content, self._seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
         self._mark = lru_cache(maxsize=4096)(_mark)  # questions about one picture are close together
         self._each_line(lambda number, offset, line: self._index(number, offset, line, min_words), content.update)
         self.lengths: Sequence[int] = self._lengths
+        self.conversations: Sequence[int] = self._conversations
         self.fingerprint = content.hexdigest()
         self.inputs: Mapping[str, str] = {"media": self._seen.hexdigest()[:16], "processor": processor.digest}
         if not self._offsets:
@@ -172,6 +176,7 @@ class Answers:
         messages, slots = normalise(row["messages"])
         prompt = row.get("prompt_tokens") or _length(messages) + _PER_MEDIUM * len(slots)
         self._lengths.append(len(row["answer_ids"]) + prompt)
+        self._conversations.append(_conversation(row["messages"]))
         for slot in slots:
             self._seen.update(repr(self._marked(_place(slot.source, self._media))).encode())
 
@@ -230,6 +235,13 @@ def _row(line: bytes) -> dict[str, Any]:
         raise TrainingError("prompt_tokens must be a number of tokens, at least 1; leave it out if it is unknown.")
     normalise(row["messages"])
     return row
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return a number of the messages up to the first question, which the turns of a conversation share."""
+    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    begin = json.dumps(messages[: asked + 1], sort_keys=True)
+    return int.from_bytes(hashlib.sha256(begin.encode()).digest()[:8], signed=True)
 
 
 def _length(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -36,11 +36,13 @@ class Source(Protocol):
 
     Attributes:
         lengths: approximate tokens of every sample, for batches of similar length.
+        conversations: a number per sample, equal for turns of one conversation.
         fingerprint: digest of the content, compared on resume.
         inputs: digests of other inputs of the samples, by name.
     """
 
     lengths: Sequence[int]
+    conversations: Sequence[int]
     fingerprint: str
     inputs: Mapping[str, str]
 
@@ -54,7 +56,7 @@ class Source(Protocol):
 
 
 class Listed:
-    """Samples in memory.
+    """Samples in memory, each a conversation of its own.
 
     Args:
         pairs: prompts with answer ids.
@@ -71,6 +73,7 @@ class Listed:
             if not sample.answer:
                 raise TrainingError(f"Sample {sample.name} has an empty answer; leave it out.")
         self.lengths: Sequence[int] = [len(s.ids) for s in self._samples]
+        self.conversations: Sequence[int] = range(len(self._samples))
         content = hashlib.sha256()
         for sample in self._samples:
             content.update(repr((sample.prompt.ids, sample.answer)).encode())

@@ -118,7 +118,7 @@ class Trainer:
         )
         self.precision = precision_on(target.device, recipe.precision)
         self._optimiser = Optimiser(self.learner.module, recipe)
-        apart, chosen = split_validation(len(source.lengths), recipe.validation_samples, recipe.seed)
+        apart, chosen = split_validation(source.conversations, recipe.validation_samples, recipe.seed)
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
         self.apart, self._measure = apart, measure
         self._unread = apart if measure is None else []
