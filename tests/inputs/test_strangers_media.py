@@ -529,6 +529,15 @@ def test_damaged_films_are_refused_or_read_but_nothing_else(kind: str, codec: st
     assert all(re.fullmatch(ONE_SENTENCE, sentence) for sentence in says)
 
 
+def test_a_film_cut_inside_its_index_is_not_said_to_have_another_codec() -> None:
+    data = film()
+    begin, index = data[: int.from_bytes(data[:4], "big")], data[data.index(b"moov") - 4 :]
+    for length in range(320, 480, 10):
+        with pytest.raises(InputError) as refusal:
+            load_video(begin + index[:length], limits=IN_PROCESS)
+        assert "is not accepted" not in str(refusal.value)
+
+
 def test_frames_given_one_by_one_are_bounded() -> None:
     refused([PICTURE] * 3, "has 3 video frames; at most 2", replace(SERVER, video_frames=2), load_video)
     few = replace(SERVER, total_pixels=2 * 40 * 50)

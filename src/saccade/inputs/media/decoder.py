@@ -173,7 +173,7 @@ class _Opened:
         stream = self._opened.streams.video[0]
         if stream.codec_context is None or stream.codec_context.name not in self._codecs:
             self._opened.close()
-            raise Refused("codec")
+            raise Refused("film" if stream.codec_context is None else "codec")  # None where the file is cut, too
         return self._opened, stream
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
