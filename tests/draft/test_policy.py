@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, Path, PathModel, assert_consistent, rank_paths, token_paths, trees
 
-from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.policy import TopProposer, TreePolicy
+from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import SPECVLM_TREE, Chain, StaticTree
 
 VOCAB, BATCH = 7, 2
@@ -142,3 +143,26 @@ def test_dynamic_trees_never_draw_their_children() -> None:
     assert not DynamicTree().can_sample
     assert StaticTree().can_sample
     assert Chain().can_sample
+
+
+@pytest.mark.parametrize("from_level", [0, 1, 2])
+@pytest.mark.parametrize(
+    "policy", [StaticTree(), DynamicTree(), WidthTree(), SageTree()], ids=lambda p: type(p).__name__
+)
+def test_a_drafter_whose_logits_are_no_numbers_never_displaces_the_root(policy: TreePolicy, from_level: int) -> None:
+    """As one that overflows in float16: its drafts are worth nothing, but the answer must stay the target's."""
+
+    def logits(level: int, width: int) -> torch.Tensor:
+        values = torch.randn(BATCH, width, 20)
+        values[0] = torch.nan if level >= from_level else values[0]
+        return values
+
+    shaping = policy.open(BATCH, torch.device("cpu"))
+    for _ in range(2):  # SAGE's first tree is the static one
+        growth = shaping.begin(range(BATCH), ROOTS, TopProposer())
+        frontier = growth.expand(logits(0, 1))
+        while frontier is not None:
+            frontier = growth.expand(logits(frontier.depth, frontier.tokens.shape[1]))
+        tree = growth.tree()
+        assert_consistent(tree)
+        assert tree.tokens[:, 0].tolist() == ROOTS.tolist()

@@ -76,6 +76,8 @@ class _DynamicGrowth:
     def expand(self, logits: Tensor) -> Frontier | None:
         top = min(self._policy.top, logits.shape[2])
         best, tokens = logits.log_softmax(-1, torch.float32).topk(top, -1)
+        # A drafter's NaN would come before every number in `tree`, the root's score included.
+        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         scores = best + self._frontier_scores[..., None]
         first = sum(self._level_sizes)
         self._tokens.append(tokens.flatten(1))

@@ -244,6 +244,7 @@ class SageGrowth:
         wanted = self._constants.max_children if self._shape is None else self._most_children(self._shape)
         measured = self._shape is None or self._record is not None
         own, tokens = probabilities.topk(min(max(wanted, k) if measured else wanted, logits.shape[2]), -1)
+        own = own.nan_to_num()  # a drafter's NaN would come before every number in `tree`, the root's score included
         if self._record is not None:
             self._tops.append(own[..., :k])
         if self._shape is None:
