@@ -144,13 +144,14 @@ def test_tokens_know_the_step_that_emitted_them(run: Run) -> None:
                 assert [token.kind for token in emitted] == step["kinds"]
 
 
-def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run) -> None:
+@pytest.mark.parametrize("path", [[0, 1, 2], [0, 1]], ids=["whole", "of_old_records"])
+def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run, path: list[int]) -> None:
     record = next(r for r in make_run(prompts=1, traced=1).records if r.method == "chain" and r.trees)
     before = sum(len(tree["path"]) for tree in record.trees[:-1]) + 1
     record.trees[-1] = {
         "tokens": [record.tokens[before - 1], 1, 2, 3],
         "parents": [0, 0, 1, 2],
-        "path": [0, 1],
+        "path": path,
         "pieces": ["r", "a", "b", "c"],
     }
     record.tokens[before:] = [1, 2]

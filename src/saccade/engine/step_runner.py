@@ -326,7 +326,7 @@ class StepRunner:
     def _emit_row(
         self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None, commits: list[Commit]
     ) -> list[int]:
-        """Emit a row's tokens and add their entries to ``commits``; return the committed nodes."""
+        """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first."""
         assert row.slot is not None
         count, token, unsound, barred, *rest = numbers
         if unsound:
@@ -365,7 +365,7 @@ class StepRunner:
         elif not first:
             commits.append((row.slot, nodes, path_tokens[: len(emitted)]))
         self._state.prefills.pop(row.slot, None)
-        return nodes
+        return path[: len(emitted) + 1]  # with a draft token that ended the row, which is not committed
 
     # -- times ---------------------------------------------------------------------------------------------
 

@@ -168,8 +168,9 @@ def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[st
     path, last = list(tree["path"]), end - 1
     kinds = [m if m in KNOWN_MARKS else "other" for m in record.marks[start:end]]
     bonus = _visible(record.pieces[last]) if end > start else None
-    if kinds and record.marks[last] != "target":
-        # The answer ended on a draft token, so its last token is a node of the tree and no bonus token follows.
+    if len(path) > len(kinds):  # the answer ended on a draft token, so no bonus token follows
+        bonus = None
+    elif kinds and record.marks[last] != "target":  # likewise, in old records, whose paths lack that token
         node = _child(tree, path[-1], record.tokens[last])
         path, bonus = (path if node is None else [*path, node]), (bonus if node is None else None)
     return {
