@@ -55,6 +55,15 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def test_a_file_in_place_of_the_folder_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("mine", encoding="utf-8")
+    for place, reason in ((file, "File exists"), (file / "run", "Not a directory")):
+        with pytest.raises(TrainingError, match=f"Cannot write {place}: {reason}; give another --out folder"):
+            run(place)
+    assert file.read_text(encoding="utf-8") == "mine"
+
+
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_two_processes_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     port = free_port()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.errors import TrainingError
-from saccade.files import recover, write_folder
+from saccade.files import recover, write_folder, writing
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.train.batches import Order, split_validation
@@ -131,14 +131,17 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            TrainingError: the folder holds checkpoints without ``resume``, or those of another run; a loss is not a
-                number; the disk is full; a line of the data is bad with ``on_bad_line="stop"``; or another process
-                of the run has ended.
+            TrainingError: the folder cannot be made, holds checkpoints without ``resume``, or those of another run; a
+                loss is not a number; the disk is full; a line of the data is bad with ``on_bad_line="stop"``; or
+                another process of the run has ended.
         """
         with self.processes.together():
             return self._run()
 
     def _run(self) -> Outcome:
+        if self.processes.leads:
+            with writing(self._out, TrainingError, "give another --out folder"):
+                self._out.mkdir(parents=True, exist_ok=True)
         self._restore()
         if self._measure is None and self.recipe.validation_samples and not self.apart:
             self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
