@@ -316,6 +316,11 @@ def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_me
     assert headline.headline(make_run(prompts=4, methods=("plain",))) == ""
 
 
+def test_a_headline_speaks_of_one_answer_as_of_one() -> None:
+    said = headline.headline(make_run(prompts=1, repeats=1, methods=("plain", "chain")))
+    assert said.endswith("; its one answer is plain decoding's, token for token.")
+
+
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(
     ("prompts", "words"),

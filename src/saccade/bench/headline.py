@@ -34,8 +34,10 @@ def headline(run: Run) -> str:
         place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
         text = f"{best.method}{place} is {_times(best.speedup)} as fast as plain decoding"
     if best.compared:
-        same = "all of its answers" if best.equal == best.compared else f"{best.equal} of its {best.compared} answers"
-        text += f"; {same} {'are' if best.compared > 1 else 'is'} plain decoding's, token for token"
+        same = f"{best.equal} of its {best.compared} answers are"
+        if best.equal == best.compared:
+            same = "all of its answers are" if best.compared > 1 else "its one answer is"
+        text += f"; {same} plain decoding's, token for token"
     text += "."
     if lossy is not None and _speed(lossy) > _speed(best):
         text += f" {_lossy(lossy)}"
