@@ -284,6 +284,16 @@ def test_another_configuration_in_the_same_folder_is_refused(prepared: Prepare, 
         Runner(prepared(seed=3), folder).run()
 
 
+def test_a_refused_configuration_names_the_method_that_differs(prepared: Prepare, folder: Path) -> None:
+    Runner(prepared(), folder).run()
+    for method, words in (
+        ({"name": "chain", "label": "chain", "gamma": 3}, r"\(methods.chain.options.gamma: 5 there, 3 now\)"),
+        ("static-tree", r"\(methods.chain: {'name': 'chain', .* there, None now\)"),
+    ):
+        with pytest.raises(SaccadeError, match=words):
+            Runner(prepared(methods=[method]), folder).run()
+
+
 @pytest.mark.parametrize("changed", ["target", "drafter"])
 def test_other_weights_of_the_same_size_are_refused_in_the_same_folder(
     pair: tuple[str, str], prepared: Prepare, folder: Path, changed: str

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
         return None
     run = read(folder)
     pairs = (
-        ("configuration", run.header.config, prepared.config()),
+        ("configuration", _by_name(run.header.config), _by_name(prepared.config())),
+        ("configuration", run.header.config, prepared.config()),  # whose lists have an order, too
         ("models", run.header.models, prepared.models()),
         ("environment", run.header.environment, prepared.environment()),
     )
@@ -45,6 +47,15 @@ def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
                 "choose another folder with --out, or delete that one."
             )
     return run
+
+
+def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with tasks by name and methods by label: of long lists a message shows no difference."""
+    return {
+        **config,
+        "tasks": {task["name"]: task for task in config["tasks"]},
+        "methods": {method["label"]: method for method in config["methods"]},
+    }
 
 
 @dataclass(frozen=True, slots=True)
