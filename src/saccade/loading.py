@@ -171,10 +171,15 @@ def file_of(given: str | Path, name: str) -> Path | None:
     Raises:
         ModelError: neither a folder nor a reachable repository on the hub.
     """
-    folder = Path(path_of(given))
-    if folder.exists() or not re.fullmatch(_REPOSITORY, str(given)):
-        return folder / name if (folder / name).is_file() else None
-    return _file_on_hub(str(given), name)
+    if is_on_hub(given):
+        return _file_on_hub(str(given), name)
+    file = Path(path_of(given)) / name
+    return file if file.is_file() else None
+
+
+def is_on_hub(given: str | Path) -> bool:
+    """Whether a folder or hub id is of the form of an id, without such a path here."""
+    return not Path(path_of(given)).exists() and re.fullmatch(_REPOSITORY, str(given)) is not None
 
 
 @cache

@@ -102,8 +102,14 @@ def test_a_head_comes_from_the_hub_as_from_a_folder(folder: Path) -> None:
     assert list(named(None, "someone/a-head")) == ["a-head"]
 
 
+def test_a_path_that_does_not_exist_is_not_called_a_folder_without_a_head(tmp_path: Path) -> None:
+    for read in (kind_at, lambda folder: load_head(folder, target("llava"))):
+        with pytest.raises(ModelError, match=f"There is no folder {tmp_path}/mistyped; give that of a trained head"):
+            read(tmp_path / "mistyped")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (lambda d: (d / "config.json").unlink(), "has no config.json, so it holds no drafter head"),
+    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json, so it holds no drafter head"),
     "another config": (
         lambda d: (d / "config.json").write_text('{"model_type": "x"}'),
         "has no 'saccade_head'",

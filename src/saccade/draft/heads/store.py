@@ -19,7 +19,7 @@ from saccade.draft.heads.published import cross_attention, eagle3, first_eagle, 
 from saccade.draft.heads.published.translation import Form
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
-from saccade.loading import draft_dtype, file_of
+from saccade.loading import draft_dtype, file_of, is_on_hub, path_of
 from saccade.target.adapter import Target
 
 WEIGHTS = "model.safetensors"
@@ -76,6 +76,8 @@ def read_config(folder: str | Path) -> HeadConfig:
         ModelError: there is none.
     """
     file = file_of(folder, "config.json")
+    if file is None and not Path(path_of(folder)).exists() and not is_on_hub(folder):
+        raise ModelError(f"There is no folder {folder}; give that of a trained head, or a hub id such as OWNER/NAME.")
     if file is None:
         raise ModelError(f"The folder {folder} has no config.json, so it holds no drafter head; give one that has.")
     return HeadConfig.from_json(file.read_text(encoding="utf-8"))
