@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.checkpoints.card import model_card
+from saccade.draft.heads.block import STRETCHED
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
 from saccade.draft.heads.head import Head
@@ -112,11 +113,24 @@ def _embeds_plainly(target: Target) -> bool:
     return torch.equal(target.embed(ids), weight[ids])
 
 
+def _rope(config: HeadConfig) -> dict[str, Any]:
+    """Return the rotary settings that other engines need for the head's own frequencies (`Rotary`).
+
+    A head turns all of its dimensions, and reads the scalings by length as for short sequences, where other engines
+    follow the target's share and factors.
+    """
+    left_out = {"partial_rotary_factor", "max_position_embeddings"}
+    rope = {name: value for name, value in config.rope.items() if name not in left_out}
+    if rope.get("rope_type") in STRETCHED:
+        return rope
+    sections = {name: value for name, value in rope.items() if name.startswith("mrope")}
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"], **sections}
+
+
 def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
     """Return a Llama's config.json of one layer, in the older form of its rotary settings."""
-    text = target.text_config
-    rope = dict(config.rope)
-    theta, longest = rope.pop("rope_theta"), rope.pop("max_position_embeddings", None)
+    text, rope = target.text_config, _rope(config)
+    theta, longest = rope.pop("rope_theta"), config.rope.get("max_position_embeddings")
     scaling = None if rope == {"rope_type": "default"} else rope
     ids = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
@@ -174,12 +188,11 @@ def _speculator(
     block = _llama(config, target)
     for name in ("rope_theta", "rope_scaling", "qkv_bias"):
         block.pop(name, None)
-    rope = {name: value for name, value in config.rope.items() if name != "max_position_embeddings"}
     block |= {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": config.qkv_bias,
         "model_type": "qwen3" if config.qk_norm else "llama",
-        "rope_parameters": rope,
+        "rope_parameters": _rope(config),
     }
     options = config.options
     values = {

@@ -95,6 +95,38 @@ def test_the_layers_that_eagle_s_own_code_reads(to: str, tmp_path: Path) -> None
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
 
 
+@pytest.mark.parametrize("to", ["speculators", "sglang"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "max_position_embeddings": 64},
+        {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "max_position_embeddings": 64},
+        {"rope_type": "default", "partial_rotary_factor": 0.75},
+    ],
+    ids=lambda scaling: str(scaling["rope_type"]),
+)
+def test_rotary_settings_that_a_head_does_not_follow_are_left_out(
+    scaling: dict[str, Any], to: str, tmp_path: Path
+) -> None:
+    plain = random_head("llava", "eagle3")
+    head = build_head(replace(plain.config, rope={**scaling, "rope_theta": 5000.0}, layers=(1, 2, 1)))
+    export_head(head, target("llava"), tmp_path / "out", to, target_name="x")
+    values = config_of(tmp_path / "out")
+    block = values.get("transformer_layer_config", values)
+    assert block["max_position_embeddings"] == scaling.get("max_position_embeddings", 1024)
+    if to == "speculators":
+        assert block["rope_parameters"] == {"rope_type": "default", "rope_theta": 5000.0}
+    else:
+        assert (block["rope_theta"], block["rope_scaling"]) == (5000.0, None)
+
+
+def test_scaled_frequencies_are_exported(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}
+    head = build_head(replace(random_head("llava", "eagle3").config, rope={**rope, "max_position_embeddings": 64}))
+    export_head(head, target("llava"), tmp_path / "out", "speculators", target_name="x")
+    assert config_of(tmp_path / "out")["transformer_layer_config"]["rope_parameters"] == rope
+
+
 def test_the_files_are_what_the_layouts_ask_for(tmp_path: Path) -> None:
     head = head_for("sglang")
     for to in ("speculators", "sglang"):
