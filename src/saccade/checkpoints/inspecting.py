@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
 from saccade.draft.heads.published.translation import Form, rope_settings
@@ -189,8 +190,10 @@ def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetSh
             vocabulary = vocabulary or len(weight)
     nested_ids = (values.get("eagle_config") or {}).get(LAYERS) or ()
     read = [*(values.get(LAYERS) or ()), *(layer + 1 for layer in nested_ids)]
+    least = max(read, default=8)
+    depths = (depth for depth in range(least, least + 3) if len(Eagle3.reads(depth)) == len(read))
     uses_mrope = "mrope_section" in rope_settings(nested)
-    return TargetShape(_UNKNOWN, hidden or 1, vocabulary or 1, max(read, default=8), uses_mrope)
+    return TargetShape(_UNKNOWN, hidden or 1, vocabulary or 1, next(depths, least), uses_mrope)
 
 
 def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetShape) -> dict[str, Any]:

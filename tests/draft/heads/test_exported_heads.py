@@ -235,6 +235,17 @@ def test_a_speculator_names_its_target_and_says_what_it_drafts(model: Path, tmp_
     assert "lacks the weight input_norm.weight" in str(broken.problem)
 
 
+@pytest.mark.parametrize("layers", [2, 3, 4, 5, 8])
+def test_a_head_of_a_shallow_target_is_described_and_fits(layers: int, tmp_path: Path) -> None:
+    own = Target(FAMILIES["llama"].model(layers=layers))
+    head = build_head(HeadConfig.from_target(own, "eagle3"))
+    export_head(head, own, tmp_path / "out", "speculators", target_name="a/b")
+    own.model.save_pretrained(tmp_path / "model")
+    alone = inspect_checkpoint(tmp_path / "out")
+    assert (alone.problem, alone.facts["reads layers"]) == (None, list(head.layers))
+    assert inspect_checkpoint(tmp_path / "out", tmp_path / "model").fits
+
+
 def test_positions_that_only_a_person_can_judge_are_marked(tmp_path: Path) -> None:
     head = randomised(random_head("qwen3_vl", "eagle3", own_vocabulary=KNOWN))
     export_head(head, target("qwen3_vl"), tmp_path / "out", "speculators", target_name="a/b")
