@@ -136,6 +136,8 @@ def test_a_caption_that_is_missing_or_a_captioner_that_is_blind_is_refused() -> 
         loaded.using("tabed", views="MC", captioner=3)
     with pytest.raises(MethodError, match="has no option captioner"):
         loaded.using("chain", captioner="blip")
+    with pytest.raises(MethodError, match="the draft model is a language model, whose prompts have no pictures"):
+        vlm("llava", "llama").using("tabed", views="TC", captioner=lambda image: "a cup")
 
 
 def test_another_vlm_of_a_known_family_captions() -> None:

@@ -134,6 +134,11 @@ def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values)
         return _by_visual_model(model, policy, vocab_size, values)
     assert processor is not None
     reader = model if visual_ids(model.config) else parts.target  # a blind drafter is given the target's prompt
+    if "C" in values["views"] and reader is not model:
+        raise ValueError(
+            "the draft model is a language model, whose prompts have no pictures to put captions in place of; leave "
+            "view C out, or use a draft VLM"
+        )
     views = make_views(
         values["views"],
         model,
