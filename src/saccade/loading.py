@@ -304,11 +304,11 @@ def adapt(model: Any, exact: bool = False) -> Target:
     return target
 
 
-def draft_dtype(model: Any) -> torch.dtype:
-    """Return a drafter's fastest dtype: float32 for a small one on a CPU, else its own."""
+def draft_dtype(model: Any, usual: torch.dtype | None = None) -> torch.dtype:
+    """Return a drafter's fastest dtype: float32 for a small one on a CPU, else the usual one, by default its own."""
     weight = next(model.parameters())
     small = sum(p.numel() for p in model.parameters()) < SMALL
-    return torch.float32 if weight.device.type == "cpu" and small else weight.dtype
+    return torch.float32 if weight.device.type == "cpu" and small else usual or weight.dtype
 
 
 def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:

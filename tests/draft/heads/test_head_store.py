@@ -12,12 +12,14 @@ import torch
 from heads_kit import DRAFTING, POLICIES, random_head, target
 from safetensors.torch import load_file, save_file
 
+from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head, read_config, save_head
 from saccade.errors import ModelError
 from saccade.methods.drafters import named, read_heads
+from saccade.target.adapter import Target
 
 
 @pytest.fixture
@@ -50,6 +52,13 @@ def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=0, rtol=0)
     low = load_head(tmp_path, target("qwen3_vl"), torch.bfloat16)
     assert {weight.dtype for weight in low.parameters()} == {torch.bfloat16}
+
+
+def test_a_small_head_of_a_coarser_target_keeps_its_precision_on_a_cpu(tmp_path: Path) -> None:
+    head = random_head("llama", "eagle2")
+    save_head(head, tmp_path)
+    again = load_head(tmp_path, Target(FAMILIES["llama"].model().to(torch.bfloat16)))
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
 
 
 def test_every_configuration_comes_back_from_json() -> None:

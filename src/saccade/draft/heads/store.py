@@ -65,8 +65,8 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     for name in (*expected, *weights):
         _check(folder, name, expected.get(name), weights.get(name))
     head.load_state_dict(weights, assign=True)
-    head = head.to(device=target.device, dtype=dtype or target.dtype)
-    return head.to(dtype or draft_dtype(head)).eval()
+    head = head.to(target.device)
+    return head.to(dtype or draft_dtype(head, target.dtype)).eval()
 
 
 def read_config(folder: str | Path) -> HeadConfig:
