@@ -163,6 +163,15 @@ def test_another_implementation_of_the_formulas_reads_the_files(tmp_path: Path) 
     torch.testing.assert_close(head.logits(ours, torch.nn.Identity())[0], plain.logits(out), atol=2e-4, rtol=2e-4)
 
 
+def test_a_card_names_no_folder_as_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/target").mkdir(parents=True)
+    for name in ("runs/target", "someone/target"):
+        out = Path(name.replace("/", "-"))
+        export_head(head_for("speculators"), target("llava"), out, "speculators", target_name=name)
+        assert (f"base_model: {name}" in (out / "README.md").read_text()) == (name == "someone/target")
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return values
