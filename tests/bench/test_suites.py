@@ -12,8 +12,10 @@ from bench_kit import suite
 import saccade
 from saccade.bench import library
 from saccade.bench.preparing import prepare
+from saccade.bench.questions import gather
 from saccade.bench.suite import BASELINE, MethodEntry, parse
 from saccade.cli.bench import choose_suite
+from saccade.cli.data_options import DataOptions, tasks_of
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
@@ -92,6 +94,11 @@ def test_an_unknown_suite_is_refused_with_the_known_ones() -> None:
         ({"tasks": [{"task": "scene", "file": "a.jsonl"}]}, "needs exactly one of task"),
         ({"tasks": [{"task": "scene", "color": 1}]}, "unknown key 'color'"),
         ({"tasks": [{"task": "scene", "count": 0}]}, "count of a task must be a whole number of at least 1"),
+        ({"tasks": [{"task": "scene", "max_new_tokens": 0}]}, "max_new_tokens of a task must be a whole number"),
+        ({"tasks": [{"task": "scene", "scorer": "vqa"}]}, "task 'scene': scorer has no meaning beside task"),
+        ({"tasks": [{"file": "a.jsonl", "split": "val"}]}, "task 'a.jsonl': split has no meaning beside file"),
+        ({"tasks": [{"file": "a.jsonl", "prompt": "{question}"}]}, "prompt has no meaning beside file"),
+        ({"tasks": [{"dataset": "mmmu", "grammar": "verbose"}]}, "grammar has no meaning beside dataset"),
         ({"tasks": ["scene", "scene"]}, "two tasks have the name 'scene'"),
         ({"methods": ["chain", {"name": "chain", "label": "chain"}]}, "two methods have the name 'chain'"),
         ({"methods": [{"gamma": 3}]}, "a method must be a name or a table with one"),
@@ -218,6 +225,19 @@ def test_a_number_of_prompts_given_by_hand_is_that_of_every_task() -> None:
     suite = choose_suite("lvspec-figure-7", None, "scene,prose", None, {"per_task": 5})
     assert [task.count or suite.per_task for task in suite.tasks] == [5, 5]
     assert choose_suite("lvspec-figure-7", None, "prose", None, {}).tasks[0].count == 24
+
+
+@pytest.mark.parametrize("source", ["task", "file"])
+def test_a_longest_answer_of_a_task_holds_unless_one_is_given_by_hand(tmp_path: Path, source: str) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"messages": [{"role": "user", "content": "Say one."}]}')
+    place = {"task": "scene", "file": str(tmp_path / "mine.jsonl")}[source]
+    found = suite(tasks=[{"name": "mine", source: place, "max_new_tokens": 5}, "chart"])
+    for given, expected in (({}, [5, 12]), ({"max_new_tokens": 3}, [3, 3])):
+        tasks = tasks_of(found.tasks, (), DataOptions(), given)
+        chosen = found.with_(**given, tasks=tasks)
+        groups, _ = gather(chosen)
+        longest = {"max_new_tokens": chosen.max_new_tokens}
+        assert [group[0].options(longest)["max_new_tokens"] for group in groups.values()] == expected
 
 
 def test_parse_needs_no_title() -> None:

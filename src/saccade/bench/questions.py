@@ -78,7 +78,7 @@ def _draw(entry: TaskEntry, number: int) -> Question:
         score=partial(_mark, score, sample.task, sample.facts),
         reference=sample.facts,
     )
-    return Question(f"{entry.name}-{number}", entry.name, (turn,))
+    return Question(f"{entry.name}-{number}", entry.name, (turn,), max_new_tokens=entry.max_new_tokens)
 
 
 def _mark(score: Any, task: str, facts: Any, answer: str) -> dict[str, float]:

@@ -190,6 +190,15 @@ def with_baseline(methods: Iterable[MethodEntry]) -> tuple[MethodEntry, ...]:
     return (MethodEntry(BASELINE, BASELINE), *(m for m in methods if m.name != BASELINE))
 
 
+_ROWS = ("subset", "split", "columns", "prompt", "where", "shuffle")
+_NOT_OF = {
+    "task": (*_ROWS, "media", "system", "num_frames", "fps", "scorer"),
+    "file": (*_ROWS, "grammar"),
+    "dataset": ("grammar",),
+}
+"""Options of a task that its source has no use for."""
+
+
 def _task(item: Any, where: str) -> TaskEntry:
     if isinstance(item, str):
         return TaskEntry(name=item, task=item)
@@ -202,9 +211,13 @@ def _task(item: Any, where: str) -> TaskEntry:
             f"{where}: a task needs exactly one of task (of the pocket world), file (JSON lines) and dataset; "
             f"got {dict(item)!r}."
         )
-    for key in ("count", "turns"):
+    for key in ("count", "turns", "max_new_tokens", "num_frames"):
         if item.get(key) is not None:
             check_whole(item[key], 1, f"{key} of a task", where)
+    source = next(key for key in _NOT_OF if key in item)
+    odd = next((key for key in _NOT_OF[source] if item.get(key) is not None), None)
+    if odd is not None:
+        raise SaccadeError(f"{where}, task {item.get('name', sources[0])!r}: {odd} has no meaning beside {source}.")
     return make(TaskEntry, {"name": sources[0], **item}, f"{where}, task {item.get('name', sources[0])!r}")
 
 

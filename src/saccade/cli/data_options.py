@@ -194,9 +194,10 @@ def tasks_of(
 
 
 def _with(entry: TaskEntry, changes: Mapping[str, Any], sizes: Mapping[str, Any], reading: DataOptions) -> TaskEntry:
+    longest = {} if entry.max_new_tokens is None else {"max_new_tokens": "max_new_tokens"}
     if entry.task is not None:
-        return entry
-    if entry.dataset is not None:
+        changes, own = {}, longest
+    elif entry.dataset is not None:
         reading.data(entry.dataset)  # what is wrong shows before models are loaded
         own = {"count": "per_task", "turns": "turns", "max_new_tokens": "max_new_tokens"}
     else:
@@ -204,7 +205,7 @@ def _with(entry: TaskEntry, changes: Mapping[str, Any], sizes: Mapping[str, Any]
         if odd:
             word = "template" if odd[0] == "prompt" else odd[0]
             raise InputError(f"--{word} is for --dataset; the prompts of --data are complete.")
-        own = {"turns": "turns"}
+        own = {"turns": "turns", **longest}
     given = {field: sizes[size] for field, size in own.items() if size in sizes}
     return replace(entry, **changes, **given)
 
