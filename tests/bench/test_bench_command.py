@@ -90,6 +90,7 @@ def _slowly(*arguments: str) -> Any:
         ("--suite", "quick", "--methods", "chain", "--data", "mine.jsonl", "--turns", "2", "--repeats", "2"),
         _slowly("--suite", "quick", "--methods", "short=chain:gamma=2,prompt-lookup:gamma=3", "--tasks", "scene"),
         _slowly("--suite", "mine.toml", "--per-task", "2", "-n", "6"),
+        ("--suite", "sizes.toml"),
     ],
 )
 def test_the_command_that_a_report_gives_repeats_the_run(
@@ -101,8 +102,13 @@ def test_the_command_that_a_report_gives_repeats_the_run(
         'tasks = ["scene", {task = "chart", count = 1}]\nsampling = {temperature = 0.7}\n'
         'methods = ["chain", {name = "chain", gamma = 2, label = "short"}]\n'
     )
+    (tmp_path / "sizes.toml").write_text(
+        'tasks = [{task = "scene", max_new_tokens = 4}, {file = "mine.jsonl", turns = 2, max_new_tokens = 5}]\n'
+        'methods = ["chain"]\nper_task = 1\nmax_new_tokens = 6\n'
+    )
     given = ("--tasks", "scene,chart") if "mine.toml" in arguments else ()
-    result = invoke(*arguments, *given, "--out", "first", small="--data" not in arguments)
+    small = not {"--data", "sizes.toml"} & {*arguments}
+    result = invoke(*arguments, *given, "--out", "first", small=small)
     assert result.exit_code == 0, result.output
     first = read(tmp_path / "first")
     command, _, shown = commands(first.header, by_method(first.records)).partition("\n")

@@ -209,7 +209,7 @@ def bench(
     )
     found = places(suite, data, name, drafter, head, placing.device) | ({"methods": methods} if methods else {})
     words = [*(word for each in dataset or [] for word in ("--dataset", each)), *reading.words()]
-    if words or data is not None:
+    if words or any(task.task is None or task.max_new_tokens is not None for task in chosen.tasks):
         found |= {"questions": words, "sizes": sizes}
     prepared = prepare(chosen, vlm, (name, drafter), found)
     folder = out or Path("runs") / chosen.name
