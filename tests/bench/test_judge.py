@@ -167,6 +167,12 @@ def test_passing_faults_are_tried_again_and_then_said(endpoint: Endpoint, monkey
         ("{'pred': 'yes', 'score': 4.5}", 0.45),
         ("Of 12 points, I give the rating: 5", 0.5),
         ("<think>3 of 4</think> 8/10", 0.8),
+        ("The reference has 3 items.</think> 8", 0.8),  # the template opens the thoughts
+        ("<think>The reference has 3 items, and", None),  # cut off at max_tokens
+        ("On a scale from 0 to 10, this deserves 8.", 0.8),
+        ("Score (0-10): 8.", 0.8),
+        ("Out of 10, I give 8.", 0.8),
+        ("Score: -1", None),
         ("-2", None),
         ("I cannot say.", None),
         ("100", None),
@@ -174,6 +180,11 @@ def test_passing_faults_are_tried_again_and_then_said(endpoint: Endpoint, monkey
 )
 def test_the_number_of_a_reply_is_found(reply: str, score: float | None) -> None:
     assert Judge("http://x", "m").score(reply) == (None if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(("reply", "score"), [("Score: -1", 0.0), ("Grade: 1", 1.0), ("-1 to 1: 0.5", 0.75)])
+def test_numbers_of_a_range_below_zero_keep_their_sign(reply: str, score: float) -> None:
+    assert Judge("http://x", "m", low=-1, high=1).score(reply) == pytest.approx(score)
 
 
 def test_a_reply_without_a_number_is_no_score_and_not_asked_for_again(

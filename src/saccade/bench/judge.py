@@ -32,8 +32,8 @@ it is partly right. Reply with the number only."""
 _PLACES = ("url", "key_env", "concurrency", "retries", "timeout")
 """Fields that do not change a grade."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_NAMED = re.compile(r"(?:score|rating|grade)\W{0,8}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+_NAMED = re.compile(r"(?:score|rating|grade)\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_THOUGHTS = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # servers may leave out either end
 _LONGEST_WAIT = 60.0
 _TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 
@@ -103,9 +103,12 @@ class Judge:
     def score(self, reply: str) -> float | None:
         """Place of the reply's number in the range, 0 to 1; None where it has none in the range.
 
-        A number behind the word score, rating or grade counts first; thoughts in ``<think>`` do not.
+        A number behind the word score, rating or grade counts first; thoughts in ``<think>`` and mentions of the range
+        itself ("from 0 to 10", "out of 10") do not.
         """
-        text = _THOUGHTS.sub("", reply)
+        low, high = (re.escape(f"{end:g}") for end in (self.low, self.high))
+        scale = rf"(?<![\d.]){low}\s*(?:-|–|to)\s*{high}(?![\d.]*\d)|\bout of {high}(?![\d.]*\d)"
+        text = re.sub(scale, "", _THOUGHTS.sub("", reply), flags=re.IGNORECASE)
         found = [*(m[1] for m in _NAMED.finditer(text)), *_NUMBER.findall(text)]
         number = next((float(n) for n in found if self.low <= float(n) <= self.high), None)
         return None if number is None else (number - self.low) / (self.high - self.low)
