@@ -158,6 +158,11 @@ def test_methods_can_be_chosen_by_label_or_by_name() -> None:
     ]
 
 
+def test_the_label_of_plain_decoding_is_not_for_another_method() -> None:
+    with pytest.raises(SaccadeError, match="Two methods have the label 'plain'"):
+        library.choose_methods(library.load("quick"), ["plain=chain"])
+
+
 def test_an_unknown_method_or_option_that_is_not_optional_is_an_error(vlm: saccade.VLM) -> None:
     with pytest.raises(SaccadeError, match="there is no method 'warp'; there are plain, chain"):
         prepare(suite(methods=["warp"]), vlm)

@@ -54,7 +54,7 @@ def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
     chosen = [_with_options(name, own) for name in dict.fromkeys(wanted)]
     if not chosen:
         raise SaccadeError("No method was given; name at least one, such as --methods chain.")
-    labels = [entry.label for entry in chosen]
+    labels = [entry.label for entry in with_baseline(chosen)]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise SaccadeError(f"Two methods have the label {twice!r}; give one of them another, such as other=sage.")
