@@ -103,6 +103,14 @@ def test_with_more_turns_given_answers_are_left_out(beside: Path, row: Any) -> N
     assert question.turn_task(1) == "mine, turn 2"
 
 
+def test_a_conversation_of_one_turn_keeps_its_right_answer_where_others_have_more(beside: Path) -> None:
+    alone = {"messages": [{"role": "user", "content": "What colour?"}], "reference": "red"}
+    found = read(beside, alone, OPENAI, turns=2)
+    assert [[turn.reference for turn in question.turns] for question in found] == [["red"], [None, None]]
+    assert found[0].turns[0].score is not None
+    assert found[0].turns[0].score("Red.")["exact"] == 1
+
+
 def test_media_without_a_place_come_first_and_several_keep_their_order(beside: Path) -> None:
     row = {"images": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "Compare."}]}
     (question,) = read(beside, row)

@@ -166,7 +166,7 @@ def _question(entry: TaskEntry, line: str, number: int, folder: Path, scorer: st
 
 def _turns_of(messages: Sequence[Mapping[str, Any]], count: int, row: Mapping[str, Any], scorer: str) -> Iterator[Turn]:
     """Split messages in content-list form into turns; with more than one, the given answers are left out."""
-    if count == 1:
+    if count == 1 or sum(m["role"] == "user" for m in messages) == 1:
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
         yield _turn(messages[: last + 1], row, scorer, row.get("reference"))
         return
