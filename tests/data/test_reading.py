@@ -88,13 +88,15 @@ def test_only_as_many_rows_are_read_as_are_asked_for(tmp_path: Path, monkeypatch
     assert sorted(drawn[0]) == ["Say 0.", "Say 2.", "Say 4."]
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".json", ".jsonl", ".csv", "folder"])
+@pytest.mark.parametrize("ending", [".parquet", ".json", ".jsonl", ".csv", ".tsv", "folder"])
 def test_files_and_saved_folders_are_read_alike(ending: str, tmp_path: Path) -> None:
     rows = [{"question": "What?", "label": "x"}, {"question": "Why?", "label": "y"}]
     path = tmp_path / f"mine{ending}"
     table = datasets.Dataset.from_list(rows)
     if ending == ".json":
         path.write_text(json.dumps(rows))
+    elif ending == ".tsv":
+        path.write_text("question\tlabel\nWhat?\tx\nWhy?\ty\n")
     else:
         save = {".parquet": "to_parquet", ".jsonl": "to_json", ".csv": "to_csv", "folder": "save_to_disk"}[ending]
         getattr(table, save)(str(path))

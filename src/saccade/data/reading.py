@@ -125,8 +125,10 @@ def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mappin
     elif path.is_file():
         if path.suffix.lower() not in _BUILDERS:
             raise InputError(f"{path} does not have the ending of a data set; expected one of {', '.join(_BUILDERS)}.")
-        files = {"data_files": {data.split: str(path)}, "split": data.split}
-        found = datasets.load_dataset(_BUILDERS[path.suffix.lower()], streaming=data.shuffle is None, **files)
+        given: dict[str, Any] = {"data_files": {data.split: str(path)}, "split": data.split}
+        if path.suffix.lower() == ".tsv":
+            given["sep"] = "\t"
+        found = datasets.load_dataset(_BUILDERS[path.suffix.lower()], streaming=data.shuffle is None, **given)
     else:
         name = str(path) if path.is_dir() else data.path
         found = datasets.load_dataset(name, subset, split=data.split, streaming=data.shuffle is None)
