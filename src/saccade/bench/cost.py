@@ -197,10 +197,11 @@ def estimate(prepared: Prepared) -> Expected:
         rounds = 2 if number == 0 else 1
         for _ in range(rounds):
             spent = sum(a.seconds for a in answer_turns(plain, BASELINE, group[0], 0, options=prepared.options, seed=0))
-        timed = len(group) * suite.repeats * len(prepared.methods)
-        again = min(suite.trace, len(group)) * len(prepared.methods)
-        warmup = suite.warmup * len(prepared.methods) if number == 0 else 0
-        answers += timed * len(group[0].turns)
-        traced += again * len(group[0].turns)
-        seconds += spent * (timed + again + warmup)
+        turns = [len(question.turns) for question in group]
+        timed = sum(turns) * suite.repeats * len(prepared.methods)
+        again = sum(turns[: suite.trace]) * len(prepared.methods)
+        warmup = turns[0] * suite.warmup * len(prepared.methods) if number == 0 else 0
+        answers += timed
+        traced += again
+        seconds += spent / turns[0] * (timed + again + warmup)
     return Expected(answers, traced, seconds)
