@@ -1,8 +1,8 @@
 """Whole `generate` calls of Hugging Face and of Saccade on the pocket pair, prompt by prompt in one process.
 
 Every contestant answers every prompt once, in an order that rotates from prompt to prompt, so that whatever else the
-machine does falls on all of them alike. Ratios are medians of per-prompt ratios (seconds per new token), with
-bootstrap intervals over prompts.
+machine does falls on all of them alike. Ratios are medians of per-prompt ratios (seconds per new token; of a
+prompt's repeats the median), with bootstrap intervals over prompts.
 """
 
 from __future__ import annotations
@@ -159,16 +159,20 @@ def measure(
     return results
 
 
-def ratio(slow: Measured, fast: Measured, draws: int = 2000) -> tuple[float, float, float]:
-    """Median of per-prompt ratios of seconds per token, with its 95 % bootstrap interval over prompts."""
-    ratios = np.array(slow.per_token) / np.array(fast.per_token)
+def ratio(slow: Measured, fast: Measured, repeats: int = 1, draws: int = 2000) -> tuple[float, float, float]:
+    """Median of per-prompt ratios of seconds per token, with its 95 % bootstrap interval over prompts.
+
+    Args:
+        repeats: of all prompts, which follow each other.
+    """
+    ratios = np.median((np.array(slow.per_token) / np.array(fast.per_token)).reshape(repeats, -1), axis=0)
     picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
     low, high = np.percentile(np.median(ratios[picked], axis=1), [2.5, 97.5])
     return float(np.median(ratios)), float(low), float(high)
 
 
-def table(results: dict[str, Measured]) -> list[str]:
-    """Markdown lines."""
+def table(results: dict[str, Measured], repeats: int = 1) -> list[str]:
+    """Markdown lines; ``repeats`` as in `ratio`."""
     base = results[BASELINE]
     assisted = [m for name, m in results.items() if name.startswith("hf assisted")]
     best = min(assisted, key=lambda m: median(m.per_token), default=None)
@@ -178,7 +182,7 @@ def table(results: dict[str, Measured]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in results.items():
-        ratios = [ratio(base, one), ratio(best, one) if best else None]
+        ratios = [ratio(base, one, repeats), ratio(best, one, repeats) if best else None]
         cells = ["-" if r is None else f"{r[0]:.2f} ({r[1]:.2f}-{r[2]:.2f})" for r in ratios]
         equal = sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
         speed = 1 / median(one.per_token)
@@ -221,7 +225,7 @@ def main() -> None:
         running = {n: c for n, c in running.items() if n == BASELINE or n in options.methods}
     asked = prompts(options.target, options.prompts + 1, options.grammar, options.target_dtype, options.device)
     results = measure(running, asked, options.new_tokens, options.repeats)
-    print("\n".join(table(results)))
+    print("\n".join(table(results, options.repeats)))
     if options.json:
         content = {
             "options": {name: str(value) for name, value in vars(options).items()},
