@@ -78,6 +78,7 @@ def test_pages_open_with_the_verdict_and_the_index_lists_them(over: Setup, tmp_p
         assert f"revision {revision}" in text
         assert "bfloat16 instructions, 1 thread;" in text
     assert "[lvspec-2](lvspec-2.md)" in pages["README.md"]
+    assert "`python -m tools.results quick -t TARGET -d DRAFT --short --dtype float32`" in pages["quick.md"]
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
 
 
@@ -172,6 +173,13 @@ def test_what_is_measured_is_not_measured_again(over: Setup, monkeypatch: pytest
     monkeypatch.setattr(Runner, "run", lambda self: pytest.fail("measured again"))
     assert run(over)[1].measured == list(NAMES)
     assert "[1/2] quick: measured before" in LINES
+
+
+def test_a_page_of_another_number_of_prompts_is_not_taken_for_measured(over: Setup) -> None:
+    session = Session(over, LINES.append)
+    more = [replace(m, suite=m.suite.with_(tasks=m.suite.tasks[:2], per_task=2)) for m in measurements(("quick",))]
+    with pytest.raises(SaccadeError, match=r"quick measured with 1 prompt of .*, not 2; give the same --per-task"):
+        session.run(more)
 
 
 def test_another_revision_is_refused_in_the_same_folder(over: Setup) -> None:

@@ -76,6 +76,7 @@ class Folder:
         entry = Entry(name, config["mirrors"], config["title"], outcome(run), first_outcome(run))
         done = {
             "heads": dict(heads),
+            "prompts": prompts(config["per_task"], {task["name"]: task["count"] for task in config["tasks"]}),
             "figures": list(drawings),
             "entry": asdict(entry),
             "place": asdict(place),
@@ -138,6 +139,15 @@ class Folder:
         machine = next((found["place"]["machine"] for found in done.values() if "place" in found), facts(measured))
         pages[INDEX] = index(entries, machine + computed_by(measured["revision"]), absent)
         publish(pages, docs)
+
+
+def prompts(per_task: int, counts: Mapping[str, int | None]) -> dict[str, int]:
+    """Number of prompts that every task asks for.
+
+    Args:
+        counts: the tasks' own numbers, by name.
+    """
+    return {task: count or per_task for task, count in counts.items()}
 
 
 def refuse_modified(revision: str | None) -> None:

@@ -27,7 +27,7 @@ from saccade.pocket import head_paths, target_path
 from tools.heads.state import steps_of, usable_head
 from tools.pocket.inflated_head import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, measurements
-from tools.results.folder import MARK, Folder, refuse_modified
+from tools.results.folder import MARK, Folder, prompts, refuse_modified
 from tools.results.pages import Place, facts
 
 
@@ -156,11 +156,19 @@ class Session:
         """Whether a page was made with the present heads.
 
         Raises:
-            SaccadeError: a head has been trained anew since.
+            SaccadeError: a head has been trained anew since, or the page is of another number of prompts.
         """
         if not self.folder.page(measurement.name).is_file():
             return False
-        for name, old, new in differences(self.folder.done(measurement.name)["heads"], self._digests(measurement)):
+        suite, done = measurement.suite, self.folder.done(measurement.name)
+        wanted = prompts(suite.per_task, {task.name: task.count for task in suite.tasks})
+        for task, number in done.get("prompts", {}).items():
+            if number != wanted[task]:
+                raise SaccadeError(
+                    f"{self._setup.out} holds {measurement.name} measured with {count(number, 'prompt')} of {task}, "
+                    f"not {wanted[task]}; give the same --per-task, or another folder with --out."
+                )
+        for name, old, new in differences(done["heads"], self._digests(measurement)):
             raise SaccadeError(
                 f"{self._setup.out} holds {measurement.name} measured with another head {name} ({shortened(old)}, now "
                 f"{shortened(new)}); give another folder with --out, or remove {self.folder.page(measurement.name)} "
@@ -235,6 +243,8 @@ class Session:
         drafter = ["-d", "DRAFT"] if self._setup.drafter else []
         given, own = measurement.suite.per_task, library.load(measurement.suite.name).per_task
         size = ["--short"] if self._setup.short else [] if given == own else ["--per-task", str(given)]
+        size += [] if self._setup.dtype == "auto" else ["--dtype", self._setup.dtype]
+        size += [] if self._setup.threads == 1 else ["--threads", str(self._setup.threads)]
         return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *size])
 
     def _models(self, measurement: Measurement, run: Run) -> str:
