@@ -150,7 +150,7 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
         ),
         ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are named 'hivis'"),
         ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
-        ({"heads": ["nowhere"]}, ModelError, "has no config.json"),
+        ({"heads": ["nowhere"]}, ModelError, "There is no folder nowhere"),
         (
             {"heads": [hivis], "method": "eagle2"},
             MethodError,
@@ -225,7 +225,7 @@ def test_a_shipped_head_never_stands_in_for_one_that_the_user_gives() -> None:
         (
             {"heads": {"hivis": "/does/not/exist"}},
             ModelError,
-            "The folder /does/not/exist has no config.json",
+            "There is no folder /does/not/exist",
         ),
         (
             {"heads": {"hivis": blind}, "head": "hivis", "method": "hivis"},
