@@ -153,7 +153,7 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
     elif folder.exists():
         raise ModelError(f"{path} is a file; give the folder that holds the checkpoint's config.json.")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
-        raise ModelError(f"There is no folder {str(path)!r}; give a checkpoint folder or a hub id.")
+        raise ModelError(f"There is no folder {str(path)!r}; give one that exists, or a hub id such as OWNER/NAME.")
     with _refusing(path):
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     kinds = (AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping)

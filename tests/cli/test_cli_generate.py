@@ -291,6 +291,15 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         "takes images but no videos": ["-t", llava, "-v", image, "?"],
         "reads text only": ["-t", llama, "-i", image, "?"],
         "Unknown method 'nope'": ["-t", llava, "-m", "nope", "?"],
+        f"There is no folder '{tmp_path}/eagle2/best'; give one that exists, or a hub id such as OWNER/NAME.": [
+            "-t",
+            llava,
+            "-d",
+            tmp_path / "eagle2/best",
+            "-m",
+            "eagle2",
+            "?",
+        ],
         "Method plain takes no drafter": ["-t", llava, "-d", draft, "-m", "plain", "?"],
         "Method chain needs a draft model; give one with drafter=... (--drafter": [
             "-t",

@@ -13,7 +13,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
-from saccade.loading import check_dtype, path_of
+from saccade.loading import check_checkpoint, check_dtype, path_of
 from saccade.target.adapter import Target
 
 POCKET = "pocket"
@@ -82,12 +82,14 @@ def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
     """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given.
 
     Raises:
-        ModelError: a folder holds no head.
+        ModelError: a folder holds no head, or the drafter's neither a head nor a checkpoint.
         MethodError: two heads have the same name.
     """
     found: dict[str, AnyHead] = {}
     if is_head(drafter):
         found[kind_of(drafter)] = drafter
+    elif isinstance(drafter, (str, Path)) and not is_pocket(drafter):
+        check_checkpoint(path_of(drafter))  # or a mistyped head would pass for a draft model
     if isinstance(heads, Mapping):
         given = list(heads.items())
     else:
