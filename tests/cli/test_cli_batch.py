@@ -83,7 +83,10 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, photos: Path, monkeypatch: pytes
     assert len(out.read_text().splitlines()) == 4
 
 
-def test_what_is_wrong_is_one_sentence(shell: Shell, photos: Path) -> None:
+def test_what_is_wrong_is_one_sentence_before_models_are_loaded(
+    shell: Shell, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "load_models", None)
     refused: dict[str, list[Any]] = {
         "No model is named": ["batch", photos, "-p", "?", "-o", "x"],
         "It has no question; give all items one: --prompt 'Describe the picture.'": command(photos),
@@ -92,8 +95,8 @@ def test_what_is_wrong_is_one_sentence(shell: Shell, photos: Path) -> None:
         "such as 2/8": command(photos, "-p", "?", "--shard", "3/2"),
         "Unknown method 'nope'": command(photos, "-p", "?", "-m", "nope", "--plan"),
         "needs a draft model": command(photos, "-p", "?", "-m", "chain", "--plan"),
-        "max_new_tokens must be": command(photos, "-p", "?", "-n", "0"),
         "max_rows must be": command(photos, "-p", "?", "-b", "0"),
+        "workers must be": command(photos, "-p", "?", "--workers", "0"),
         "--actors is for engines on Ray": command(photos, "-p", "?", "--actors", "2"),
     }
     for words, arguments in refused.items():

@@ -320,14 +320,6 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         ],
         "gamma of method auto must be a whole number": ["-t", llava, "-d", draft, "--set", "gamma=x", "?"],
         "--set takes NAME=VALUE": ["-t", llava, "-d", draft, "--set", "gamma", "?"],
-        "max_new_tokens must be": ["-t", llava, "-n", "0", "?"],
-        "use do_sample=False for greedy (--temperature 0 on the command line).": [
-            "-t",
-            llava,
-            "--temperature",
-            "-1",
-            "?",
-        ],
         "--temperature 0 is greedy decoding, which --sample is not": [
             "-t",
             llava,
@@ -346,7 +338,6 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
             "--sample",
             "?",
         ],
-        "top_p must be a number from 0 to 1": ["-t", llava, "--top-p", "2", "?"],
         "context is 1024": ["-t", llava, "-n", "5000", "?"],
         "The dtype 'half' is not one of auto, float32": ["-t", llava, "--dtype", "half", "?"],
         "The device 'strange' cannot be used here": ["-t", llava, "--device", "strange", "?"],
@@ -356,3 +347,27 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         refused["The device 'cuda' cannot be used here"] = ["-t", llava, "--device", "cuda", "?"]
     for words, arguments in refused.items():
         assert words in shell("generate", *arguments).complaint
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("-n", "0"), "max_new_tokens must be a whole number greater than 0, not 0"),
+        (("--top-p", "2"), "top_p must be a number from 0 to 1, not 2.0"),
+        (("--top-k", "-1"), "top_k must be a whole number, 0 for no limit, not -1"),
+        (("--min-p", "3"), "min_p must be a number from 0 to 1, not 3.0"),
+        (("--repetition-penalty", "0"), "repetition_penalty must be a number above 0, not 0.0"),
+        (("--temperature", "-1"), "not -1.0; use do_sample=False for greedy (--temperature 0 on the command line)."),
+        (("--stop", ""), "An empty stop string would end every answer"),
+        (("--seed", "-1"), "The seed must be a whole number from 0 to"),
+    ],
+)
+def test_values_with_which_no_model_decodes_are_refused_before_one_is_loaded(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr(screen, "load_models", None)
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"prompt": "What?"}\n')
+    llava = ready("llava")
+    for command in (["generate", "What?"], ["chat"], ["batch", items, "-o", tmp_path / "out"]):
+        assert words in shell(*command, "-t", llava, *given).complaint

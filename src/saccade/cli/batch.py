@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,6 +141,7 @@ def batch(
     args.check_ray(ray, "--actors", actors)
     decoded = decoding.options()
     settings = args.settings(set_)
+    decoding.check()
     from saccade.jobs import Attempt, Job, preview, run
     from saccade.jobs.folders import Source
     from saccade.jobs.forms import Reading
@@ -156,6 +158,7 @@ def batch(
         decoding.seed or 0,
         decoded,
     )
+    attempt = Attempt(rows, workers, retry_failed)
     with screen.waiting("Reading the items"):
         found = preview(job, out, retry_failed)  # before models are loaded
     if plan:
@@ -186,7 +189,7 @@ def batch(
             answer = partial(run_on_ray, cluster, room, loading, job, found, out)
         with screen.long_progress("starting") as show:
             try:
-                report = answer(attempt=Attempt(rows, workers, retry_failed, _shown(show)))
+                report = answer(attempt=replace(attempt, progress=_shown(show)))
             except KeyboardInterrupt:
                 screen.note(f"Stopped. The answers so far are in {out}.journal; the same command resumes the run.")
                 raise

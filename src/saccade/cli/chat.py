@@ -67,6 +67,7 @@ def chat(
         talker = RemoteChat(url, target, method, system, options, marks)
         screen.note(f"{url}. /help lists commands, Ctrl-D leaves.")
     else:
+        decoding.check()
         vlm = screen.load_models(
             target or "pocket",
             drafter,

@@ -71,6 +71,7 @@ def generate(
     settings = args.settings(set_)
     images, videos = image or [], video or []
     screen.check_media(images, videos)
+    decoding.check()
     vlm = screen.load_models(
         target,
         drafter,

@@ -107,3 +107,16 @@ class Decoding:
             return {**found, "do_sample": False}
         drawn = {name: value for name, value in sampling.items() if value is not None}
         return {**found, **drawn, **({"do_sample": True} if self.sample or drawn else {})}
+
+    def check(self) -> None:
+        """Check what needs no model, before one is loaded.
+
+        Raises:
+            InputError: a value with which no model decodes.
+        """
+        from saccade.engine.generation import check_given
+        from saccade.inputs.requests import seeds_of
+
+        check_given(self.options())
+        if self.seed is not None:
+            seeds_of(self.seed, 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,6 +169,12 @@ def _refusals() -> Iterator[None]:
     except (ValueError, TypeError) as problem:
         reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
         raise InputError(f"The generation options cannot be used together or as they are: {reason}.") from problem
+
+
+def check_given(options: Mapping[str, Any]) -> None:
+    """Raise `InputError` for options that no checkpoint decodes with; `plan` resolves them against one."""
+    absent = {"stop_strings": None, "do_sample": None, "temperature": None}
+    check_options(SimpleNamespace(**{**absent, **_check_ranges(dict(options))}))
 
 
 def _check_ranges(options: dict[str, Any]) -> dict[str, Any]:

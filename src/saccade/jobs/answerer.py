@@ -97,14 +97,13 @@ class Answering:
         kv_share: share of the free memory that keys and values may take.
 
     Raises:
-        InputError: an option of the job or a number is wrong.
+        InputError: an option of the job or the number of threads is wrong.
     """
 
     def __init__(
         self, vlm: VLM, job: Job, max_rows: int = 8, workers: int | None = None, kv_share: float = KV_MEMORY_SHARE
     ) -> None:
         self._threads = media_threads(workers)
-        check_whole(max_rows, 1, "max_rows", error=InputError)
         decoding = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
         vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
         self._vlm, self._job, self._max_rows, self._kv_share = vlm, job, max_rows, kv_share

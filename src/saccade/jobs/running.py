@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from saccade.environment import fingerprint, model_facts
+from saccade.errors import InputError
 from saccade.files import write_file
-from saccade.jobs.answerer import Answer, Answering, Task
+from saccade.jobs.answerer import Answer, Answering, Task, media_threads
 from saccade.jobs.folders import Source
 from saccade.jobs.forms import Reading
 from saccade.jobs.items import Asking
 from saccade.jobs.job import SHOWN, Job, Known, Shard, Survey, journal_of, key_of_item, preview
 from saccade.journal import Journal, encoded
 from saccade.stream import GenerationOptions
+from saccade.typed import check_whole
 from saccade.vlm import VLM
 
 SYNC_SECONDS = 2.0
@@ -56,12 +58,19 @@ class Attempt:
         workers: threads of an engine that read media and tokenize; by default one per core, at most 4.
         retry_failed: whether items that failed in earlier attempts are tried again.
         progress: called after every item.
+
+    Raises:
+        InputError: a number is wrong.
     """
 
     max_rows: int = 8
     workers: int | None = None
     retry_failed: bool = False
     progress: Callable[[Progress], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        check_whole(self.max_rows, 1, "max_rows", error=InputError)
+        media_threads(self.workers)
 
 
 @dataclass(slots=True)
