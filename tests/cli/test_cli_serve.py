@@ -93,7 +93,19 @@ def test_marks_of_a_server_join_to_its_answer(server: Live, shell: Shell) -> Non
     assert marked.replace("‹", "").replace("›", "") == plain
 
 
-@pytest.mark.parametrize("url", ["http://localhost:80x0", "http://[::1", "localhost:99999", "ftp://localhost"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost:80x0",
+        "http://[::1",
+        "localhost:99999",
+        "ftp://localhost",
+        "my server",
+        "http://local\x7fhost",
+        "http://local..host",
+        "http://localhost/é",
+    ],
+)
 def test_an_address_that_is_none_is_refused_at_once(shell: Shell, url: str) -> None:
     assert f"{url} is no address of a server" in shell("chat", "--url", url, stdin="Hello\n").complaint
 

@@ -48,10 +48,10 @@ class RemoteChat:
         unusable = InputError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000/v1.")
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
-            _ = parts.port
-        except ValueError:  # the port is no number, or a bracket is missing
+            _ = parts.port, (parts.hostname or "").encode("idna"), parts.path.encode("ascii")
+        except ValueError:  # a wrong port, bracket or dot, or letters that a path cannot have
             raise unusable from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or " " in url or not url.isprintable():
             raise unusable
         self._address = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
