@@ -15,6 +15,7 @@ from saccade.files import write_file
 from saccade.formats import differences, shortened
 
 SCHEMA = 1
+ADVICE = "choose another folder"
 
 
 class Journal:
@@ -44,7 +45,7 @@ class Journal:
         own: Sequence[str] = ("options",),
         later: Sequence[str] = (),
         inputs: Sequence[str] = (),
-        advice: str = "choose another folder",
+        advice: str = ADVICE,
     ) -> None:
         self.path = path
         self._names, self._compared, self._own, self._later = names, compared, own, later
@@ -171,19 +172,9 @@ class Journal:
         return (path.is_file() and whole_lines(path) > 0) or any((self.path / name).exists() for name in self._inputs)
 
     def _check(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise SaccadeError(f"{self.path} is a file; choose a folder.")
-        if not self.path.is_dir():
-            return
-        header, lines = self._names
-        path = self.path / header
+        check_place(self.path, self._names, self._advice)
+        path = self.path / self._names[0]
         if not path.is_file():
-            others = {p.name for p in self.path.iterdir()} - {f"{header}.part"}
-            empty = others == {lines} and not whole_lines(self._lines)
-            if others and not empty:
-                raise SaccadeError(
-                    f"{self.path} is not empty and holds no {header} of an earlier attempt; {self._advice}."
-                )
             return
         try:
             theirs = json.loads(path.read_text(encoding="utf-8"))
@@ -205,6 +196,25 @@ class Journal:
                     f"{self.path} holds a run with another {label} ({shortened(old)} there, {shortened(new)} now); "
                     f"repeat its command to resume, or {self._advice}."
                 )
+
+
+def check_place(folder: Path, names: tuple[str, str], advice: str = ADVICE) -> None:
+    """Check that a folder is absent, empty, or that of a run; arguments as of `Journal`.
+
+    Raises:
+        SaccadeError: it is a file, or holds something else.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise SaccadeError(f"{folder} is a file; choose a folder.")
+    header, lines = names
+    if (folder / header).is_file():
+        return
+    others = {path.name for path in folder.iterdir()} - {f"{header}.part"}
+    empty = others == {lines} and not whole_lines(folder / lines)
+    if others and not empty:
+        raise SaccadeError(f"{folder} is not empty and holds no {header} of an earlier attempt; {advice}.")
 
 
 def encoded(row: Mapping[str, Any], indent: int | None = None) -> bytes:

@@ -13,6 +13,7 @@ from prompt_lines import asks, rows
 
 from checkpoints import ready
 from saccade import journal
+from saccade.cli import screen
 
 
 @pytest.fixture
@@ -85,6 +86,19 @@ def test_what_is_wrong_is_one_sentence(shell: Shell, source: Path) -> None:
         "count is for pocket sources": [*command(source), "--count", "3"],
         "images/a.png does not exist in": [*command(source), "--media-root", source.parent / "images"],
         "There is no pocket task 'poem'": ["distill", "pocket:poem", "-t", ready("llava"), "-o", out],
+    }
+    for words, arguments in refused.items():
+        assert words in shell(*arguments).complaint
+
+
+def test_an_output_or_a_choice_that_cannot_be_is_refused_before_models_are_loaded(
+    shell: Shell, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "load_models", None)
+    refused: dict[str, list[Any]] = {
+        "on_bad_line must be stop or skip, not 'cry'": [*command(source), "--on-bad-line", "cry"],
+        f"{source} is a file; choose a folder": [*command(source), "-o", source],
+        "is not empty and holds no distill.json of an earlier attempt": [*command(source), "-o", source.parent],
     }
     for words, arguments in refused.items():
         assert words in shell(*arguments).complaint

@@ -167,11 +167,15 @@ def distill(
         "limit": limit,
         **{word: value for word, value in pocket.items() if value is not None},
     }
-    from saccade.distill import Options
+    from saccade.distill.folder import NAMES
     from saccade.distill.planning import check_source
+    from saccade.distill.setup import check_options
+    from saccade.journal import check_place
 
+    options = check_options(on_bad_line, chosen)  # and what follows, before models are loaded
     if not (plan and preset is not None):
-        check_source(source, Options(**chosen))  # before models are loaded
+        check_source(source, options)
+        check_place(out.expanduser(), NAMES)
     if plan and preset is not None:
         from saccade.distill.forecast import forecast
         from saccade.pocket import target_path

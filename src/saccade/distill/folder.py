@@ -18,6 +18,7 @@ from saccade.journal import Journal
 
 HEADER = "distill.json"
 ANSWERS = "answers.jsonl"
+NAMES = HEADER, ANSWERS
 _COMPARED = ("source", "options", "target", "processor", "drafter")
 
 
@@ -34,7 +35,7 @@ class Folder(Journal):
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        super().__init__(path, header, (HEADER, ANSWERS), _COMPARED, later=("processor",), inputs=(DRAWN,))
+        super().__init__(path, header, NAMES, _COMPARED, later=("processor",), inputs=(DRAWN,))
 
     def __enter__(self) -> Folder:
         """See `Journal`."""

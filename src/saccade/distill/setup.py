@@ -73,6 +73,20 @@ def _facts(target: Target) -> dict[str, Any]:
     return facts | ({"exact": True} if target.exact else {})
 
 
+def check_options(on_bad_line: str, options: Mapping[str, Any]) -> Options:
+    """Return the options of a run.
+
+    Raises:
+        InputError: one is unknown or out of range.
+    """
+    if on_bad_line not in ("stop", "skip"):
+        raise InputError(f"on_bad_line must be stop or skip, not {on_bad_line!r}.")
+    unknown = sorted(set(options) - set(Options.__slots__))
+    if unknown:
+        raise InputError(f"Unknown option {unknown[0]}; expected {', '.join(Options.__slots__)}.")
+    return Options(**options)
+
+
 class Setup:
     """The arguments of `saccade.distill.distill`, with `models_of` in place of the models.
 
@@ -90,13 +104,8 @@ class Setup:
         method_options: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        if on_bad_line not in ("stop", "skip"):
-            raise InputError(f"on_bad_line must be stop or skip, not {on_bad_line!r}.")
-        unknown = sorted(set(options) - set(Options.__slots__))
-        if unknown:
-            raise InputError(f"Unknown option {unknown[0]}; expected {', '.join(Options.__slots__)}.")
         self.out, self.on_bad_line = out, on_bad_line
-        self.options = Options(**options)
+        self.options = check_options(on_bad_line, options)
         self.tasks: list[str] = []
         self._prompts: Prompts | None = None
         name = str(source)
