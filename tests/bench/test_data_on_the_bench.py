@@ -194,6 +194,7 @@ def test_a_paper_decides_number_and_length_unless_the_command_line_does(invoke: 
         (("--dataset", "mmmu", "--scorer", "nowhere:f"), "The scorer nowhere:f cannot be imported: No module named"),
         (("--dataset", "mmmu", "--dataset", "mmmu"), "A data set is named twice"),
         (("--data", "x.jsonl", "--template", "{a}"), "--template is for --dataset"),
+        (("--data", "x.jsonl"), "Cannot read the prompts in x.jsonl: No such file or directory"),
         (("--dataset", "mmmu", "--num-frames", "4", "--fps", "1"), "num_frames and fps exclude each other"),
     ],
 )

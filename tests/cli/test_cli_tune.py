@@ -13,7 +13,7 @@ from commands import Shell
 from checkpoints import ready
 from saccade import load
 from saccade.bench import metrics
-from saccade.cli import tune
+from saccade.cli import screen, tune
 from saccade.errors import InputError
 from saccade.methods import needs, options
 from saccade.profile import Profile, read_profile
@@ -113,3 +113,10 @@ def test_a_profile_that_is_none_is_refused_in_one_sentence(content: str | None, 
 def test_a_profile_is_not_tuned_again_and_ends_in_toml(shell: Shell, tmp_path: Path) -> None:
     assert "give the checkpoint that it names" in shell("tune", "-t", "saccade.toml").complaint
     assert "must end in .toml" in shell("tune", "--save", tmp_path / "x").complaint
+
+
+def test_prompts_that_are_not_there_are_missed_before_models_are_loaded(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "load_models", None)
+    assert "Cannot read the prompts in" in shell("tune", "--data", tmp_path / "nope.jsonl").complaint

@@ -93,12 +93,17 @@ class Prepared:
 
 
 def prepare(
-    suite: Suite, vlm: VLM, names: tuple[str, str | None] = ("", None), places: Mapping[str, Any] | None = None
+    suite: Suite,
+    vlm: VLM,
+    names: tuple[str, str | None] = ("", None),
+    places: Mapping[str, Any] | None = None,
+    gathered: questions.Gathered | None = None,
 ) -> Prepared:
     """Resolve a suite against the loaded models.
 
     Args:
         names, places: as in `Prepared`.
+        gathered: the suite's questions, where they were gathered before the models were loaded.
 
     Raises:
         SaccadeError: a method or task that is not optional is unavailable, or a prompt cannot be read.
@@ -120,23 +125,24 @@ def prepare(
                 missing.append(f"Method {entry.label}: {problem}")
     if len(found) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
-    gathered, absent = questions.gather(suite)
+    asked, absent = gathered or questions.gather(suite)
+    asked, absent = dict(asked), dict(absent)
     for task in suite.tasks:
-        reason = _refusal(vlm, gathered[task.name]) if task.name in gathered else ""
+        reason = _refusal(vlm, asked[task.name]) if task.name in asked else ""
         if reason and not task.optional:
             raise InputError(f"This model cannot run task {task.name}: {reason}")
         if reason:
             absent[task.name] = reason
-            del gathered[task.name]
-    if not gathered:
+            del asked[task.name]
+    if not asked:
         raise SaccadeError(
             f"Suite {suite.name} has no usable task: {' '.join(absent.values())} Choose others with --tasks."
         )
     missing += [f"Task {task}: {reason}" for task, reason in absent.items()]
-    ids = [q.id for group in gathered.values() for q in group]
+    ids = [q.id for group in asked.values() for q in group]
     if len(set(ids)) < len(ids):
         raise SaccadeError(f"Suite {suite.name} contains {next(i for i in ids if ids.count(i) > 1)} twice.")
-    return Prepared(suite, vlm, found, gathered, tuple(missing), names, places or {})
+    return Prepared(suite, vlm, found, asked, tuple(missing), names, places or {})
 
 
 def lacking(entry: MethodEntry) -> str:

@@ -29,11 +29,12 @@ _SHOWN_FRAMES = 4
 """Frames of a video that a report shows."""
 
 
-def gather(suite: Suite) -> tuple[dict[str, list[Question]], dict[str, str]]:
-    """Collect the questions of a suite.
+Gathered = tuple[dict[str, list[Question]], dict[str, str]]
+"""Questions by task, and the reason for every task that is left out."""
 
-    Returns:
-        Questions by task, and the reason for every task that is left out.
+
+def gather(suite: Suite) -> Gathered:
+    """Collect the questions of a suite; no model is needed.
 
     Raises:
         SaccadeError: a task that is not optional does not exist, or a file or dataset cannot be used.

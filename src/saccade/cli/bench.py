@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from saccade.bench.papers import PaperSetting
     from saccade.bench.preparing import Prepared
+    from saccade.bench.questions import Gathered
     from saccade.bench.records import Run
     from saccade.bench.runner import Progress, Spent
     from saccade.bench.suite import Suite
@@ -198,7 +199,7 @@ def bench(
     from saccade.bench.preparing import prepare
 
     chosen = chosen.with_(judge=from_file(judge)) if judge else chosen
-
+    gathered = gather(chosen)
     name = target or "pocket"
     vlm = screen.load_models(
         name,
@@ -211,7 +212,7 @@ def bench(
     words = [*(word for each in dataset or [] for word in ("--dataset", each)), *reading.words()]
     if words or any(task.task is None or task.max_new_tokens is not None for task in chosen.tasks):
         found |= {"questions": words, "sizes": sizes}
-    prepared = prepare(chosen, vlm, (name, drafter), found)
+    prepared = prepare(chosen, vlm, (name, drafter), found, gathered)
     folder = out or Path("runs") / chosen.name
     if plan:
         _plan(prepared, folder)
@@ -269,6 +270,14 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
     if tasks is not None:
         suite = library.choose_tasks(suite, _names(tasks))
     return suite
+
+
+def gather(suite: Suite) -> Gathered:
+    """Gather the questions of a suite behind a spinner; what is wrong with them shows before models are loaded."""
+    with screen.waiting("Reading the prompts"):
+        from saccade.bench import questions
+
+        return questions.gather(suite)
 
 
 def places(

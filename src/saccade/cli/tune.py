@@ -61,8 +61,10 @@ def tune(
     suite = bench.choose_suite("tune", None, None, data, sizes)
     from saccade.bench.preparing import prepare
 
+    gathered = bench.gather(suite)
     vlm = screen.load_models(name, drafter, None, heads=head or [], **placing.models())
-    prepared = prepare(suite, vlm, (name, drafter), bench.places("tune", data, name, drafter, head, placing.device))
+    found = bench.places("tune", data, name, drafter, head, placing.device)
+    prepared = prepare(suite, vlm, (name, drafter), found, gathered)
     run, spent = bench.run_suite(prepared, out)
     bench.show(run, spent, as_json=False)
     profile = choose(prepared, run, name, drafter, head or [])
