@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from commands import Shell
 
@@ -49,3 +51,18 @@ def test_what_cannot_be_written_or_read_is_one_sentence(shell: Shell, tmp_path: 
     assert "The layout speculators cannot hold this hivis head: vLLM and speculators know eagle3 heads alone" in refused
     assert "Give the target" in shell("export", head, "--to", "eagle", "-o", tmp_path / "out").complaint
     assert "holds neither a head that is known nor a model" in shell("inspect", tmp_path).complaint
+
+
+def test_an_export_that_cannot_be_is_refused_before_the_target_is_loaded(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.loading.load_model", None)
+    head, out = own_head(tmp_path / "head"), tmp_path / "out"
+    refused: dict[str, list[Any]] = {
+        "There is no layout 'foo' to export to; choose one of": [head, "--to", "foo", "-o", out],
+        "exists and is not an empty folder; give a new one": [head, "--to", "eagle", "-o", head],
+        "There is no folder": [tmp_path / "nope", "--to", "eagle", "-o", out],
+        "The dtype 'half' is not one of": [head, "--to", "eagle", "-o", out, "--dtype", "half"],
+    }
+    for words, arguments in refused.items():
+        assert words in shell("export", *arguments, "-t", ready("llava")).complaint

@@ -42,11 +42,8 @@ def export_head(head: Head, target: Target, folder: str | Path, to: str, *, targ
     Raises:
         ModelError: the layout is unknown or cannot hold the head, or the folder is not empty.
     """
-    if to not in EXPORTS:
-        raise ModelError(f"There is no layout {to!r} to export to; choose one of {', '.join(EXPORTS)}.")
+    check_export(folder, to)
     place = Path(folder)
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ModelError(f"{folder} exists and is not an empty folder; give a new one.")
     reason = obstacle(head, target, to)
     if reason:
         raise ModelError(f"The layout {to} cannot hold this {head.kind} head: {reason}.")
@@ -63,6 +60,19 @@ def export_head(head: Head, target: Target, folder: str | Path, to: str, *, targ
         (part / "README.md").write_text(model_card(head, to, target_name), encoding="utf-8")
 
     write_folder(place, write, error=ModelError)
+
+
+def check_export(folder: str | Path, to: str) -> None:
+    """Check what needs neither head nor target; arguments as of `export_head`.
+
+    Raises:
+        ModelError: the layout is unknown, or the folder is not empty.
+    """
+    if to not in EXPORTS:
+        raise ModelError(f"There is no layout {to!r} to export to; choose one of {', '.join(EXPORTS)}.")
+    place = Path(folder)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ModelError(f"{folder} exists and is not an empty folder; give a new one.")
 
 
 def obstacle(head: Head, target: Target, to: str) -> str | None:

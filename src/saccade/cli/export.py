@@ -34,8 +34,9 @@ def export(
     import torch
 
     from saccade.checkpoints import export_head
+    from saccade.checkpoints.exporting import check_export
     from saccade.cli import screen
-    from saccade.draft.heads.store import load_head
+    from saccade.draft.heads.store import kind_at, load_head
     from saccade.errors import InputError
     from saccade.loading import adapt, check_dtype, load_model, path_of
     from saccade.pocket import target_path
@@ -43,9 +44,11 @@ def export(
     if target is None:
         raise InputError("Give the target that the head was trained for with --target.")
     screen.quiet_libraries()
+    check_export(out, to)
+    kind_at(path_of(head))  # refuses a head that is not there before the target is loaded
+    found = check_dtype(dtype)
     place = str(target_path()) if target == "pocket" else path_of(target)
     owner = adapt(load_model(place))
-    found = check_dtype(dtype)
     loaded = load_head(path_of(head), owner, found if isinstance(found, torch.dtype) else None)
     export_head(loaded, owner, out, to, target_name=place)
     load_head(out, owner)
