@@ -90,6 +90,20 @@ def write_folder(
         shutil.rmtree(old, ignore_errors=True)
 
 
+def check_folder(folder: Path, error: type[SaccadeError], advice: str) -> None:
+    """Raise ``error`` where a folder cannot be made because it, or one above it, is a file."""
+    place = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if place.exists() and not place.is_dir():
+        raise error(f"{place} is a file, where a folder is needed; {advice}.")
+
+
+def make_folder(folder: Path, error: type[SaccadeError], advice: str) -> None:
+    """Make a folder and those above it, unless it exists; arguments and errors as of `check_folder` and `writing`."""
+    check_folder(folder, error, advice)
+    with writing(folder, error, advice):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def recover(folder: Path) -> None:
     """Restore a folder whose replacement was cut short, and remove partial copies."""
     old = _old(folder)

@@ -11,6 +11,7 @@ import pytest
 from train_kit import write_answers
 
 from checkpoints import ready
+from saccade.cli import screen
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
@@ -99,3 +100,19 @@ def test_help_teaches_with_examples(shell: Shell) -> None:
     page = " ".join(shell("train", "--help").out.split())
     assert "saccade train hivis -t pocket --data answers" in page
     assert "--resume auto" in page
+
+
+@pytest.mark.parametrize("more", [(), ("--plan",)])
+def test_a_run_that_cannot_begin_is_refused_with_its_plan_before_the_target_is_loaded(
+    shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(screen, "load_models", None)
+    (data.parent / "begun" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    refused: dict[str, list[Any]] = {
+        f"Cannot read the answers in {data.parent}/nope: No such file": ["--data", data.parent / "nope"],
+        f"{data} is a file, where a folder is needed; give another --out folder": ["-o", data],
+        "begun holds checkpoints; continue them with --resume auto, or give another": ["-o", data.parent / "begun"],
+        f"{data} is a file, where a folder is needed; give another --features folder": ["--features", data / "states"],
+    }
+    for words, given in refused.items():
+        assert words in shell(*command(data, *given, *more)).complaint

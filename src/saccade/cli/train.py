@@ -12,7 +12,8 @@ import typer
 
 from saccade.cli import arguments as args
 from saccade.cli import completion, screen
-from saccade.errors import InputError
+from saccade.errors import InputError, TrainingError
+from saccade.files import check_folder
 from saccade.formats import count
 
 if TYPE_CHECKING:
@@ -193,10 +194,14 @@ def _run(
     with screen.waiting("Starting"):
         import torch
 
-        from saccade.train.data import Answers
+        from saccade.train.data import Answers, check_answers
         from saccade.train.plan import plan_of
-        from saccade.train.trainer import Trainer
+        from saccade.train.trainer import Trainer, check_out
 
+    check_answers(data)
+    check_out(out, options["resume"])
+    if options["features"] is not None:
+        check_folder(options["features"], TrainingError, "give another --features folder")
     kept = recipe.feature_cache, recipe.cache_gb * 1e9
     if plan:
         recipe = replace(recipe, feature_cache="none")

@@ -48,6 +48,15 @@ def identity(target: Target) -> dict[str, Any]:
 _STATE, _ABOUT, _LATER = "state.pt", "checkpoint.json", "later.json"
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a folder of checkpoints holds any, damaged or not."""
+    return bool(_found(folder))
+
+
+def _found(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"))
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -77,7 +86,7 @@ class Checkpoints:
             (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
         write_folder(self._folder / f"step-{step:08d}", write, error=TrainingError)
-        for old in self._found()[: -self._keep]:
+        for old in _found(self._folder)[: -self._keep]:
             shutil.rmtree(old)
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:
@@ -101,7 +110,7 @@ class Checkpoints:
         """
         for left in self._folder.glob(".step-*"):
             recover(left.with_name(left.name[1:].rpartition(".")[0]))
-        found = self._found()
+        found = _found(self._folder)
         for place in reversed(found):
             about, content = _read(place)
             if about is None:
@@ -115,9 +124,6 @@ class Checkpoints:
                 f"All checkpoints in {self._folder} are damaged; delete them, or start again in another folder."
             )
         return None
-
-    def _found(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"))
 
     def _check(self, run: Mapping[str, Any], place: Path) -> None:
         known = {key: value for key, value in self._about.items() if key in run}  # older ones have fewer

@@ -7,9 +7,10 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from saccade.distill.folder import place_of
 from saccade.errors import InputError, SaccadeError, TrainingError
@@ -146,16 +147,13 @@ class Answers:
                 yield self._answer(_row(file.readline()))[: self._max_tokens]
 
     def _each_line(self, use: Callable[[int, int, bytes], None], also: Callable[[bytes], None]) -> None:
-        try:
-            with self._path.open("rb") as file:
-                offset = 0
-                for number, line in enumerate(file, 1):
-                    also(line)
-                    if line.strip():
-                        use(number, offset, line)
-                    offset += len(line)
-        except OSError as problem:
-            raise TrainingError(f"Cannot read the answers in {self._path}: {problem.strerror}.") from problem
+        with _opened(self._path) as file:
+            offset = 0
+            for number, line in enumerate(file, 1):
+                also(line)
+                if line.strip():
+                    use(number, offset, line)
+                offset += len(line)
 
     def _index(self, number: int, offset: int, line: bytes, min_words: int) -> None:
         try:
@@ -208,6 +206,21 @@ class Answers:
                 f"{self._path}, line {number}: {why} Correct the line, or leave such lines out with --on-bad-line skip."
             )
         self.bad[number] = why
+
+
+def check_answers(path: str | Path) -> None:
+    """Raise `TrainingError` where the answers at ``path``, as of `Answers`, cannot be opened."""
+    with _opened(place_of(Path(path).expanduser())[0]):
+        pass
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as problem:
+        raise TrainingError(f"Cannot read the answers in {path}: {problem.strerror}.") from problem
 
 
 def _row(line: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from saccade.errors import TrainingError
-from saccade.files import write_file, writing
+from saccade.files import make_folder, write_file
 from saccade.inputs.batching import visual_mask
 from saccade.target.adapter import Target
 from saccade.train.features import Features, Needed
@@ -126,8 +126,7 @@ class FeatureCache:
     def _open(self, root: Path, fingerprint: str, shared: bool) -> Path:
         """Return the fingerprint's folder, and remove those of others unless shared; processes may do so at once."""
         own = root / hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
-        with writing(own, TrainingError):
-            own.mkdir(parents=True, exist_ok=True)
+        make_folder(own, TrainingError, f"give another {'--features' if shared else '--out'} folder")
         for other in () if shared else root.iterdir():
             if other != own and other.is_dir() and _FOLDER.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.errors import TrainingError
-from saccade.files import recover, write_folder, writing
+from saccade.files import check_folder, make_folder, recover, write_folder
 from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.train.batches import Order, split_validation
 from saccade.train.boards import boards, check_wandb
-from saccade.train.checkpoint import Checkpoints, identity, preserved_random_state
+from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, preserved_random_state
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
 from saccade.train.objectives.losses import Tally
@@ -31,6 +31,9 @@ from saccade.train.processes import Processes, precision_on, sum_tallies, unpack
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import Measure
+
+_CHECKPOINTS = "checkpoints"
+_OTHER_OUT = "give another --out folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,17 @@ class Outcome:
     head: Path
     best: Path | None
     efficiency: float | None
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Check the folder of a run, which need not exist yet.
+
+    Raises:
+        TrainingError: it cannot be a folder, or holds checkpoints that are not to be resumed.
+    """
+    check_folder(out, TrainingError, _OTHER_OUT)
+    if not resume and has_checkpoints(out / _CHECKPOINTS):
+        raise TrainingError(f"{out} holds checkpoints; continue them with --resume auto, or {_OTHER_OUT}.")
 
 
 class Trainer:
@@ -122,7 +136,7 @@ class Trainer:
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
         self.apart, self._measure = apart, measure
         self._unread = apart if measure is None else []
-        self._checkpoints = Checkpoints(self._out / "checkpoints", self._about())
+        self._checkpoints = Checkpoints(self._out / _CHECKPOINTS, self._about())
         self._step, self._best = 0, -math.inf
         self._resume, self._unmeasured = resume, False
         self._batches = Prefetch(lambda step, indices: self.learner.prepare(indices, step))
@@ -140,8 +154,7 @@ class Trainer:
 
     def _run(self) -> Outcome:
         if self.processes.leads:
-            with writing(self._out, TrainingError, "give another --out folder"):
-                self._out.mkdir(parents=True, exist_ok=True)
+            make_folder(self._out, TrainingError, _OTHER_OUT)
         self._restore()
         if self._measure is None and self.recipe.validation_samples and not self.apart:
             self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
@@ -312,10 +325,7 @@ class Trainer:
         self.processes.wait()  # all have read it before the leader changes it
         if found is None:
             return
-        if not self._resume:
-            raise TrainingError(
-                f"{self._out} holds checkpoints; continue them with --resume auto, or give another --out folder."
-            )
+        check_out(self._out, self._resume)
         self._step, state = found
         self.learner.load_state(state["head"])
         self._optimiser.load_state_dict(state["optimiser"])
