@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from saccade.errors import SaccadeError
-from saccade.files import write_file
+from saccade.files import check_folder, write_file
 from saccade.formats import differences, shortened
 
 SCHEMA = 1
@@ -202,12 +202,11 @@ def check_place(folder: Path, names: tuple[str, str], advice: str = ADVICE) -> N
     """Check that a folder is absent, empty, or that of a run; arguments as of `Journal`.
 
     Raises:
-        SaccadeError: it is a file, or holds something else.
+        SaccadeError: it is a file or below one, or holds something else.
     """
+    check_folder(folder, SaccadeError, advice)
     if not folder.exists():
         return
-    if not folder.is_dir():
-        raise SaccadeError(f"{folder} is a file; choose a folder.")
     header, lines = names
     if (folder / header).is_file():
         return

@@ -115,8 +115,11 @@ def test_a_profile_is_not_tuned_again_and_ends_in_toml(shell: Shell, tmp_path: P
     assert "must end in .toml" in shell("tune", "--save", tmp_path / "x").complaint
 
 
-def test_prompts_that_are_not_there_are_missed_before_models_are_loaded(
+def test_prompts_or_a_folder_that_cannot_be_are_refused_before_models_are_loaded(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(screen, "load_models", None)
     assert "Cannot read the prompts in" in shell("tune", "--data", tmp_path / "nope.jsonl").complaint
+    words = "is a file, where a folder is needed; give another --out folder"
+    assert words in shell("tune", "--out", prompts(tmp_path)).complaint
+    assert words in shell("bench", "--suite", "quick", "--out", prompts(tmp_path) / "run").complaint

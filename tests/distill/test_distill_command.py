@@ -97,7 +97,11 @@ def test_an_output_or_a_choice_that_cannot_be_is_refused_before_models_are_loade
     monkeypatch.setattr(screen, "load_models", None)
     refused: dict[str, list[Any]] = {
         "on_bad_line must be stop or skip, not 'cry'": [*command(source), "--on-bad-line", "cry"],
-        f"{source} is a file; choose a folder": [*command(source), "-o", source],
+        f"{source} is a file, where a folder is needed; choose another folder": [
+            *command(source),
+            "-o",
+            source / "out",
+        ],
         "is not empty and holds no distill.json of an earlier attempt": [*command(source), "-o", source.parent],
     }
     for words, arguments in refused.items():

@@ -231,7 +231,7 @@ def test_a_folder_of_something_else_is_refused(source: Path, tmp_path: Path) -> 
     (busy / "records.jsonl").write_text("{}\n")
     with pytest.raises(SaccadeError, match=r"is not empty and holds no distill\.json"):
         run(source, busy)
-    with pytest.raises(SaccadeError, match="is a file; choose a folder"):
+    with pytest.raises(SaccadeError, match="is a file, where a folder is needed; choose another folder"):
         run(source, source)
     assert [p.name for p in busy.iterdir()] == ["records.jsonl"]
 

@@ -17,6 +17,7 @@ from saccade.cli import completion, screen
 from saccade.cli import data_options as of
 from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError
+from saccade.files import check_folder
 from saccade.formats import count, duration
 
 if TYPE_CHECKING:
@@ -199,7 +200,8 @@ def bench(
     from saccade.bench.preparing import prepare
 
     chosen = chosen.with_(judge=from_file(judge)) if judge else chosen
-    gathered = gather(chosen)
+    folder = out or Path("runs") / chosen.name
+    gathered = gather(chosen, folder)
     name = target or "pocket"
     vlm = screen.load_models(
         name,
@@ -213,7 +215,6 @@ def bench(
     if words or any(task.task is None or task.max_new_tokens is not None for task in chosen.tasks):
         found |= {"questions": words, "sizes": sizes}
     prepared = prepare(chosen, vlm, (name, drafter), found, gathered)
-    folder = out or Path("runs") / chosen.name
     if plan:
         _plan(prepared, folder)
     else:
@@ -272,8 +273,9 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
     return suite
 
 
-def gather(suite: Suite) -> Gathered:
-    """Gather the questions of a suite behind a spinner; what is wrong with them shows before models are loaded."""
+def gather(suite: Suite, folder: Path) -> Gathered:
+    """Gather a suite's questions; what is wrong with them, or with the folder, shows before models are loaded."""
+    check_folder(folder, InputError, "give another --out folder")
     with screen.waiting("Reading the prompts"):
         from saccade.bench import questions
 

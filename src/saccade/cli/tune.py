@@ -61,7 +61,7 @@ def tune(
     suite = bench.choose_suite("tune", None, None, data, sizes)
     from saccade.bench.preparing import prepare
 
-    gathered = bench.gather(suite)
+    gathered = bench.gather(suite, out)
     vlm = screen.load_models(name, drafter, None, heads=head or [], **placing.models())
     found = bench.places("tune", data, name, drafter, head, placing.device)
     prepared = prepare(suite, vlm, (name, drafter), found, gathered)
