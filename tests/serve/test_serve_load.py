@@ -225,6 +225,22 @@ def test_the_time_in_the_queue_is_counted_from_the_request() -> None:
         assert float(total.rpartition(" ")[2]) > 0.4
 
 
+def test_answers_that_take_longer_than_the_end_of_the_server_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        live(drain_seconds=0.3) as server,
+        ThreadPoolExecutor(2) as pool,
+        slowed(vlm("qwen", "qwen-draft").target, 0.05),
+    ):
+        whole = pool.submit(server.post, LONG)
+        stream = pool.submit(server.call, "POST", "/v1/chat/completions", json.dumps({**LONG, "stream": True}).encode())
+        server.until(lambda: server.service.owner.counts.running == 2)
+        server.server.should_exit = True
+        status, body = whole.result(TIMEOUT)
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
+        assert b"The server is shutting down" in stream.result(TIMEOUT)[2]
+    assert "Traceback" not in caplog.text
+
+
 def test_metrics_count_what_was_served(shared: Live) -> None:
     def value(name: str, labels: str = "") -> float:
         text = shared.call("GET", "/metrics")[2].decode()

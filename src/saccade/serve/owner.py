@@ -101,10 +101,14 @@ class Owner:
         self._draining = True
         self._inbox.put(self._refuse_waiting)
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """End the thread; jobs that still run are cancelled."""
+    def end(self) -> None:
+        """Have the thread refuse what runs and end, after the step under way."""
         self._draining = True
         self._inbox.put(None)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the thread; jobs that still run are cancelled."""
+        self.end()
         if self._thread.is_alive():
             self._thread.join(timeout)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("saccade.serve")
 MOST_HEAD_BYTES = 64 * 1024
 """Size of a request's line and headers; the parser has no limit of its own."""
+LAST_WORDS = 5
+"""Seconds for writing to clients that their answers end, once the time for running answers is over."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -103,16 +106,23 @@ class Server(uvicorn.Server):
                 server_header=False,
                 limit_concurrency=limits.connections,
                 timeout_keep_alive=max(int(limits.header_seconds), 1),
-                timeout_graceful_shutdown=max(int(limits.drain_seconds), 1),
+                timeout_graceful_shutdown=math.ceil(limits.drain_seconds) + LAST_WORDS,
             )
         )
         self._owner = app.state.service.owner
+        self._drain_seconds = limits.drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept requests, and say so."""
         await super().startup(sockets)
         if self._announcement:
             print(self._announcement, file=sys.stderr, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running answers finish; those that still run after the time for it end with a refusal."""
+        refusing = asyncio.get_running_loop().call_later(self._drain_seconds, self._owner.end)
+        await super().shutdown(sockets)
+        refusing.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -160,7 +170,7 @@ def serve(config: ServerConfig) -> None:
         SaccadeError: the configuration, a model or the address cannot be used.
     """
     keys = config.keys()
-    loaders = [entry.check() for entry in config.models]
+    loaders = config.check()
     listening = bind(config)
     host, port = listening.getsockname()[:2]
     vlms: list[VLM] = [load() for load in loaders]
