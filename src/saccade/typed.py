@@ -47,7 +47,10 @@ def make(
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in table and field.default is MISSING and field.default_factory is MISSING:
             raise error(f"{where}: {prefix}{field.name} is missing.")
-    return kind(**table)
+    try:
+        return kind(**table)
+    except SaccadeError as problem:  # of its own checks, which do not know the place
+        raise error(f"{where}: {problem}") from problem
 
 
 def check_keys(

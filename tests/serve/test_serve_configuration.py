@@ -78,7 +78,10 @@ def test_options_of_a_model_are_not_dropped_beside_a_configuration(
         ('domains = ["images.example.com"]', "paths = true", "reads no paths"),
         ('name = "tiny"', 'name = "words"', "Two models are named 'words'"),
         ('name = "tiny"', 'nme = "tiny"', "unknown key"),
-        ("gamma = 20", "gama = 20", "no option gama"),
+        ("gamma = 20", "gama = 20", "serve.toml, model words: profile long: Method prompt-lookup has"),
+        ('method = "prompt-lookup"\n[', 'method = "nope"\n[', "serve.toml, model words: Unknown method 'nope'"),
+        ("max_rows = 3", "max_queue = -1", "serve.toml: limits.max_queue must be at least 0"),
+        ("port = 9000", "file = 'a'", "unknown key 'server.file'"),
         ("profiles.long", "profiles.off", "has the name of a method"),
         ('drafter = "{draft}"', 'drafter = "/nowhere/at/all"', "no folder '/nowhere/at/all'"),
         ('drafter = "{draft}"', 'drafter = "{words}"\nmethod = "hivis"', "hivis"),
@@ -126,6 +129,15 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD.replace("port = 9000", f'api_key_file = "{tmp_path}/keys"'))
     with pytest.raises(ConfigError, match="holds no API key"):
         read_config(path).keys()
+
+
+@pytest.mark.parametrize("models", [[], ["-t", "pocket", "--api-key-file"]])
+def test_a_file_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], models: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *(models or ["--config"]), str(tmp_path / "none"), "--plan"])
+    assert "none: No such file or directory; give a " in capsys.readouterr().err
 
 
 def test_keys_are_compared_whole() -> None:

@@ -142,8 +142,7 @@ def serve(
     found = read()
     screen.quiet_libraries()
     if plan:
-        for model in found.models:
-            model.check()
+        found.check()
         print(describe(found))
         return
     if ray is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,14 +131,15 @@ class ModelEntry:
         from saccade.vlm import check
 
         for name, profile in self.profiles.items():
-            where = f"profile {name} of model {self.label}"
+            where = f"profile {name}"
             if not isinstance(profile, Mapping) or not isinstance(profile.get("method"), str):
                 raise ConfigError(f"The {where} must be a table with a method, such as method = 'chain'.")
             if name == "off" or name in methods.METHODS:
                 raise ConfigError(
                     f"The {where} has the name of a method, which requests could not tell apart; rename it."
                 )
-            methods.options(profile["method"], {k: v for k, v in profile.items() if k not in ("method", "head")})
+            with _naming(where):
+                methods.options(profile["method"], {k: v for k, v in profile.items() if k not in ("method", "head")})
         return check(
             self.target,
             self.drafter,
@@ -166,6 +168,7 @@ class ServerConfig:
         limits: see `Limits`.
         media: accepted places, formats and sizes of images and videos; paths are never read.
         text_as_text: whether control tokens and placeholders in the text of requests are encoded as text.
+        file: that it was read from, for messages; empty for one of the command line.
     """
 
     models: tuple[ModelEntry, ...]
@@ -176,6 +179,7 @@ class ServerConfig:
     limits: Limits = Limits()
     media: MediaLimits = SERVER
     text_as_text: bool = True
+    file: str = ""
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -188,6 +192,19 @@ class ServerConfig:
             raise ConfigError("A server reads no paths for its clients; leave out media.paths.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"The port must be from 0 to 65535, not {self.port}.")
+
+    def check(self) -> list[Callable[[], VLM]]:
+        """Check every model as `ModelEntry.check` does, and return the functions that load them.
+
+        Raises:
+            ConfigError: a model cannot be served; the message names it and the file.
+            SaccadeError: likewise, of the one model of a command line.
+        """
+        loaders = []
+        for model in self.models:
+            with _naming(f"{self.file}, model {model.label}") if self.file else nullcontext():
+                loaders.append(model.check())
+        return loaders
 
     @property
     def is_loopback(self) -> bool:
@@ -211,7 +228,10 @@ class ServerConfig:
             try:
                 lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as problem:
-                raise ConfigError(f"Cannot read the API keys in {self.api_key_file}: {problem}.") from problem
+                raise ConfigError(
+                    f"Cannot read the API keys in {self.api_key_file}: {_reason(problem)}; give a text file with one "
+                    "key per line."
+                ) from problem
             own = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
             if not own:
                 raise ConfigError(f"The file {self.api_key_file} holds no API key; write one per line.")
@@ -229,7 +249,9 @@ def read_config(path: str | Path) -> ServerConfig:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"Cannot read the configuration {where}: {problem}.") from problem
+        raise ConfigError(
+            f"Cannot read the configuration {where}: {_reason(problem)}; give a TOML file, or name a --target."
+        ) from problem
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{where} is not valid TOML: {problem}.") from problem
     check_keys(table, ("server", "limits", "media", "models"), where, error=ConfigError)
@@ -244,10 +266,24 @@ def read_config(path: str | Path) -> ServerConfig:
     lists = _lists(_table(table, "media", where), ("domains", "formats", "containers", "codecs"), "media", where)
     media = make(MediaLimits, lists, where, prefix="media.", error=ConfigError)
     server = _lists(_table(table, "server", where), ("allowed_hosts",), "server", where)
-    known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits", "media")]
+    known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits", "media", "file")]
     check_keys(server, known, where, prefix="server.", error=ConfigError)
-    values = {"models": models, "limits": limits, "media": media, **server}
+    values = {"models": models, "limits": limits, "media": media, "file": where, **server}
     return make(ServerConfig, values, where, prefix="server.", error=ConfigError)
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Begin the message of an error with the place of the mistake."""
+    try:
+        yield
+    except SaccadeError as problem:
+        raise ConfigError(f"{place}: {problem}") from problem
+
+
+def _reason(problem: OSError | UnicodeDecodeError) -> str:
+    """Why a file cannot be read."""
+    return (isinstance(problem, OSError) and problem.strerror) or "it is not UTF-8 text"
 
 
 def _lists(table: Mapping[str, Any], names: Sequence[str], prefix: str, where: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Replica:
 
     async def __init__(self, config: ServerConfig, keys: tuple[str, ...]) -> None:  # type: ignore[misc]  # Ray awaits it
         os.environ[KEYS_VARIABLE] = ",".join(keys)
-        loaders = [entry.check() for entry in config.models]
+        loaders = config.check()
         vlms = [await asyncio.to_thread(load) for load in loaders]
         for entry, vlm in zip(config.models, vlms, strict=True):
             limit_threads(vlm, entry.threads)
@@ -270,8 +270,7 @@ def _checked(read: Callable[[], ServerConfig], at: tuple[str, int] | None = None
         raise ConfigError("Replicas need a port that is known before; give --port another number than 0.")
     if at is not None and (config.host, config.port) != at:
         raise ConfigError("The address of a running server cannot change; start it again for another one.")
-    for entry in config.models:
-        entry.check()
+    config.check()
     return config
 
 
