@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder or hub id of a head or a model.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="Folder or hub id of a head or a model; pocket is the built-in target."),
+    ],
     target: Annotated[
         str | None,
         typer.Option("--target", "-t", metavar="PATH", help="Compare a head with this target's configuration."),
@@ -35,7 +38,8 @@ def inspect(
     from saccade.cli.screen import out
     from saccade.pocket import target_path
 
-    found = inspect_checkpoint(path, str(target_path()) if target == "pocket" else target)
+    pocket = str(target_path())
+    found = inspect_checkpoint(pocket if path == "pocket" else path, pocket if target == "pocket" else target)
     if as_json:
         print(json.dumps({**asdict(found), "fits": found.fits}))
     else:
