@@ -125,9 +125,13 @@ def use_threads(threads: int | None, parameters: int) -> int:
 
 def idle_cores() -> int:
     """Physical cores that this process may use and that other programs leave idle now; at least 1."""
+    return max(1, usable_cores() - round(busy_cores()))
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = _capabilities().get("num_physical_cores") or usable
-    return max(1, min(usable, physical) - round(busy_cores()))
+    return min(usable, _capabilities().get("num_physical_cores") or usable)
 
 
 def busy_cores(seconds: float = 0.1) -> float:

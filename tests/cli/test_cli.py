@@ -12,6 +12,8 @@ from commands import Shell
 
 from checkpoints import ready
 from saccade import __version__
+from saccade.cpu import usable_cores
+from saccade.formats import count
 from saccade.methods import METHODS
 from saccade.pocket import head_paths
 
@@ -67,10 +69,11 @@ def test_every_method_is_listed_with_what_it_needs(shell: Shell) -> None:
 def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
     report = json.loads(shell("doctor", "--json").out)
     assert report["packages"]["saccade"] == __version__
-    assert report["devices"][0].startswith("cpu")
+    assert report["devices"][0].startswith(f"cpu, {count(usable_cores(), 'core')}, ")
     assert report["families"]["llava"]["works"]
     assert report["pocket"][:2] == ["target", "draft"]
     assert report["pocket"][2:] == [f"{kind} head" for kind in head_paths()]
+    assert {"tensorboard", "fastapi", "llguidance", "pyarrow", "datasets"} <= set(report["packages"])
     page = shell("doctor").out
     for package, version in report["packages"].items():
         assert package in page

@@ -17,13 +17,36 @@ PACKAGES = (
     "pillow",
     "numpy",
     "accelerate",
+    "tensorboard",
     "av",
     "matplotlib",
+    "jinja2",
+    "fastapi",
+    "uvicorn",
+    "prometheus-client",
+    "llguidance",
+    "xgrammar",
+    "pyarrow",
+    "datasets",
+    "ray",
 )
+_SERVER = "saccade serve (pip install 'saccade[serve]')"
+_GRAMMARS = "constrain answers to JSON or a grammar (pip install 'saccade[grammar]')"
+_REPORTS = "draw reports (pip install 'saccade[report]')"
 OPTIONAL = {
-    "accelerate": "spread a model over devices",
+    "accelerate": "spread a model over devices, and train (pip install 'saccade[train]')",
+    "tensorboard": "curves of training (pip install 'saccade[train]')",
     "av": "read video files (pip install 'saccade[video]')",
-    "matplotlib": "draw reports (pip install 'saccade[report]')",
+    "matplotlib": _REPORTS,
+    "jinja2": _REPORTS,
+    "fastapi": _SERVER,
+    "uvicorn": _SERVER,
+    "prometheus-client": _SERVER,
+    "llguidance": _GRAMMARS,
+    "xgrammar": _GRAMMARS,
+    "pyarrow": "Parquet files (pip install 'saccade[data]')",
+    "datasets": "public data sets by name (pip install 'saccade[datasets]')",
+    "ray": "several devices and machines (pip install 'saccade[ray]')",
 }
 
 
@@ -42,7 +65,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     console.print(f"python {report['python']} on {report['platform']}", markup=False, soft_wrap=True)
     for name, version in report["packages"].items():
         why = f"  (optional: {OPTIONAL[name]})" if name in OPTIONAL else ""
-        console.print(f"  {name:<13} {version or 'not installed'}{why}", markup=False, soft_wrap=True)
+        console.print(f"  {name:<17} {version or 'not installed'}{why}", markup=False, soft_wrap=True)
     console.print("devices")
     for device in report["devices"]:
         console.print(f"  {device}", markup=False, soft_wrap=True)
@@ -86,11 +109,13 @@ def _cpu() -> str:
     import torch
 
     from saccade import cpu
+    from saccade.formats import count
 
     fast = [str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)]
     formats = " and ".join(fast) if fast else "no 16-bit format, so that dtype=auto is float32"
-    cores = f"{torch.get_num_threads()} cores, {cpu.idle_cores()} idle"
-    return f"cpu, {cores}, {torch.backends.cpu.get_cpu_capability()}, fast in {formats}"
+    cores = f"{count(cpu.usable_cores(), 'core')}, {cpu.idle_cores()} idle"
+    threads = count(torch.get_num_threads(), "thread")
+    return f"cpu, {cores}, {threads}, {torch.backends.cpu.get_cpu_capability()}, fast in {formats}"
 
 
 def _version(package: str) -> str | None:
