@@ -105,3 +105,11 @@ def test_help_names_what_task_takes(shell: Shell, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rich_utils, "MAX_WIDTH", 400)
     (words,) = [line for line in shell("demo", "--help").out.splitlines() if "--task" in line]
     assert taken <= set(re.findall(r"\w+", words))
+
+
+def test_what_is_refused_leaves_an_older_picture_alone(shell: Shell, tmp_path: Path) -> None:
+    older = tmp_path / "a.png"
+    older.write_bytes(b"older")
+    assert "Unknown method 'nope'" in shell("demo", "--method", "nope", "--save", older).complaint
+    assert older.read_bytes() == b"older"
+    assert "is a folder; give --save a file" in shell("demo", "--save", tmp_path).complaint

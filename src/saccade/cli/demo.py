@@ -65,6 +65,7 @@ def demo(
     target's own token.
     """
     from saccade import cpu
+    from saccade.methods import options
     from saccade.pocket import WORLD, draw
 
     if repeats < 1:
@@ -79,6 +80,10 @@ def demo(
         raise InputError(f"--seed must be from 0 to {FRESH - 1}; greater ones were used for training.")
     task = task or random.Random(seed).choice(LONG)
     sample = draw(seed, task)
+    chain: dict[str, Any] = {"gamma": GAMMA} if method == "chain" else {}
+    options(method, chain)  # a method that is unknown is refused before the picture takes an older one's place
+    if save.is_dir():
+        raise InputError(f"{save} is a folder; give --save a file, such as {save / 'saccade-demo.png'}.")
     try:
         sample.image.save(save)
     except (OSError, ValueError) as problem:
@@ -86,7 +91,6 @@ def demo(
     console = screen.out()
     console.print(f"A {task}: {save} (draw it again with --task {task} --seed {seed})", markup=False)
 
-    chain: dict[str, Any] = {"gamma": GAMMA} if method == "chain" else {}
     ours = screen.load_models("pocket", None, method, threads=threads, exact=exact, **chain)
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
