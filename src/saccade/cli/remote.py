@@ -126,7 +126,8 @@ class RemoteChat:
                         raise InputError(f"The server {where} failed: {_reason(line[6:], 500)}")
                     yield event
         except (OSError, http.client.HTTPException) as problem:
-            raise InputError(f"The server {where} cannot be reached ({problem}); check --url.") from problem
+            reason = getattr(problem, "strerror", None) or problem
+            raise InputError(f"The server {where} cannot be reached ({reason}); check --url.") from problem
         finally:
             connection.close()
 
