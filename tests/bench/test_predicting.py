@@ -92,4 +92,4 @@ def test_a_lossy_method_is_called_so_and_its_retention_shown() -> None:
 def test_the_remarks_say_that_speed_ups_are_of_seconds_per_token() -> None:
     caution, said = table.remarks(run([record("a", "plain", 1.0)], None))
     assert caution.startswith("One prompt")
-    assert "1 prompts x 1 repeat; speed-ups are plain decoding's seconds per token over the method's" in said
+    assert "1 prompt x 1 repeat; speed-ups are plain decoding's seconds per token over the method's" in said

@@ -164,7 +164,7 @@ def test_the_label_of_plain_decoding_is_not_for_another_method() -> None:
 
 
 def test_an_unknown_method_or_option_that_is_not_optional_is_an_error(vlm: saccade.VLM) -> None:
-    with pytest.raises(SaccadeError, match="there is no method 'warp'; there are plain, chain"):
+    with pytest.raises(SaccadeError, match="There is no method 'warp'; there are plain, chain"):
         prepare(suite(methods=["warp"]), vlm)
     with pytest.raises(SaccadeError, match="Method chain has no option beta; its options are: draft_with, tree, gamma"):
         prepare(suite(methods=[{"name": "chain", "beta": 3}]), vlm)

@@ -48,7 +48,7 @@ def test_a_head_that_does_not_fit_ends_with_1(shell: Shell, tmp_path: Path) -> N
 def test_what_cannot_be_written_or_read_is_one_sentence(shell: Shell, tmp_path: Path) -> None:
     head = own_head(tmp_path / "head", "hivis")
     refused = shell("export", head, "--to", "speculators", "-t", ready("llava"), "-o", tmp_path / "out").complaint
-    assert "The layout speculators cannot hold this hivis head: vLLM and speculators know eagle3 heads alone" in refused
+    assert "The layout speculators cannot hold this hivis head: eagle3 heads are all that vLLM" in refused
     assert "Give the target" in shell("export", head, "--to", "eagle", "-o", tmp_path / "out").complaint
     assert "holds neither a head that is known nor a model" in shell("inspect", tmp_path).complaint
 
@@ -66,3 +66,8 @@ def test_an_export_that_cannot_be_is_refused_before_the_target_is_loaded(
     }
     for words, arguments in refused.items():
         assert words in shell("export", *arguments, "-t", ready("llava")).complaint
+
+
+def test_the_built_in_target_is_described_by_its_name(shell: Shell) -> None:
+    found = json.loads(shell("inspect", "pocket", "--json").out)
+    assert (found["holds"], found["facts"]["layers"]) == ("model", 16)

@@ -14,6 +14,7 @@ from saccade.bench.predicting import Predicted, predictions
 from saccade.bench.records import Run, warned
 from saccade.bench.statistics import Estimate
 from saccade.bench.suite import BASELINE
+from saccade.formats import count
 
 _SHOWN = 4
 """Methods of which results by task are printed."""
@@ -136,9 +137,9 @@ def remarks(run: Run) -> Iterator[str]:
     yield from cautions(run)
     yield from claims.sentences(run)
     header = run.header
-    repeats, count = header.config["repeats"], len({r.prompt_id for r in run.records})
+    repeats, prompts = header.config["repeats"], len({r.prompt_id for r in run.records})
     yield (
-        f"{count} prompts x {repeats} repeat{'s' if repeats > 1 else ''}; speed-ups are plain decoding's seconds per "
+        f"{count(prompts, 'prompt')} x {count(repeats, 'repeat')}; speed-ups are plain decoding's seconds per "
         "token over the method's, same prompt, medians over prompts; 95 % bootstrap intervals; taus averaged per block."
     )
     taus = ", ".join(

@@ -79,7 +79,7 @@ def obstacle(head: Head, target: Target, to: str) -> str | None:
     """Return why a layout cannot hold a head, as a clause; None if it can."""
     options = head.config.options
     if to != "eagle" and not isinstance(head, Eagle3):
-        return f"{_READERS[to]} know eagle3 heads alone; train one, or serve this one with `saccade serve`"
+        return f"eagle3 heads are all that {_READERS[to]} can read; train one, or serve this one with `saccade serve`"
     if not isinstance(head, (Eagle2, Eagle3)):
         return "EAGLE's code knows eagle2, eagle3 and msd heads alone; serve this one with `saccade serve`"
     if isinstance(head, Eagle2):

@@ -52,4 +52,4 @@ def export(
     loaded = load_head(path_of(head), owner, found if isinstance(found, torch.dtype) else None)
     export_head(loaded, owner, out, to, target_name=place)
     load_head(out, owner)
-    print(f"{out}: a {loaded.kind} head in the layout of {to}; it loads here again.")
+    print(f"{out}: the {loaded.kind} head in the layout of {to}; it loads here again.")

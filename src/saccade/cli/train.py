@@ -153,7 +153,7 @@ def train(
     chosen = chosen.with_settings({**fitted, **args.settings(settings), **shared})
     if lm is not None:
         if chosen.kind != "draft-vlm":
-            raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train a {chosen.kind} head.")
+            raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {chosen.kind} head.")
         chosen = chosen.with_settings({"head.lm": lm})
     if plan and preset is not None:
         from saccade.train.forecasting import forecast

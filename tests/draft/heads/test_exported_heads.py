@@ -178,9 +178,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
-    "dream": ("llava", "dream", {}, "speculators", "vLLM and speculators know eagle3 heads alone"),
+    "dream": ("llava", "dream", {}, "speculators", "eagle3 heads are all that vLLM and speculators can read"),
     "hivis": ("llava", "hivis", {}, "eagle", "EAGLE's code knows eagle2, eagle3 and msd heads alone"),
-    "medusa": ("llava", "medusa", {}, "sglang", "SGLang know eagle3 heads alone"),
+    "medusa": ("llava", "medusa", {}, "sglang", "eagle3 heads are all that SGLang can read"),
     "norms of inputs": ("llava", "eagle2", {}, "eagle", "both inputs have norms"),
     "hidden pictures": ("llava", "eagle2", {"norms": "none", "text_only": True}, "eagle", "text_only, features and"),
     "residual": ("llava", "eagle3", {"residual": "normed"}, "sglang", "has residual 'normed', which SGLang"),

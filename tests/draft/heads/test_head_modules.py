@@ -229,7 +229,7 @@ def _config(**changes: Any) -> HeadConfig:
         (lambda: HeadConfig.from_target(target("llava"), "eagle9"), "no drafter head of the kind 'eagle9'"),
         (
             lambda: HeadConfig.from_target(target("llava"), "hivis", colour=1),
-            "hivis head has no option colour",
+            "The hivis head has no option colour",
         ),
         (lambda: HeadConfig.from_target(target("llava"), "medusa", mlp=8), "has no option mlp"),
         (lambda: HeadConfig.from_target(target("llava"), "eagle2", mlp=0), "a whole number from 1, not 0"),

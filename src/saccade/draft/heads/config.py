@@ -122,7 +122,7 @@ class HeadConfig:
         unknown = sorted(set(options) - set(known)) if mlp is None or head.gated else ["mlp"]
         if unknown:
             raise ModelError(
-                f"A {kind} head has no option {unknown[0]}; its options are: {', '.join(known) or 'none'}."
+                f"The {kind} head has no option {unknown[0]}; its options are: {', '.join(known) or 'none'}."
             )
         if mlp is not None and not (isinstance(mlp, int) and mlp > 0):
             raise ModelError(f"The width of a head's MLP is a whole number from 1, not {mlp!r}.")

@@ -53,14 +53,14 @@ class Head(nn.Module, ABC):
         super().__init__()
         if config.kind != self.kind or set(config.options) != set(self.defaults):
             raise ModelError(
-                f"A {self.kind} head takes the options {sorted(self.defaults)}, not {sorted(config.options)} of a "
-                f"{config.kind} head."
+                f"The {self.kind} head takes the options {sorted(self.defaults)}, not {sorted(config.options)} "
+                f"of the {config.kind} head."
             )
         states = len(self.reads(config.target_layers, **config.options))
         if len(config.layers) != states:
             raise ModelError(
-                f"The configuration of a {self.kind} head must name as many layers as it reads ({states}), not "
-                f"{len(config.layers)}; its config.json was changed."
+                f"The configuration of the {self.kind} head must name as many layers as it reads ({states}), "
+                f"not {len(config.layers)}; its config.json was changed."
             )
         after = config.options.get("after_image", "text")
         if after not in AFTER_IMAGE:
