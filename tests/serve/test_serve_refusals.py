@@ -49,6 +49,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"method": "tabed", "captioner": "/etc"}}, "captioner is no option that a request"),
     ({"speculation": {"method": "hivis"}}, "needs a trained hivis head"),
     ({"temprature": 0.5}, "temperature may be meant"),
+    ({"saccade": {"trce": True}}, "The field saccade.trce is unknown; leave it out."),
+    ({"stop": 5}, "The field stop is wrong: Input should be a valid string or a valid list."),
+    ({"speculation": 3}, "The field speculation is wrong: Input should be a valid string or an object."),
+    ({"response_format": "json"}, "The field response_format is wrong: Input should be an object."),
+    ({"messages": None}, "The field messages is missing."),
+    ({"max_tokens": 100_000}, "or lower max_tokens."),
     ({"suffix": "end"}, "suffix is not supported"),
     ({"guided_regex": "a*"}, "guided_regex is not supported"),
 ]

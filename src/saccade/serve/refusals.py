@@ -92,7 +92,8 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, ContextError):
-        return invalid(str(error), "messages", "context_length_exceeded")
+        said = str(error).replace("max_new_tokens", "max_tokens")  # by the name of the request's field
+        return invalid(said, "messages", "context_length_exceeded")
     if isinstance(error, MethodError):
         return invalid(str(error), "speculation")
     if isinstance(error, (InputError, SaccadeError)):

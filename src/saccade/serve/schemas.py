@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from saccade.serve.refusals import invalid
+from saccade.serve.refusals import Refusal, invalid
 
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
@@ -36,6 +37,8 @@ class Extension(_Part):
         trace: whether every chunk has its tokens with their marks, and the step's draft tree.
         stats: whether the answer ends with its statistics.
     """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     trace: bool = False
     stats: bool = False
@@ -198,12 +201,36 @@ def parse(kind: type[Body], content: bytes) -> Body:
     try:
         body = kind.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise invalid(f"The field {path[:200]} is wrong: {first['msg']}.", path[:200]) from None
+        raise _wrong(problem) from None
     _check_others(kind, body.model_extra or {})
     _check_together(body)
     return body
+
+
+def _wrong(problem: ValidationError) -> Refusal:
+    """Refusal that names the first wrong field, with all forms that it may have."""
+    errors = [
+        (".".join(takewhile(_is_of_the_client, map(str, error["loc"])))[:200], error)
+        for error in problem.errors(include_url=False, include_input=False, include_context=False)
+    ]
+    path, first = errors[0]
+    if first["type"] == "missing":
+        return invalid(f"The field {path} is missing.", path)
+    if first["type"] == "extra_forbidden":
+        return invalid(f"The field {path} is unknown; leave it out.", path, "unknown_parameter")
+    begin = "Input should be "
+    forms = [_FORMS.get(error["type"], error["msg"].removeprefix(begin)) for where, error in errors if where == path]
+    said = " or ".join(dict.fromkeys(forms))
+    return invalid(f"The field {path} is wrong: {begin if first['msg'].startswith(begin) else ''}{said}.", path)
+
+
+_FORMS = {"model_type": "an object", "dict_type": "an object"}
+"""Kinds of pydantic's errors -> the form in JSON's words."""
+
+
+def _is_of_the_client(part: str) -> bool:
+    """Whether a part of a place is a key or an index, and not one of the forms that a field may have."""
+    return part not in ("str", "bool", "int", "float") and "[" not in part
 
 
 def _check_others(kind: type[Decoding], others: dict[str, Any]) -> None:
