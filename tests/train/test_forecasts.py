@@ -186,6 +186,8 @@ def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tm
     assert "computed, nothing was run" in found.out
     assert "--set micro_batch=1" in found.out
     assert list(tmp_path.iterdir()) == []
+    assert "Cannot read the answers" in shell(*made, "--plan").complaint
+    (tmp_path / "none").touch()
     assert "has no weights" in shell(*made, "--plan").complaint
     assert "the nearest are 24gb" in shell(*made, "--preset", "24", "--plan").complaint
 
