@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
+from saccade.loading import is_on_hub
 
 _RUN = {
     "speculators": """vllm serve {target} --speculative-config '{{"model": "THIS FOLDER", "num_speculative_tokens": 5, \
@@ -26,8 +24,7 @@ def model_card(head: Head, to: str, target_name: str) -> str:
         target_name: folder or hub id of the target.
     """
     config = head.config
-    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", target_name) and not Path(target_name).exists()
-    base = [f"base_model: {target_name}", "base_model_relation: adapter"] if is_on_hub else []
+    base = [f"base_model: {target_name}", "base_model_relation: adapter"] if is_on_hub(target_name) else []
     front = ["---", f"library_name: {to}", *base, "tags:", "- speculative-decoding", f"- {head.kind}", "---"]
     known = config.options["own_vocabulary"] if isinstance(head, Eagle3) else 0
     words = f"{known:,} of the target's {config.vocab_size:,}" if known else f"all {config.vocab_size:,} of the target"
