@@ -15,7 +15,7 @@ from saccade.files import check_folder, write_file
 from saccade.formats import differences, shortened
 
 SCHEMA = 1
-ADVICE = "choose another folder"
+_ADVICE = "choose another folder"
 
 
 class Journal:
@@ -45,7 +45,7 @@ class Journal:
         own: Sequence[str] = ("options",),
         later: Sequence[str] = (),
         inputs: Sequence[str] = (),
-        advice: str = ADVICE,
+        advice: str = _ADVICE,
     ) -> None:
         self.path = path
         self._names, self._compared, self._own, self._later = names, compared, own, later
@@ -198,7 +198,7 @@ class Journal:
                 )
 
 
-def check_place(folder: Path, names: tuple[str, str], advice: str = ADVICE) -> None:
+def check_place(folder: Path, names: tuple[str, str], advice: str = _ADVICE) -> None:
     """Check that a folder is absent, empty, or that of a run; arguments as of `Journal`.
 
     Raises:
