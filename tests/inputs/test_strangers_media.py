@@ -123,6 +123,68 @@ def test_a_whole_bomb_costs_no_time() -> None:
     assert time.process_time() - start < 0.5  # decoding it to RGB takes several seconds
 
 
+def png(width: int, height: int, pixels: bytes, colour: int = 0, depth: int = 8, interlace: int = 0) -> bytes:
+    size = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)
+    parts = ((b"IHDR", size), (b"IDAT", zlib.compress(pixels)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, content) for kind, content in parts)
+
+
+@pytest.mark.parametrize("limits", [SERVER, LOCAL], ids=["server", "local"])
+def test_a_short_file_with_an_absurd_side_is_refused_before_it_is_decoded(
+    limits: MediaLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = int(limits.aspect_ratio)
+    for size in ((1, 40_000_000), (40_000_000, 1), (1, most + 1), (2 * most + 1, 2), (limits.longest_side + 1, 700)):
+        data = png(*size, bytes(100))
+        assert len(data) < 120
+        with monkeypatch.context() as patched:
+            patched.setattr("PIL.ImageFile.ImageFile.load", never)
+            refused(data, f"is {size[0]} pixels wide and {size[1]} high; give sides of at most", limits)
+    refused(Image.new("L", (1, most + 1)), "times as long as the other", limits)
+    refused(np.zeros((1, most + 1, 3), np.uint8), "times as long as the other", limits)
+    assert load_image(Image.new("L", (most, 1)), limits).size == (most, 1)
+
+
+@pytest.mark.parametrize("size", [(1080, 40_000), (16_382, 3000), (30_000, 1500), (600, 12_000), (8160, 6120)], ids=str)
+def test_long_screenshots_panoramas_receipts_and_large_photographs_are_accepted(size: tuple[int, int]) -> None:
+    assert load_image(encoded("PNG", Image.new("1", size)), SERVER).size == size
+
+
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    *(("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("WEBP", {"lossless": True})),
+    *(("GIF", {}), ("GIF", {"interlace": 0}), ("BMP", {})),
+    *(("TIFF", {"compression": kind}) for kind in (None, "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")),
+]
+
+
+@pytest.mark.parametrize("limits", [SERVER, LOCAL], ids=["server", "local"])
+@pytest.mark.parametrize(("kind", "options"), FORMATS, ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, about what is missing
+def test_a_file_that_ends_inside_its_pixels_is_refused(kind: str, options: dict[str, Any], limits: MediaLimits) -> None:
+    data = encoded(kind, PICTURE.resize((300, 200)), **options)
+    assert load_image(data, limits).size == (300, 200)
+    for part in (0.2, 0.5, 0.8, 0.95):
+        refused(data[: int(part * len(data))], "The image given as bytes is", limits)
+
+
+@pytest.mark.parametrize("colour", [0, 2, 3, 4, 6])
+@pytest.mark.parametrize("interlace", [0, 1], ids=["", "interlaced"])
+def test_a_png_whose_compressed_pixels_end_early_is_refused(colour: int, interlace: int) -> None:
+    """Its chunks are whole, so that Pillow leaves what is missing black."""
+    row = 1 + 20 * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+    for rows in (1, 5, 19):
+        refused(png(20, 20, bytes(rows * row), colour, interlace=interlace), "is damaged; give a complete image file")
+    if colour != 3:  # which needs a palette
+        whole = bytes(20 * row + 100 * interlace)  # passes have more rows together, each with a byte for its filter
+        assert load_image(png(20, 20, whole, colour, interlace=interlace)).size == (20, 20), "all black, and complete"
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "I;16"])
+def test_black_pngs_are_complete(mode: str) -> None:
+    for size in ((1, 1), (7, 3), (3, 1), (33, 40)):
+        assert load_image(encoded("PNG", Image.new(mode, size))).size == size
+
+
 def progressive(scans: int) -> bytes:
     """A JPEG whose last scan is repeated; each costs a pass over all pixels."""
     data = encoded("JPEG", Image.new("L", (2000, 2000), 128), progressive=True)
@@ -130,15 +192,15 @@ def progressive(scans: int) -> bytes:
     return data[:-2] + data[start:-2] * (scans - data.count(b"\xff\xda")) + data[-2:]
 
 
-def strips(count: int, order: str = "<", big: bool = False) -> bytes:
-    """A TIFF of one pixel a strip, whose strips are all the same bytes."""
+def strips(count: int, order: str = "<", big: bool = False, width: int = 200) -> bytes:
+    """A TIFF of one row a strip, whose strips are all the same bytes."""
     number, header = ("Q", 16) if big else ("I", 8)
     start = header + 8 * count
-    tags = [(256, 1, 1), (257, 1, count), (258, 1, 8), (259, 1, 1), (262, 1, 1), (273, count, header)]
+    tags = [(256, 1, width), (257, 1, count), (258, 1, 8), (259, 1, 1), (262, 1, 1), (273, count, header)]
     tags += [(277, 1, 1), (278, 1, 1), (279, count, header + 4 * count)]
     data = (b"II" if order == "<" else b"MM") + struct.pack(order + "H", 43 if big else 42)
     data += struct.pack(order + "HHQ", 8, 0, start) if big else struct.pack(order + "I", start)
-    data += struct.pack(f"{order}{count}I", *[header] * count) + struct.pack(f"{order}{count}I", *[1] * count)
+    data += struct.pack(f"{order}{count}I", *[header] * count) + struct.pack(f"{order}{count}I", *[width] * count)
     data += struct.pack(order + ("Q" if big else "H"), len(tags))
     for tag, values, value in tags:
         data += struct.pack(f"{order}HH{number}{number}", tag, 4, values, value)

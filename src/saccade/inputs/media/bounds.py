@@ -38,7 +38,9 @@ class MediaLimits:
         fetch_seconds: seconds of one download, name resolution and handshakes included.
         formats: image formats, under Pillow's names.
         image_bytes: bytes of an image file.
-        image_pixels: width times height of an image, checked before it is decoded.
+        image_pixels: width times height of an image, which takes 4 bytes per pixel once decoded.
+        longest_side: pixels along a side of an image or of a video's frames.
+        aspect_ratio: how many times longer than wide these may be, or wider than long.
         containers: video containers, under FFmpeg's names of their demuxers.
         codecs: video decoders, under FFmpeg's names.
         own_process: whether videos are decoded in a process of their own, which can open no other file and whose end
@@ -63,6 +65,8 @@ class MediaLimits:
     formats: tuple[str, ...] = FORMATS
     image_bytes: int = 20 << 20
     image_pixels: int = 50_000_000
+    longest_side: int = 65_535
+    aspect_ratio: float = 200.0
     containers: tuple[str, ...] = CONTAINERS
     codecs: tuple[str, ...] = CODECS
     own_process: bool = True
@@ -74,6 +78,11 @@ class MediaLimits:
     decode_memory: int = 1 << 30
     media: int = 32
     total_pixels: int = 250_000_000
+
+    def is_fitting(self, width: int, height: int) -> bool:
+        """Whether sides and aspect ratio are within the limits; a short file can name any."""
+        short, long = sorted((width, height))
+        return long <= min(self.longest_side, self.aspect_ratio * short)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -96,6 +105,8 @@ LOCAL = MediaLimits(
     paths=True,
     image_bytes=1 << 30,
     image_pixels=178_956_970,
+    longest_side=250_000,
+    aspect_ratio=1000.0,
     containers=(*CONTAINERS, "flv", "asf"),
     codecs=(
         *CODECS,

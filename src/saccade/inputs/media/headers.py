@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
+from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 PIECES = 1 << 16
 """Markers, chunks or strips of a file; larger files may have one per 256 bytes."""
@@ -67,6 +70,43 @@ def _png(data: bytes, most: int) -> bool:
             return False
         place += 12 + int.from_bytes(data[place : place + 4], "big")
     return True
+
+
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""First column and row, and steps between columns and rows, of the passes of an interlaced PNG."""
+
+
+def is_cut_png(data: bytes, last_row: Any) -> bool:
+    """Whether the compressed pixels of a PNG end before its last row, which Pillow then leaves at zero.
+
+    Args:
+        data: the file; empty for an image without one.
+        last_row: decoded. Only where it is zero are the pixels decompressed to count them.
+    """
+    width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data.ljust(29, b"\0"), 16)
+    if not data or (last_row.any() and not interlace):
+        return False
+    missing = 0
+    for x, y, dx, dy in _ADAM7 if interlace else ((0, 0, 1, 1),):
+        columns, rows = len(range(x, width, dx)), len(range(y, height, dy))
+        missing += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
+    decoder = zlib.decompressobj()
+    for piece in _png_pixels(data):
+        while piece and missing > 0:
+            missing -= len(decoder.decompress(piece, 1 << 16))
+            piece = decoder.unconsumed_tail
+    return missing > 0
+
+
+def _png_pixels(data: bytes) -> Iterator[bytes]:
+    """The compressed pixels of a PNG, chunk by chunk."""
+    place = 8
+    while place + 12 <= len(data):
+        size = int.from_bytes(data[place : place + 4], "big")
+        if data[place + 4 : place + 8] == b"IDAT":
+            yield data[place + 8 : place + 8 + size]
+        place += 12 + size
 
 
 def _tiff(data: bytes, most: int) -> bool:

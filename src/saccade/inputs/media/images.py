@@ -12,7 +12,7 @@ from PIL import Image
 
 from saccade.errors import InputError
 from saccade.inputs.media.bounds import LOCAL, MediaLimits
-from saccade.inputs.media.headers import is_laborious, webp_size
+from saccade.inputs.media.headers import is_cut_png, is_laborious, webp_size
 from saccade.inputs.media.sources import read_source
 
 
@@ -54,7 +54,7 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
         raise InputError(
             f"{name} is not an image in an accepted format; give one of {', '.join(limits.formats)}."
         ) from None
-    return _rgb(image, name, limits)
+    return _rgb(image, name, limits, data)
 
 
 def _too_many(name: str, limits: MediaLimits) -> InputError:
@@ -62,19 +62,27 @@ def _too_many(name: str, limits: MediaLimits) -> InputError:
 
 
 def _check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:
-    if size[0] * size[1] > limits.image_pixels:
-        raise _too_many(name, limits)
-
-
-def _rgb(image: Image.Image, name: str, limits: MediaLimits) -> Image.Image:
-    _check_size(image.size, name, limits)
-    if not image.width or not image.height:
+    width, height = size
+    if not width or not height:
         raise InputError(f"{name} has no pixels; give one of at least 1x1.")
+    if width * height > limits.image_pixels:
+        raise _too_many(name, limits)
+    if not limits.is_fitting(width, height):
+        raise InputError(
+            f"{name} is {width} pixels wide and {height} high; give sides of at most {limits.longest_side} pixels, one "
+            f"at most {limits.aspect_ratio:g} times as long as the other."
+        )
+
+
+def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") -> Image.Image:
+    _check_size(image.size, name, limits)
     try:
+        image.load()
+        if image.format == "PNG" and is_cut_png(data, np.asarray(image.crop((0, image.height - 1, *image.size)))):
+            raise ValueError
         image = _upright(image)
         if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit grey, which convert() would clip
-            wide = np.asarray(image).astype(np.int64)
-            image = Image.fromarray((np.clip(wide, 0, 65535) >> 8).astype(np.uint8))
+            image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
@@ -98,7 +106,6 @@ _TURNS = {
 
 def _upright(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation; Pillow's own function also writes all other tags anew, and fails at odd ones."""
-    image.load()
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except Exception:  # of damaged tags, anything; the pixels are whole
