@@ -17,6 +17,7 @@ from saccade.loading import load_model
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(cpu.SWITCH)
     cpu._findings.cache_clear()
 
 
@@ -60,6 +61,26 @@ def test_the_speed_of_a_format_is_measured_once_per_machine(monkeypatch: pytest.
     file.write_text("damaged")
     cpu._findings.cache_clear()
     assert not cpu.computes_in(torch.bfloat16)
+
+
+@pytest.mark.parametrize("has", [False, True])
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
+def test_the_switch_decides_in_place_of_instructions_speed_and_what_was_measured(
+    has: bool, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has}, raising=False)
+    monkeypatch.setattr(cpu, "_speed_over_float32", lambda dtype: pytest.fail("measured"))
+    monkeypatch.setenv(cpu.SWITCH, value)
+    assert cpu.has_instructions(torch.bfloat16) is cpu.computes_in(torch.bfloat16) is expected
+    assert cpu.suitable_dtype(torch.bfloat16) == (torch.bfloat16 if expected else torch.float32)
+    assert not cpu.has_instructions(torch.float16)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.SWITCH, "yes")
+    with pytest.raises(InputError, match="SACCADE_CPU_BF16 must be 0 or 1, not 'yes'"):
+        cpu.computes_in(torch.bfloat16)
 
 
 def test_a_measured_speed_is_a_ratio_of_times() -> None:

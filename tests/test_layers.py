@@ -65,7 +65,7 @@ SMALL = {
     "__main__.py": "what `python -m` runs",
     "errors.py": "imported by every package",
     "draft/heads/hivis.py": "one head kind per file",
-    "train/precision.py": "shared by optimiser and processes",
+    "train/precision.py": "shared by optimiser and trainer",
 }
 """Files below `LEAST` lines, with the reason."""
 

@@ -27,6 +27,9 @@ _INSTRUCTIONS = {
     torch.float16: ("avx512_fp16", "amx_fp16", "fphp", "asimdhp", "fp16"),
 }
 """Names in `torch.cpu.get_capabilities` of the instructions that compute in a format."""
+SWITCH = "SACCADE_CPU_BF16"
+"""Environment variable: with 1 the processor counts as one that computes in bfloat16 (it emulates what it lacks), with
+0 as one that does not, whatever its instructions and speed."""
 _FASTER = 1.1
 """Times that a 16-bit format must be faster than float32 to be used where it is not asked for."""
 
@@ -43,8 +46,8 @@ def suitable_dtype(stored: torch.dtype) -> torch.dtype:
 
 def computes_in(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for a 16-bit format, and is faster with it than in float32."""
-    if not has_instructions(dtype):
-        return False
+    if _switched(dtype) or not has_instructions(dtype):
+        return bool(_switched(dtype))
     name = str(dtype).removeprefix("torch.")
     (speed,) = remember(f"{name} over float32", lambda: [_speed_over_float32(dtype)])
     return speed >= _FASTER
@@ -76,11 +79,20 @@ def _read(file: Path) -> dict[str, list[float]]:
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products in a 16-bit format."""
+    """Whether this CPU has instructions for products in a 16-bit format, or counts as one that has (`SWITCH`)."""
+    if (counts := _switched(dtype)) is not None:
+        return counts
     if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11
         known = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return bool(known) and dtype == torch.bfloat16
     return any(_capabilities().get(name) for name in _INSTRUCTIONS[dtype])
+
+
+def _switched(dtype: torch.dtype) -> bool | None:
+    """Whether `SWITCH` lets this CPU count as one that computes in a format; None: the processor decides."""
+    if (value := os.environ.get(SWITCH, "")) not in ("", "0", "1"):
+        raise InputError(f"{SWITCH} must be 0 or 1, not {value!r}.")
+    return value == "1" if value and dtype == torch.bfloat16 else None
 
 
 def available_memory() -> int | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from saccade import cpu
 from saccade.train import optimiser, precision
 from saccade.train.optimiser import WideMuon
 
@@ -52,7 +53,7 @@ def test_what_it_does_not_do_is_refused() -> None:
 def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     monkeypatch: pytest.MonkeyPatch, multiplies: bool, kind: type
 ) -> None:
-    monkeypatch.setattr(precision, "has_instructions", lambda dtype: multiplies)
+    monkeypatch.setenv(cpu.SWITCH, str(int(multiplies)))
     made = optimiser.muon_and_adamw(_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
     assert type(made[0]) is kind
     here = torch.device("cpu")
@@ -62,7 +63,10 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     threads = torch.get_num_threads()
     count = f"{threads} CPU thread{'' if threads == 1 else 's'}"
     assert precision.description(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
-    assert precision.dtype_for(torch.device("cuda")) == torch.bfloat16
+    assert precision.precision_on(here, "auto") == ("bf16" if multiplies else "fp32")
+    assert precision.precision_on(here, "bf16") == "bf16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: multiplies)
+    assert precision.dtype_for(torch.device("cuda")) == precision.dtype_for(here)
 
 
 @pytest.mark.parametrize(
@@ -76,5 +80,6 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
 def test_avx512_alone_does_not_multiply_bfloat16(
     monkeypatch: pytest.MonkeyPatch, told: dict[str, bool], expected: bool
 ) -> None:
+    monkeypatch.delenv(cpu.SWITCH, raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
     assert precision.has_instructions(torch.bfloat16) is expected

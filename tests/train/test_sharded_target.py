@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_draft_vlm_training import checkpoint
 from test_draft_vlm_training import recipe as draft_recipe
 from test_draft_vlm_training import source as draft_source
 from test_draft_vlm_training import vlm as draft_vlm
-from train_kit import listed, samples, target
+from train_kit import assert_close, listed, samples, target
 
 from families import FAMILIES
 from over_processes import run_split
@@ -90,14 +89,12 @@ def test_a_checkpoint_is_loaded_sharded_with_the_parts_of_a_process_alone(tmp_pa
 
 def small(kind: str, **settings: Any) -> Recipe:
     sizes = {"batch_size": 5, "micro_batch": 2, "log_every": 1, "validation_samples": 2, "validate_every": 2}
-    sizes |= {"stage1.steps": 3, "stage1.warmup": 0, "stage1.rate": 3e-3}
+    sizes |= {"stage1.steps": 3, "stage1.warmup": 0, "stage1.rate": 3e-3, "precision": "fp32"}
     return read_recipe(kind).with_settings({**sizes, **settings})
 
 
-def assert_close(one: Path, other: Path, apart: float = 2e-5, name: str = "head") -> None:
-    first, second = (load_file(out / name / "model.safetensors") for out in (one, other))
-    for key, weight in first.items():
-        torch.testing.assert_close(weight, second[key], rtol=0, atol=apart, msg=lambda m, n=key: f"{n}: {m}")
+def assert_same_run(one: Path, other: Path, kind: str = "head") -> None:
+    assert_close(one, other, kind)
     for a, b in zip(lines(one), lines(other), strict=True):
         assert a.keys() == b.keys()
         for key in ("loss", "block_efficiency"):
@@ -146,7 +143,7 @@ def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, ca
 
     run_split(tmp_path, work)
     train(target("llava"), tmp_path / "one")
-    assert_close(tmp_path / "one", tmp_path / "two")
+    assert_same_run(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "two" / "best" / "validation.json").exists()
 
 
@@ -154,6 +151,7 @@ def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, ca
 def test_a_draft_vlm_learns_from_a_sharded_teacher(tmp_path: Path) -> None:
     """Its teacher runs within the loss, in micro batches of unequal numbers."""
     sizes = {"batch_size": 5, "stage1.steps": 2, "stage2.steps": 2, "loss.kl": 0.5, "validation_samples": 0}
+    sizes["precision"] = "fp32"
 
     def train(own: Target, out: Path) -> None:
         chosen, processor = draft_recipe(**sizes), draft_vlm("llava").processor
@@ -165,7 +163,7 @@ def test_a_draft_vlm_learns_from_a_sharded_teacher(tmp_path: Path) -> None:
 
     run_split(tmp_path, work)
     train(draft_vlm("llava").target, tmp_path / "one")
-    assert_close(tmp_path / "one", tmp_path / "two", name="draft")
+    assert_same_run(tmp_path / "one", tmp_path / "two", "draft")
 
 
 def test_a_single_process_is_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from train_kit import head, listed, samples, target
+from train_kit import assert_close, head, listed, samples, target
 from training_run import as_rank, recipe, run
 
 from processes import forked
@@ -33,13 +33,6 @@ from saccade.train.warm_start import new_head
 
 def weights(out: Path) -> dict[str, Tensor]:
     return load_file(out / "head" / "model.safetensors")
-
-
-def assert_close(one: Path, other: Path, apart: float = 2e-5) -> None:
-    """Sums in another order, through Adam's division by small numbers; a forgotten batch moves weights by 1e-3."""
-    first, second = weights(one), weights(other)
-    for name, weight in first.items():
-        torch.testing.assert_close(weight, second[name], rtol=0, atol=apart, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture(scope="module")

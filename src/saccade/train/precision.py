@@ -13,9 +13,18 @@ from saccade.cpu import has_instructions
 
 def dtype_for(device: torch.device) -> torch.dtype:
     """The format that matrix products of training are computed in on a device."""
-    if device.type != "cpu" or has_instructions(torch.bfloat16):
-        return torch.bfloat16
-    return torch.float32
+    if device.type == "cuda":
+        multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        multiplies = device.type == "cpu" and has_instructions(torch.bfloat16)
+    return torch.bfloat16 if multiplies else torch.float32
+
+
+def precision_on(device: torch.device, wanted: str) -> str:
+    """``fp32`` or ``bf16`` for a recipe's precision, of which ``auto`` is `dtype_for`."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if dtype_for(device) == torch.bfloat16 else "fp32"
 
 
 def fast_products(device: torch.device) -> AbstractContextManager[None]:

@@ -102,23 +102,5 @@ def _buckets(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield found
 
 
-def precision_on(device: torch.device, wanted: str) -> str:
-    """``fp32`` or ``bf16`` for a recipe's precision: ``auto`` is bfloat16 where the device computes in it.
-
-    That is a CUDA device with bfloat16 support, and a CPU with instructions for it; without them bfloat16 is several
-    times slower than float32.
-    """
-    if wanted != "auto":
-        return wanted
-    return "bf16" if _has_bf16(device) else "fp32"
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    asks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return device.type == "cpu" and any(ask is not None and bool(ask()) for ask in asks)
-
-
 def _gradient(weight: nn.Parameter) -> Tensor:
     return torch.zeros_like(weight) if weight.grad is None else weight.grad

@@ -68,7 +68,7 @@ class Recipe:
         optimiser: ``adamw``, or ``muon`` for matrices with AdamW for the rest.
         clip: largest norm of the gradient; 0 for none.
         precision: of the head's computation: ``fp32``, ``bf16``, or ``auto`` for bf16 where the device has it
-            (`saccade.train.processes.precision_on`). Its weights are always float32.
+            (`saccade.train.precision.precision_on`). Its weights are always float32.
         min_words: shorter answers are left out (JSON lines only).
         max_tokens: samples are cut to this many.
         validation_samples: held out to measure block efficiency.

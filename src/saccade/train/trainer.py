@@ -26,8 +26,9 @@ from saccade.train.log import Log
 from saccade.train.objectives.losses import Tally
 from saccade.train.objectives.recomputing import recomputing
 from saccade.train.optimiser import Optimiser, rate_at
+from saccade.train.precision import precision_on
 from saccade.train.prefetch import Prefetch, Work
-from saccade.train.processes import Processes, precision_on, sum_tallies, unpack_sums
+from saccade.train.processes import Processes, sum_tallies, unpack_sums
 from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.samples import Source
 from saccade.train.validate import Measure
