@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import FAMILIES
+from families import FAMILIES, _language_model, _sharpen
 from recorded_graphs import HostRead, record
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
@@ -125,6 +125,25 @@ def test_captured_steps_sample_what_ordinary_ones_sample(monkeypatch: pytest.Mon
 def test_exact_mode_keeps_its_bits_in_captured_steps() -> None:
     plain, drafted = (tokens(engine("llava", method, exact=True), "llava") for method in ("plain", "chain"))
     assert drafted == plain
+
+
+def test_layers_with_and_without_window_share_a_captured_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have passed the window run without graphs."""
+
+    def mixed() -> Engine:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = _language_model("qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)(2)
+            _sharpen(model)
+        return Engine(Target(model.eval()))
+
+    expected = tokens(mixed(), "qwen2")
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    under_test = mixed()
+    assert tokens(under_test, "qwen2") == expected
+    (found,) = caches(under_test)
+    assert found.replays
+    assert found._pool.enabled
 
 
 @pytest.mark.usefixtures("captured")

@@ -32,7 +32,7 @@ from torch import Tensor
 from saccade.errors import SaccadeWarning
 from saccade.target.cache import RowCache, on_device
 from saccade.target.forward import ForwardOutput, Requirements, TokenBlock
-from saccade.target.layout import ALL, Layout, RowGroup, even_runs
+from saccade.target.layout import Layout, RowGroup, even_runs
 from saccade.target.lean import TOLERANCE, LeanDecoder
 from saccade.target.masks import additive
 from saccade.target.traits import ModelTraits
@@ -319,7 +319,7 @@ class StepGraphs:
             new = torch.arange(shape.queries, device=device)
             slots = (inputs.first[:, None] + new).flatten()
             mask = _mask(shape, inputs, starts, pool.dtype)
-            cache.layout = Layout([], slots, cache.slots, _groups(shape, mask, cache.slots))
+            cache.layout = Layout([], slots, cache.slots, _groups(shape, mask, cache.slots, pool.traits.masks.names))
             x = pool.embed(inputs.tokens).flatten(0, 1)
             found = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
             normed = found.normed if inputs.last is None else found.normed.index_select(0, inputs.last)
@@ -348,7 +348,8 @@ class StepGraphs:
     def _shape(self, block: TokenBlock, requirements: Requirements) -> Shape | None:
         """Return what a graph of the block would be fixed to; None for a block that is not captured."""
         cache, count = self._cache, block.count
-        if block.embeddings is not None or block.deepstack or block.positions is not None or not cache.slots:
+        special = (block.embeddings, block.positions, block.slot_shifts)
+        if any(tensor is not None for tensor in special) or block.deepstack or not cache.slots:
             return None
         last = block.logits_from == count - 1 and count > 1
         if (block.logits_from and not last) or count > QUERIES[-1]:
@@ -393,8 +394,11 @@ class StepGraphs:
         return ForwardOutput(logits.clone(), {layer: state[:, :count].clone() for layer, state in step.hidden.items()})
 
 
-def _groups(shape: Shape, mask: Tensor, slots: int) -> list[RowGroup]:
-    """Rows by attention kernel call; those too near the end of an arena of ``slots`` have one of their own."""
+def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> list[RowGroup]:
+    """Rows by attention kernel call; those too near the end of an arena of ``slots`` have one of their own.
+
+    Within a window, all kinds of layers have the same mask.
+    """
     groups = []
     for run in even_runs(shape.starts):
         fits = len(run) == 1 or shape.starts[run[-1]] + shape.keys <= slots
@@ -402,7 +406,7 @@ def _groups(shape: Shape, mask: Tensor, slots: int) -> list[RowGroup]:
             start = shape.starts[part.start]
             step = shape.starts[part.start + 1] - start if len(part) > 1 else 0
             keys = min(shape.keys, slots - start)
-            masks: dict[str, Tensor | None] = {ALL: mask[part.start : part.stop, ..., :keys]}
+            masks: dict[str, Tensor | None] = dict.fromkeys(kinds, mask[part.start : part.stop, ..., :keys])
             first = part.start * shape.queries
             groups.append(RowGroup(first, len(part), shape.queries, start, step, keys, masks))
     return groups

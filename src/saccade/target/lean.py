@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from saccade.target.cache import RowCache
 from saccade.target.exact_attention import ExactAttention, on_grid
 from saccade.target.forward import Requirements, TokenBlock
-from saccade.target.layout import Layout
+from saccade.target.layout import ALL, Layout
 from saccade.target.limits import Thresholds
 from saccade.target.linear import Linear, pack_where_faster
 from saccade.target.module_guard import ModuleGuard
@@ -101,6 +101,8 @@ class LeanDecoder:
         self._kv_heads = kv_heads
         self._heads = attention.q_proj.out_features // self.head_dim
         self._scale: float = attention.scaling
+        types = getattr(decoder.config, "layer_types", None) or ()
+        self._kinds = types if len(set(types)) > 1 else [ALL] * len(layers)
         rope = getattr(decoder.config, "rope_parameters", None) or {}
         self._sections: list[int] = list(rope.get("mrope_section", ()))
         fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
@@ -153,7 +155,8 @@ class LeanDecoder:
         x, positions = _pad(x, padding), F.pad(positions, (0, padding)) if padding else positions
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self.head_dim, self.head_dim // 2
-        for index, (weights, layer) in enumerate(zip(self._layers[:until], cache.layers[:until], strict=True)):
+        each = zip(self._layers[:until], cache.layers[:until], self._kinds[:until], strict=True)
+        for index, (weights, layer, kind) in enumerate(each):
             if index in wanted:
                 states[index] = x[:count]
             h = F.rms_norm(x, (width,), weights.norm_in, self._eps)
@@ -169,7 +172,7 @@ class LeanDecoder:
                 turned, new = on_grid(turned[:count]), on_grid(new[:count], values=True)
             turned = turned.transpose(0, 1)  # [H, T, D]
             keys, values = layer.write(turned[heads:], new.transpose(0, 1))
-            mixed = layout.attend(turned[:heads], keys, values, self._scale, kernel=self._exact)
+            mixed = layout.attend(turned[:heads], keys, values, self._scale, kind, kernel=self._exact)
             x = x + weights.out(_pad(mixed, padding))
             h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
             gate, up = weights.gate_up(h).chunk(2, -1)

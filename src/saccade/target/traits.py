@@ -58,10 +58,13 @@ class ModelTraits:
             window = None
         kinds = tuple(sorted(types)) if len(types) > 1 else ()
         family = family_of(config)
+        # Options that a class does not declare are kept by transformers, but not read by the model.
+        read = [name for name, value in (("layer_types", types), ("sliding_window", window)) if value]
+        known = types <= LAYER_TYPES and all(hasattr(type(text), name) for name in read)
         return cls(
             model_type=config.model_type,
             text_type=text.model_type,
-            tested=family.is_tested and text.model_type in DECODERS and types <= LAYER_TYPES,
+            tested=family.is_tested and text.model_type in DECODERS and known,
             masks=MaskPlan(window=window, kinds=kinds),
             bidirectional_images=family.bidirectional_images,
             limits=Limits.of(text),
