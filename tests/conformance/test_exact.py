@@ -10,7 +10,13 @@ import harness
 import pytest
 import torch
 
+import saccade
 from families import FAMILIES, FamilyCase
+from saccade import pocket
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
@@ -21,11 +27,18 @@ from saccade.engine.generation import plan
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
+from saccade.methods import METHODS
+from saccade.pocket.sample import draw
 from saccade.target import lean, steady
 from saccade.target.adapter import Target
 from saccade.target.steady import SteadyLinear
+from saccade.vlm import VLM
 
 NEW = 16
+TASKS = ("scene", "chart", "receipt")
+HEADS = [name for name in HEAD_KINDS if name in pocket.head_paths()]
+SHIPPED = [name for name, method in METHODS.items() if method.lossless and (name in HEADS or name not in HEAD_KINDS)]
+"""Lossless methods with a draft model, with none, and with the heads of the built-in pair."""
 REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3")
 NAMES = [name for name in FAMILIES if name not in REFUSED]
 DRAFTERS: dict[str, Callable[[str], Any]] = {
@@ -38,6 +51,7 @@ DRAFTERS: dict[str, Callable[[str], Any]] = {
     "lookup": lambda name: PromptLookup(),
     "merged": lambda name: MergedDrafter(ModelDrafter(harness.draft(name), harness.POLICIES["chain"]), PromptLookup(6)),
     "itself": lambda name: PrunedDrafter(target(name), harness.POLICIES["chain"], pruning=Pruning(keep_images=0.5)),
+    **{kind: lambda name, kind=kind: headed(name, kind) for kind in HEAD_KINDS},
 }
 
 
@@ -48,6 +62,34 @@ def model(name: str) -> Any:
 @cache
 def target(name: str) -> Target:
     return Target(model(name), exact=True)
+
+
+def headed(name: str, kind: str) -> HeadDrafter:
+    """A random head, whose drafts are wrong, but whose states the target's passes return."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = build_head(HeadConfig.from_target(target(name), kind)).to(torch.bfloat16)
+    return HeadDrafter(head, target(name), harness.POLICIES["chain"], in_training=True)
+
+
+@cache
+def pair() -> VLM:
+    return saccade.load("pocket", dtype="bfloat16", exact=True)
+
+
+def answers(method: str, rows: int) -> list[list[int]]:
+    """The built-in pair's answers about one sample of each task, with so many rows at a time."""
+    with pair().using(method).batch(rows) as batch:
+        found = [batch.add(draw(7, task).messages(), max_new_tokens=2 * NEW) for task in TASKS]
+        while not batch.is_idle:
+            batch.step()
+    assert not any(ticket.error for ticket in found)
+    return [ticket.output.tokens for ticket in found]
+
+
+@cache
+def plain_answers() -> list[list[int]]:
+    return answers("plain", 1)
 
 
 def prompts(name: str) -> list[Prompt]:
@@ -93,6 +135,13 @@ def test_every_method_gives_plain_decoding_s_tokens_at_every_batch_size(name: st
     engine, rows = Engine(target(name), DRAFTERS[method](name)), prompts(name)
     found = [tokens for i in range(0, len(rows), batch) for tokens in together(engine, rows[i : i + batch])]
     assert tuple(map(tuple, found)) == plain(name)
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize("rows", [1, len(TASKS)])
+@pytest.mark.parametrize("method", SHIPPED)
+def test_every_method_of_the_built_in_pair_gives_plain_decoding_s_tokens(method: str, rows: int) -> None:
+    assert answers(method, rows) == plain_answers()
 
 
 @pytest.mark.singly

@@ -36,8 +36,11 @@ class LogitMap:
 def logit_map(target: Target) -> LogitMap:
     """Measure a target's map: its LM head's outputs are replaced by known numbers in a forward of a few tokens.
 
-    A target whose logits are no such map of these, or that has no LM head to replace, gets the identity.
+    A target whose logits are no such map of these, or that has no LM head to replace, gets the identity. The lean
+    decoder's logits are the head's outputs themselves, and a hook would take the model away from it.
     """
+    if target.is_lean:
+        return LogitMap()
     ids = ordinary_ids(target.config, target.vocab_size, 4)
     probes: list[Tensor] = []
 
