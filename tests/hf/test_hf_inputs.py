@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor, StaticCache
 
 from families import FAMILIES, Inputs
 from saccade.errors import InputError
@@ -123,6 +123,36 @@ def test_rows_padded_on_the_right_are_answered_as_those_padded_on_the_left(name:
     width = left["input_ids"].shape[1]
     assert ours[:, width:].tolist() == theirs[:, width:].tolist()
     assert ours[:, :width].tolist() == right["input_ids"].tolist()
+
+
+READING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 1},
+    {"encoder_repetition_penalty": 0.4},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)]},
+    {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=99)]},
+]
+"""Processors that read the ids before a token, or those of the prompt."""
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", READING, ids=[f"{next(iter(o))}-{place}" for place, o in enumerate(READING)])
+def test_processors_see_padding_on_the_left_as_in_generate_and_none_on_the_right(options: Any, side: str) -> None:
+    """Every row is padded with the token that its answer begins with."""
+    case, options = FAMILIES["llama"], {**options, "max_new_tokens": NEW, "do_sample": False}
+    model = case.model()
+    prompts = [case.row_inputs("text", row)["input_ids"] for row in range(3)]
+    alone = [model.generate(ids, **options)[0, ids.shape[1] :] for ids in prompts]
+    width = max(ids.shape[1] for ids in prompts) + 2
+    padding = [answer[:1].expand(width - ids.shape[1]) for ids, answer in zip(prompts, alone, strict=True)]
+    rows = [(pad, ids[0]) if side == "left" else (ids[0], pad) for pad, ids in zip(padding, prompts, strict=True)]
+    kept = [torch.arange(width) < ids.shape[1] for ids in prompts]
+    mask = torch.stack([k.flip(0) if side == "left" else k for k in kept]).long()
+    inputs = {"input_ids": torch.stack([torch.cat(row) for row in rows]), "attention_mask": mask}
+    expected = model.generate(**inputs, **options)[:, width:] if side == "left" else torch.stack(alone)
+    ours = model.generate(**inputs, **options, custom_generate=speculate(case.draft_model(), gamma=3))
+    assert ours[:, width:].tolist() == expected.tolist()
 
 
 def positions(inputs: Inputs) -> Tensor:

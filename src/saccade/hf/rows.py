@@ -7,18 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import MaxLengthCriteria
+from transformers.generation import MaxLengthCriteria, logits_process
 
 from saccade.engine.generation import RowPlan
 from saccade.errors import InputError
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
+
+_READ_IDS = (
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.WatermarkLogitsProcessor,
+)
+"""Processors of transformers that read which ids there are, and not how many."""
 
 
 class Rows:
     """The plans of the rows of a padded batch.
 
     Processors and criteria count the padding, as they do in `generate`: lengths measured on the padded prompt stay
-    valid.
+    valid. Those that read ids see padding on the left, as in `generate`, but none on the right, where `generate` has no
+    right answer: a row's tokens are those of its prompt alone.
 
     Args:
         ids: ``[B, S]``, repeated for several returned sequences.
@@ -43,7 +55,8 @@ class Rows:
         with_scores: bool = False,
     ) -> None:
         self._with_scores = with_scores
-        self._padding = [row[kept == 0] for row, kept in zip(ids, mask, strict=True)]
+        self._ids, self._kept = ids, mask.bool()
+        self._padding = [row[~kept] for row, kept in zip(ids, self._kept, strict=True)]
         self._each = each
         self._processors = processors
         longest = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
@@ -69,8 +82,11 @@ class Rows:
 
     def _processor(self, processor: Any, row: int) -> Any:
         own = of_row(processor, row, len(self._padding), self._each)
-        padded = len(self._padding[row]) and type(own) not in PREFIX_FREE and not is_stateful(own)
-        return _Padded(own, self._padding[row]) if padded else own
+        if not len(self._padding[row]) or type(own) in PREFIX_FREE or is_stateful(own):
+            return own
+        if type(own) in _READ_IDS and not self._kept[row, -1]:
+            return _without_padding(own, self._ids[row], self._kept[row])
+        return _Padded(own, self._padding[row])
 
     def _stop(self, row: int) -> Callable[[Tensor, Any], bool]:
         padding, stopped = self._padding[row], self._stopped
@@ -89,6 +105,18 @@ class Rows:
             return all(n is not None and n <= ids.shape[1] for n in stopped)
 
         return stop
+
+
+def _without_padding(processor: Any, ids: Tensor, kept: Tensor) -> Any:
+    """Return a row's processor of `_READ_IDS` as it is made for unpadded ids; ``ids``, ``kept`` ``[S]``."""
+    if isinstance(processor, logits_process.RepetitionPenaltyLogitsProcessor):
+        ignored = processor.prompt_ignore_length or 0  # columns
+        processor.prompt_ignore_length = int(kept[:ignored].sum()) + max(ignored - len(kept), 0)
+    elif isinstance(processor, logits_process.EncoderRepetitionPenaltyLogitsProcessor):
+        processor.encoder_input_ids = ids[kept][None]
+    elif isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
+        return type(processor)(processor.ngram_size, ids[kept][None])
+    return processor
 
 
 class _Padded:
