@@ -21,7 +21,7 @@ from saccade import cpu
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows that are measured; each represents those up to the next one."""
-SMALLEST = 1 << 19
+SMALLEST = 1 << 16
 """Elements below which a weight stays as it is: entering oneDNN takes longer than the product saves."""
 SHARE = 0.5
 """Most of the free memory that packed copies may take."""
