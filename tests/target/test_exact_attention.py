@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from saccade.target import exact_attention
-from saccade.target.exact_attention import MAX_KEYS, ExactAttention, on_grid, power_of_two
+from saccade.target.exact_attention import MAX_KEYS, ExactAttention, grids, on_grid, power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE = 0.2
@@ -23,7 +23,15 @@ def vectors(dtype: torch.dtype, heads: int = 4, keys: int = 150, queries: int = 
 
 
 def rounded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return on_grid(query), on_grid(key), on_grid(value, values=True)
+    """Queries in float32, keys and values in their dtype, as a layer rounds them."""
+    factors, steps = grids(1, 1, 1.0, value.dtype, value.device)
+    one, two, three = (on_grid(x, factors[i : i + 1], steps[i : i + 1]) for i, x in enumerate((query, key, value)))
+    return one, two.to(value.dtype), three.to(value.dtype)
+
+
+def on_fine_grid(x: Tensor) -> Tensor:
+    """As queries and keys are rounded."""
+    return rounded(x, x, x)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,12 +98,35 @@ def test_rounding_loses_nothing_but_the_smallest_elements() -> None:
     x = torch.randn(100, 64).bfloat16()
     largest = x.abs().amax(-1, keepdim=True)
     assert torch.equal(
-        torch.where(x.abs() > largest * 2**-12, on_grid(x), 0), torch.where(x.abs() > largest * 2**-12, x, 0)
+        torch.where(x.abs() > largest * 2**-12, on_fine_grid(x), 0),
+        torch.where(x.abs() > largest * 2**-12, x, 0).float(),
     )
-    fine = on_grid(torch.randn(100, 64))
+    fine = on_fine_grid(torch.randn(100, 64))
     grid = power_of_two(fine.abs().amax(-1, keepdim=True)).double() * 2.0**-21
     assert torch.equal(fine.double() / grid, (fine.double() / grid).round())
-    assert not on_grid(torch.zeros(2, 8)).any()
+    assert not on_fine_grid(torch.zeros(2, 8)).any()
+
+
+def test_queries_are_scaled_before_they_are_rounded() -> None:
+    both = torch.randn(5, 4, 32).bfloat16()
+    found = on_grid(both, *grids(2, 1, 0.3, torch.bfloat16, both.device))
+    torch.testing.assert_close(found[:, :2], both[:, :2].float() * 0.3, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[:, 2].bfloat16(), both[:, 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_queries_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt's queries run block by block, over the keys that a block sees."""
+    query, key, value = rounded(*vectors(dtype, keys=90, queries=70))
+    mask = torch.full((1, 1, 70, 90), torch.finfo(dtype).min, dtype=dtype).triu(21)
+    attend = ExactAttention(2048, dtype)
+    expected = attend(query, key, value, mask, SCALE)
+    monkeypatch.setattr(exact_attention, "_BLOCK", 1)
+    blocks: list[int] = []
+    inner = ExactAttention._attend
+    monkeypatch.setattr(ExactAttention, "_attend", lambda *given: blocks.append(given[2].shape[2]) or inner(*given))
+    assert torch.equal(attend(query, key, value, mask, SCALE), expected)
+    assert blocks == [52, 84, 90]
 
 
 def test_zero_values_and_one_key_are_no_exception() -> None:

@@ -26,18 +26,34 @@ _GUARD = 4
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
 _LEAST = 2.0**-100
 """Unit of a vector of zeros."""
+_SMALLEST = -700.0
+"""Least logarithm of a weight. Processors take long for exponentials that underflow; this one is rounded to 0."""
+_BLOCK, _FEWEST = 2**17, 32
+"""Most weights that a CPU computes at a time, so that they stay in its cache, and fewest queries of a block."""
 MAX_DIM = 512
 """Longest vectors of queries and keys whose products are exact: 2 x 22 bits and 9 of the sum."""
 MAX_KEYS = 2**20
 """Most keys for which two sums have the digits of bfloat16 and float16."""
 
 
-def on_grid(vectors: Tensor, values: bool = False) -> Tensor:
-    """Round vectors ``[..., D]`` for exact sums: queries and keys, or values."""
-    wide = vectors.float()
-    grid = 1.5 * 2.0 ** (23 - VALUE_BITS[vectors.dtype]) if values else _QUERY_GRID
-    far = power_of_two(wide).amax(-1, keepdim=True) * grid
-    return (wide + far).sub_(far).to(vectors.dtype)
+def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the second and third argument of `on_grid` for a layer's queries, keys and values, ``[H + 2 H_kv, 1]``."""
+    counts = torch.tensor([heads, kv_heads, kv_heads])
+    steps = torch.tensor([_QUERY_GRID, _QUERY_GRID, 1.5 * 2.0 ** (23 - VALUE_BITS[dtype])])
+    factors = torch.tensor([scale, 1.0, 1.0])  # queries are not kept, and need not be rounded to the dtype
+    found = (each.repeat_interleave(counts)[:, None].to(device) for each in (factors, steps))
+    return next(found), next(found)
+
+
+def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
+    """Round vectors ``[T, H, D]`` times ``factors`` for exact sums, in float32.
+
+    Args:
+        factors, steps: float32 ``[H, 1]``, as of `grids`.
+    """
+    wide = vectors * factors
+    far = power_of_two(wide.abs().amax(-1, keepdim=True)).mul_(steps)
+    return wide.add_(far).sub_(far)
 
 
 class ExactAttention:
@@ -66,26 +82,50 @@ class ExactAttention:
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
     ) -> Tensor:
         """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target.layout.attend`."""
+        count, tokens = query.shape[2], keys.shape[2]
+        wide_keys, wide = keys.double(), values.double()
+        unit = power_of_two(values.abs().float().amax(-1).clamp_min_(_LEAST))[:, :, None].double()  # of every key
+        block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * tokens))
+        if count <= block or mask is None or query.device.type != "cpu":
+            mixed = self._attend(query, wide_keys, wide, unit, mask, scale)
+        else:
+            parts = []
+            for part, own in zip(query.split(block, 2), mask.split(block, 2), strict=True):
+                last = int((own == 0).flatten(0, 2).any(0).nonzero()[-1]) + 1
+                seen = wide_keys[:, :, :last], wide[:, :, :last], unit[..., :last], own[..., :last]
+                parts.append(self._attend(part, *seen, scale))
+            mixed = torch.cat(parts, 2)
+        return mixed.to(values.dtype)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, unit: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """Attend in float64; ``unit`` ``[A, H_kv, 1, K]`` power of two of every key's values."""
         rows, heads, count, dim = query.shape
         own = keys.shape[1]
         folded = query.double().reshape(rows, own, -1, dim)  # query heads of a key head run as further queries
-        scores = (folded @ keys.double().mT).view(rows, heads, count, -1)  # exact
-        scores.mul_(scale)
+        weights = folded @ keys.mT  # exact
+        if scale != 1:
+            weights.mul_(scale)
         if mask is not None:
-            scores.add_(mask)
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        total = (weights + self._total_grid).sub_(self._total_grid).sum(-1)  # exact
-        values = values.float()
-        unit = power_of_two(values).amax(-1).clamp_min_(_LEAST)[:, :, None].double()  # of every key's values
-        weights = weights.view(rows, own, -1, weights.shape[-1]).mul_(unit)
+            weights.view(rows, heads, count, -1).add_(mask.double())
+        weights.sub_(weights.amax(-1, keepdim=True))
+        if mask is not None:
+            weights.clamp_min_(_SMALLEST)
+        weights.exp_()
+        total = (weights + self._total_grid).sub_(self._total_grid).sum(-1, keepdim=True)  # exact
+        weights.mul_(unit)
         top = power_of_two(weights.amax(-1, keepdim=True))
-        far, wide = top * self._weight_grid, values.double()
+        inverse = unit.reciprocal()
+        far = top * self._weight_grid
         first = (weights + far).sub_(far)
-        mixed = (first / unit) @ wide  # exact
         if self._has_rest:
             far = top * self._rest_grid
-            mixed += weights.sub_(first).add_(far).sub_(far).div_(unit) @ wide  # exact, but for this addition
-        return (mixed.view(rows, heads, count, -1) / total[..., None]).to(query.dtype)
+            rest = weights.sub_(first).add_(far).sub_(far).mul_(inverse) @ values  # exact
+            mixed = (first.mul_(inverse) @ values).add_(rest)  # exact, but for this addition
+        else:
+            mixed = first.mul_(inverse) @ values  # exact
+        return mixed.div_(total).view(rows, heads, count, -1)
 
 
 def power_of_two(numbers: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.target.cache import RowCache
-from saccade.target.exact_attention import ExactAttention, on_grid
+from saccade.target.exact_attention import ExactAttention, grids, on_grid
 from saccade.target.forward import Requirements, TokenBlock
 from saccade.target.layout import ALL, Layout
 from saccade.target.limits import Thresholds
@@ -109,6 +109,8 @@ class LeanDecoder:
         joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
         self._guard = ModuleGuard(model, (decoder, head), joined)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        dtype, device = decoder.norm.weight.dtype, decoder.norm.weight.device
+        self._grids = None if exact is None else grids(self._heads, kv_heads, self._scale, dtype, device)
         self._steady = [p for p in (*products, self._head) if isinstance(p, SteadyLinear)]
         self._sizes = make_steady(self._steady) if exact is not None else ()
         self._copied = pack_where_faster([*products, self._head]) if exact is None else list[Linear](self._steady)
@@ -168,11 +170,14 @@ class LeanDecoder:
             else:
                 turning = qkv[:, : heads + kv]
             turned, new = torch.addcmul(turning * cos, turning.roll(half, -1), sin), qkv[:, heads + kv :]
-            if self._exact is not None:
-                turned, new = on_grid(turned[:count]), on_grid(new[:count], values=True)
-            turned = turned.transpose(0, 1)  # [H, T, D]
-            keys, values = layer.write(turned[heads:], new.transpose(0, 1))
-            mixed = layout.attend(turned[:heads], keys, values, self._scale, kind, kernel=self._exact)
+            if self._grids is None:
+                query, key, scale = turned[:, :heads], turned[:, heads:], self._scale
+            else:
+                rounded = on_grid(torch.cat([turned, new], 1)[:count], *self._grids)
+                query, entries, scale = rounded[:, :heads], rounded[:, heads:].to(x.dtype), 1.0
+                key, new = entries[:, :kv], entries[:, kv:]
+            keys, values = layer.write(key.transpose(0, 1), new.transpose(0, 1))
+            mixed = layout.attend(query.transpose(0, 1), keys, values, scale, kind, kernel=self._exact)
             x = x + weights.out(_pad(mixed, padding))
             h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
             gate, up = weights.gate_up(h).chunk(2, -1)

@@ -64,7 +64,7 @@ class SteadyLinear(Linear):
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         else:
             product = F.linear(x, weight if self._wide is None else self._wide, bias)
-        return product.to(dtype)
+        return product.to(dtype) if self._widens else product
 
     def with_weight(self, weight: Tensor, bias: Tensor | None) -> SteadyLinear:
         """Return the product with another weight of the same shape and format, copied like this one."""
