@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -17,6 +19,17 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InputError
+
+BACKENDS: tuple[Literal["llguidance", "xgrammar"], ...] = ("llguidance", "xgrammar")
+"""Packages of `json_schema`, the preferred one first."""
+MOST_OPTIONAL = 1000
+"""Optional properties of an object that llguidance follows: a mask then takes 5 ms, and grows with their square."""
+MOST_BLANKS = 12
+"""White space between two parts of JSON where it is allowed: small models fill an answer with unbounded white space."""
+_DEAD_END = (
+    "The grammar allows no text here, not even the end of the answer; a $ref must lead to something else than itself, "
+    "and what is required must be possible."
+)
 
 
 @dataclass(slots=True)
@@ -70,10 +83,12 @@ class Rollback(ABC):
         """See `StatefulProcessor`; -inf for tokens that are not allowed.
 
         Raises:
-            InputError: the emitted tokens violate the grammar.
+            InputError: the emitted tokens violate the grammar, or no text can follow them.
         """
         self._move(state)
         allowed = self.allowed(state.walk.matcher, len(scores)).to(scores.device)
+        if not allowed.any():
+            raise InputError(_DEAD_END)
         return scores.masked_fill_(~allowed, float("-inf"))
 
     def _move(self, state: _Place) -> None:
@@ -133,25 +148,31 @@ class LLGuidance(Rollback):
         grammar: a grammar of ``llguidance.LLMatcher``, for example of its ``grammar_from_json_schema``.
 
     Raises:
-        InputError: llguidance rejects the grammar.
+        InputError: llguidance rejects the grammar, or cannot follow what every answer begins with.
     """
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
         self._tokenizer, self._grammar = tokenizer, grammar
-        self.matcher()
+        matcher = self.matcher()
+        begin = matcher.compute_ff_bytes().decode(errors="ignore")
+        matcher.try_consume_tokens(tokenizer.greedy_tokenize(begin))
+        self.allowed(matcher, 0)
 
     def matcher(self) -> Any:
         """See `Rollback`."""
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar)
+        limits = llguidance.LLParserLimits(max_items_in_row=4 * MOST_OPTIONAL + 100, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise InputError(f"llguidance rejects the grammar ({matcher.get_error()}); correct it.")
+            raise InputError(f"llguidance rejects the grammar ({' '.join(matcher.get_error().split())}); correct it.")
         return matcher
 
     def accept(self, matcher: Any, token: int) -> bool:
         """See `Rollback`."""
-        return not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
+        accepted = not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
+        _check(matcher)
+        return accepted
 
     def rollback(self, matcher: Any, count: int) -> None:
         """See `Rollback`."""
@@ -159,14 +180,30 @@ class LLGuidance(Rollback):
 
     def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
         """See `Rollback`."""
-        return _bits(torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32), vocab_size)
+        mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        _check(matcher)
+        return _bits(mask, vocab_size)
+
+
+def _check(matcher: Any) -> None:
+    """Report a matcher of llguidance that has given up: it then allows the end of the answer, and nothing else."""
+    if matcher.is_error():
+        reason = re.split("; (?:consider|try)|\n", matcher.get_error())[0]
+        raise InputError(
+            _DEAD_END
+            if reason.startswith("NoExtension")
+            else f"llguidance cannot follow the grammar ({reason}): an object may have {MOST_OPTIONAL} optional "
+            "properties, and no $ref may require itself without end; make the schema smaller."
+        )
 
 
 def json_schema(
     schema: str | Mapping[str, Any],
     tokenizer: Any,
     vocab_size: int,
-    backend: Literal["xgrammar", "llguidance"] = "xgrammar",
+    backend: Literal["xgrammar", "llguidance"] | None = None,
+    *,
+    whitespace: bool = False,
 ) -> Rollback:
     """Return a processor that constrains an answer to JSON of a schema.
 
@@ -174,30 +211,43 @@ def json_schema(
         schema: a JSON schema.
         tokenizer: a fast tokenizer of transformers; its end-of-sequence token ends the answer.
         vocab_size: of the model's logits, which may exceed the tokenizer's.
-        backend: package of the matcher, which must be installed.
+        backend: package of the matcher; None: the installed one, llguidance where both are.
+        whitespace: whether the JSON may have up to `MOST_BLANKS` blanks and line breaks between its parts; it is
+            compact otherwise.
 
     Raises:
-        InputError: the schema cannot be compiled, or the backend is unknown.
-        ModuleNotFoundError: the backend is not installed.
+        InputError: the schema cannot be compiled or followed, or the backend is unknown or not installed.
     """
+    if backend is not None and backend not in BACKENDS:
+        raise InputError(f"There is no backend {backend!r}; choose xgrammar or llguidance.")
+    backend = next((name for name in BACKENDS if backend in (None, name) and find_spec(name)), None)
+    if backend is None:
+        raise InputError("JSON schemas need llguidance or xgrammar; run `pip install 'saccade[grammar]'`.")
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
-        if backend == "xgrammar":
+        if backend == "llguidance":
+            from llguidance import LLMatcher
+
+            pattern = rf"[ \n]{{0,{MOST_BLANKS}}}" if whitespace else None
+            options = {"whitespace_flexible": whitespace, "whitespace_pattern": pattern}
+            found: Rollback = LLGuidance(
+                _guided(tokenizer, vocab_size), LLMatcher.grammar_from_json_schema(text, defaults=options)
+            )
+        else:
             import xgrammar
 
             info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
-            return XGrammar(xgrammar.GrammarCompiler(info).compile_json_schema(text))
-        if backend == "llguidance":
-            import llguidance
-
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
-            return LLGuidance(_guided(tokenizer, vocab_size), grammar)
+            compiled = xgrammar.GrammarCompiler(info).compile_json_schema(
+                text, any_whitespace=whitespace, separators=(",", ":"), max_whitespace_cnt=MOST_BLANKS
+            )
+            found = XGrammar(compiled)
+        found.scores(found.start(()), torch.zeros(vocab_size))  # refuses a schema without any answer
+        return found
     except InputError:
         raise
     except (ValueError, RuntimeError) as problem:
-        reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
+        reason = re.sub(r"^\[\S+ \S+ ", "", "".join(str(problem).strip().splitlines()[:1])).rstrip(".")
         raise InputError(f"{backend} cannot compile the schema ({reason}); correct it.") from problem
-    raise InputError(f"There is no backend {backend!r}; choose xgrammar or llguidance.")
 
 
 _GUIDED: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()

@@ -210,8 +210,21 @@ def schema_answers(server: Live, count: int) -> list[str]:
 
 def test_answers_of_a_schema_are_valid_with_speculation(writer: Live) -> None:
     answers = schema_answers(writer, 6)
-    assert all(valid(answer) for answer in answers)
+    assert all(valid(answer) and " " not in answer and "\n" not in answer for answer in answers)
     assert len(set(answers)) > 1
+
+
+def test_white_space_and_the_order_of_properties_are_the_requests_own(writer: Live) -> None:
+    both = []
+    for names, whitespace in ((("colour", "count"), False), (("count", "colour"), True)):
+        schema = {**SCHEMA, "properties": {name: SCHEMA["properties"][name] for name in names}, "required": names}
+        form = {"type": "json_schema", "json_schema": {"schema": schema}, "whitespace": whitespace}
+        body = {"messages": asks("Thing"), "max_tokens": 120, "response_format": form, "temperature": 1.5, "seed": 3}
+        both.append(writer.post(body)[1]["choices"][0]["message"]["content"])
+    assert [list(json.loads(answer)) for answer in both] == [["colour", "count"], ["count", "colour"]]
+    shortest = [json.dumps(json.loads(answer), separators=(",", ":")) for answer in both]
+    assert shortest[0] == both[0]
+    assert shortest[1] != both[1]
 
 
 @pytest.mark.slow

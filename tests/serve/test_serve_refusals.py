@@ -32,6 +32,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, above max_tokens of 3; lower it."),
+    ({"max_tokens": None, "min_tokens": 10_000}, "min_tokens is 10000, above max_tokens of"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"),
     ({"top_k": -5}, "top_k"),
@@ -89,6 +91,25 @@ def test_a_wrong_field_is_named_in_one_sentence(shared: Live, change: dict[str, 
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert re.search(words, answer["error"]["message"]), answer
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1100)}}, "1000 optional prop"),
+        ({"$ref": "#"}, "must lead to something else than itself"),
+    ],
+    ids=["large", "recursive"],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_before_the_stream_begins(
+    shared: Live, schema: dict[str, Any], words: str, stream: bool
+) -> None:
+    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    status, answer = shared.post({**HELLO, "response_format": form, "stream": stream})
+    assert status == 400
+    assert words in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +22,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.grammar import Rollback, json_schema
+from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema
 from saccade.inputs.batching import split
 from saccade.target.adapter import Target
 from saccade.verify.processing import Processing, RowProcessing
@@ -100,7 +101,13 @@ def grammar(name: str) -> Rollback:
     return json_schema(SCHEMA, tokenizer(), VOCAB, name)  # type: ignore[arg-type]
 
 
+def _installed(name: str) -> Any:
+    missing = pytest.mark.skipif(not find_spec(name), reason=f"{name} is an extra: pip install saccade[grammar]")
+    return pytest.param(name, marks=missing)
+
+
 GRAMMAR = pytest.mark.parametrize("name", ["brackets", "xgrammar", "llguidance"])
+BACKEND = pytest.mark.parametrize("name", [_installed(name) for name in BACKENDS])
 
 
 def answers(name: str, rows: int = 3) -> list[list[int]]:
@@ -187,9 +194,8 @@ def test_a_grammar_holds_inside_generate_too(name: str) -> None:
     assert [row[: len(w)] for row, w in zip(new, wanted, strict=True)] == wanted
 
 
-@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+@BACKEND
 def test_an_answer_that_ended_is_json_of_the_schema(name: str) -> None:
-    pytest.importorskip(name, reason=f"{name} is an extra: pip install saccade[grammar]")
     own = json_schema(
         {
             "type": "object",
@@ -207,12 +213,80 @@ def test_an_answer_that_ended_is_json_of_the_schema(name: str) -> None:
         assert json.loads(text)["a"] in (1, 2)
 
 
+def spelled(own: Rollback, text: str) -> str | None:
+    """The part of a text that a grammar allows, character by character, and END where the answer may end there."""
+    state = own.start([])
+    for place, character in enumerate(text):
+        token = tokenizer().convert_tokens_to_ids(character)
+        if own.scores(state, torch.zeros(VOCAB))[token].isneginf():
+            return text[:place]
+        state = own.advance(state, token)
+    return text + "END" * bool(own.scores(state, torch.zeros(VOCAB))[END] == 0)
+
+
+@BACKEND
+def test_json_is_compact_unless_white_space_is_allowed_which_is_bounded(name: str) -> None:
+    loose = json_schema(SCHEMA, tokenizer(), VOCAB, name, whitespace=True)
+    compact, spaced = '{"a":1,"b":"c d"}', '{ "a" : 1, "b": "c d"}'
+    assert spelled(grammar(name), compact) == compact + "END"
+    assert spelled(grammar(name), spaced) == "{"
+    assert spelled(loose, spaced) == spaced + "END"
+    assert spelled(loose, "{" + " " * 40) == "{" + " " * MOST_BLANKS
+
+
+@BACKEND
+def test_an_object_of_five_hundred_optional_properties_is_followed(name: str) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}}
+    answer = '{"p3":1,"p77":2,"p499":3}'
+    assert spelled(json_schema(schema, tokenizer(), VOCAB, name), answer) == answer + "END"
+
+
+def test_the_limit_of_llguidance_is_named_before_the_first_token() -> None:
+    pytest.importorskip("llguidance", reason="llguidance is an extra: pip install saccade[grammar]")
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1100)}}
+    with pytest.raises(InputError, match=r"4407 items; max is 4100\): an object may have 1000 optional properties"):
+        json_schema(schema, tokenizer(), VOCAB, "llguidance")
+
+
+NOTHING = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}
+
+
+@BACKEND
+def test_a_ref_to_itself_is_refused_and_a_ref_with_an_end_followed(name: str) -> None:
+    with pytest.raises(InputError, match="must lead to something else than itself"):
+        json_schema({"$ref": "#"}, tokenizer(), VOCAB, name)
+    with pytest.raises(InputError, match="must lead to something else than itself"):
+        spelled(json_schema(NOTHING, tokenizer(), VOCAB, name), '{"x":1')
+    node = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
+    answer = '{"v":1,"next":{"v":2,"next":{"v":3}}}'
+    assert spelled(json_schema(node, tokenizer(), VOCAB, name), answer) == answer + "END"
+
+
+@pytest.mark.parametrize("installed", [("llguidance",), ("xgrammar",), ("xgrammar", "llguidance")], ids=str)
+def test_the_installed_backend_is_chosen(installed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in installed:
+        pytest.importorskip(name, reason=f"{name} is an extra: pip install saccade[grammar]")
+    monkeypatch.setattr("saccade.grammar.find_spec", lambda name: name in installed or None)
+    expected = LLGuidance if "llguidance" in installed else XGrammar
+    assert isinstance(json_schema(SCHEMA, tokenizer(), VOCAB), expected)
+
+
+@pytest.mark.parametrize("backend", [None, "xgrammar"])
+def test_a_missing_backend_is_named_with_the_command_that_installs_it(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.grammar.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"llguidance or xgrammar; run `pip install 'saccade\[grammar\]'`"):
+        json_schema(SCHEMA, tokenizer(), VOCAB, backend)
+
+
 def test_xgrammar_s_own_processor_is_taken_as_its_grammar() -> None:
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is an extra: pip install saccade[grammar]")
     from xgrammar.contrib.hf import LogitsProcessor as Theirs
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCAB)
-    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+    compact = {"any_whitespace": False, "separators": (",", ":")}
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), **compact)
     assert run("xgrammar", "tree", logits_processor=[Theirs(compiled)]) == answers("xgrammar")
     with pytest.raises(InputError, match="no grammar for row 2"):
         run("xgrammar", "tree", logits_processor=[Theirs([compiled, compiled])])

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,41 +138,30 @@ class Schemas:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._found: OrderedDict[str, Rollback] = OrderedDict()
+        self._found: OrderedDict[tuple[str, bool], Rollback] = OrderedDict()
         self._lock = threading.Lock()
 
     def processor(self, form: ResponseFormat) -> Rollback | None:
         """Return the processor of a response format; None for text.
 
         Raises:
-            Refusal: 400; no grammar package is installed, or the schema is too long.
-            InputError: the schema cannot be compiled.
+            Refusal: 400; the schema is too long.
+            InputError: no grammar package is installed, or the schema cannot be compiled.
         """
         if form.type == "text":
             return None
         schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-        text = json.dumps(schema, sort_keys=True)
+        text = json.dumps(schema)  # unsorted: answers follow the order of the properties
         if len(text) > MOST_SCHEMA_BYTES:
             raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
+        key = (text, bool(form.whitespace))
         with self._lock:
-            if text not in self._found:
-                self._found[text] = self._compile(schema)
-            self._found.move_to_end(text)
+            if key not in self._found:
+                self._found[key] = json_schema(schema, self._tokenizer, self._vocab_size, whitespace=key[1])
+            self._found.move_to_end(key)
             while len(self._found) > MOST_SCHEMAS:
                 self._found.popitem(last=False)
-            return self._found[text]
-
-    def _compile(self, schema: dict[str, Any]) -> Rollback:
-        if find_spec("llguidance"):
-            # Unbounded white space lets a small model fill its answer with it.
-            bounded = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,12}"}, **schema}
-            return json_schema(bounded, self._tokenizer, self._vocab_size, "llguidance")
-        if find_spec("xgrammar"):
-            return json_schema(schema, self._tokenizer, self._vocab_size, "xgrammar")
-        raise invalid(
-            "response_format needs llguidance or xgrammar on the server, which has neither; leave it out.",
-            "response_format",
-        )
+            return self._found[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +218,11 @@ class Planner:
 
     def options(self, body: Decoding, prompt: Prompt) -> dict[str, Any]:
         """Return a request's options under the names of `saccade.stream.GenerationOptions`."""
-        options: dict[str, Any] = {"max_new_tokens": self._limit(body, len(prompt)), **self._sampling(body)}
+        limit = self._limit(body, len(prompt))
+        options: dict[str, Any] = {"max_new_tokens": limit, **self._sampling(body)}
         if body.min_tokens:
+            if body.min_tokens > limit:
+                raise invalid(f"min_tokens is {body.min_tokens}, above max_tokens of {limit}; lower it.", "min_tokens")
             options["min_new_tokens"] = body.min_tokens
         if body.repetition_penalty is not None:
             options["repetition_penalty"] = body.repetition_penalty

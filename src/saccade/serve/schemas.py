@@ -53,10 +53,11 @@ class JsonSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """Form of an answer."""
+    """Form of an answer; compact JSON unless white space is allowed."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    whitespace: bool | None = None
 
 
 class Decoding(BaseModel):
