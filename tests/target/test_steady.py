@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade.target import steady
-from saccade.target.steady import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces
+from saccade.target.steady import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces, steady_silu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,9 +117,27 @@ def test_a_changed_weight_is_copied_again() -> None:
         (8, (4, 8), [8]),
         (17, (4, 8), [8, 8, 4]),
         (3, (1,), [1, 1, 1]),
+        (118, SIZES, [128]),
+        (150, SIZES, [128, 24]),
+        (400, SIZES, [256, 128, 16]),
     ],
 )
-def test_rows_run_in_the_largest_pieces_and_one_padded_rest(
+def test_rows_run_in_large_pieces_and_one_little_padded_rest(
     count: int, sizes: tuple[int, ...], expected: list[int]
 ) -> None:
     assert pieces(count, sizes) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_activation_of_a_row_does_not_depend_on_the_rows_beside_it(threads: int) -> None:
+    """torch's own does with several threads, whose shares end within rows."""
+    both = torch.randn(300, 2 * 700, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = steady_silu(both[:, :700])
+        torch.testing.assert_close(whole, torch.nn.functional.silu(both[:, :700]))
+        for count in (1, 7, 67, 131, 201):
+            assert torch.equal(steady_silu(both[:count, :700]), whole[:count])
+    finally:
+        torch.set_num_threads(before)

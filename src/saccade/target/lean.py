@@ -23,7 +23,7 @@ from saccade.target.layout import ALL, Layout
 from saccade.target.limits import Thresholds
 from saccade.target.linear import Linear, pack_where_faster
 from saccade.target.module_guard import ModuleGuard
-from saccade.target.steady import SteadyLinear, make_steady, pieces
+from saccade.target.steady import SteadyLinear, make_steady, pieces, steady_silu
 from saccade.target.traits import ordinary_ids
 from saccade.tree import ancestors_of
 
@@ -181,7 +181,8 @@ class LeanDecoder:
             x = x + weights.out(_pad(mixed, padding))
             h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
             gate, up = weights.gate_up(h).chunk(2, -1)
-            x = x + weights.down(F.silu(gate) * up)
+            active = F.silu(gate) if self._grids is None else steady_silu(gate)
+            x = x + weights.down(active * up)
             if index < len(deepstack):
                 x = x + _pad(deepstack[index], padding)
         if until is not None:

@@ -23,6 +23,8 @@ SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 """Numbers of rows that are tried."""
 _STARTS = (0, 3)
 """Rows of the sample at which the pieces that are tried begin."""
+_FEW = 64
+"""Rows up to which a padded product takes less time than two."""
 _NOISE = 1e-6
 """Size of rounding errors of float32 sums of some hundred products of about 1."""
 
@@ -102,11 +104,31 @@ class SteadyLinear(Linear):
         self._note_weight()
 
 
+def steady_silu(x: Tensor) -> Tensor:
+    """Return SiLU of ``[T, d]``, each element the same bits in any place.
+
+    torch's kernel takes another path at the ends of each thread's share, and differs there in the last bit.
+    """
+    if x.device.type != "cpu" or torch.get_num_threads() == 1:  # shares are rows then
+        return F.silu(x)
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
 def pieces(count: int, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes in which ``count`` rows run, the last one padded; ``sizes`` ascending."""
+    """Return the sizes in which ``count`` rows run, the last one padded; ``sizes`` ascending.
+
+    Many rows that a single size would pad by more than an eighth run in several.
+    """
     whole, rest = divmod(count, sizes[-1])
-    padded = [next(size for size in sizes if size >= rest)] if rest or not whole else []
-    return [sizes[-1]] * whole + padded
+    found = [sizes[-1]] * whole
+    while rest or not found:
+        size = next(size for size in sizes if size >= rest)
+        if rest > _FEW and size > rest * 9 / 8:
+            size = max((size for size in sizes if size <= rest), default=size)
+        found.append(size)
+        rest -= min(size, rest)
+    return found
 
 
 @torch.inference_mode()
