@@ -63,6 +63,12 @@ class Live:
         status, _, answer = self.call("POST", path, content)
         return status, json.loads(answer)
 
+    def raw(self, content: bytes) -> bytes:
+        """Everything that is answered to these bytes, to the end of the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), TIMEOUT) as connection:
+            connection.sendall(content)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
     def until(self, condition: Any, seconds: float = 30.0) -> None:
         """Wait for a condition."""
         end = time.monotonic() + seconds
@@ -80,7 +86,7 @@ class Live:
 def live(models: Sequence[tuple[ModelEntry, VLM]] = (), send_buffer: int = 0, **settings: Any) -> Iterator[Live]:
     """A server on a free port; settings of `Limits` and `ServerConfig`, and bytes that its sockets may buffer."""
     models = models or [(TINY, vlm("qwen", "qwen-draft"))]
-    of_server = {name: settings.pop(name) for name in ("api_key_file", "allowed_hosts") if name in settings}
+    of_server = {name: settings.pop(name) for name in list(settings) if name in ServerConfig.__dataclass_fields__}
     limits = Limits(**{"kv_memory_mib": 256, "media_cache_mib": 16, **settings})
     config = ServerConfig(tuple(entry for entry, _ in models), port=0, limits=limits, **of_server)
     app = make_app(config, [model for _, model in models])

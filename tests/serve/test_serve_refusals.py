@@ -166,6 +166,44 @@ def test_a_large_body_is_refused_before_it_is_read() -> None:
         assert "1 MiB" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b""], ids=["whole", "unfinished"])
+def test_a_head_of_a_hundred_kilobytes_is_431(shared: Live, end: bytes) -> None:
+    found = shared.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"x" * 100_000 + end)
+    assert found.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert found.count(b"HTTP/1.1") == 1
+    assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("The head is larger than 64 KiB")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_several_host_headers_are_refused(shared: Live, path: str) -> None:
+    found = shared.raw(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nHost: evil.example\r\n\r\n".encode())
+    assert found.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("The request has several Host")
+
+
+def test_what_is_no_http_gets_an_error_in_the_same_form(shared: Live) -> None:
+    found = shared.raw(b"EHLO example.com\r\n\r\n")
+    assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(shared: Live, stream: bool) -> None:
+    body = json.dumps({**HELLO, "max_tokens": 20, "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    found = shared.raw(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    head, _, answer = found.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    expected = shared.post({**HELLO, "max_tokens": 20})[1]["choices"][0]["message"]["content"]
+    if not stream:
+        assert json.loads(answer)["choices"][0]["message"]["content"] == expected
+        return
+    lines = answer.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines[:-2]]
+    assert "".join(delta.get("content", "") for delta in deltas) == expected
+
+
 def test_keys_are_asked_for_and_hosts_are_checked(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# two\nfirst-key\nsecond-key\n")

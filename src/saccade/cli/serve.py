@@ -56,6 +56,14 @@ def serve(
             rich_help_panel="Server",
         ),
     ] = None,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log",
+            help="A line per request on standard error: time, method, path, status, seconds, new tokens.",
+            rich_help_panel="Server",
+        ),
+    ] = False,
     max_rows: Annotated[
         int | None,
         typer.Option(help="Answers that run at once, 8 by default.", rich_help_panel="Server"),
@@ -135,7 +143,7 @@ def serve(
             base = read_config(Path(str(config)))
         return override(
             base,
-            {"host": host, "port": port, "api_key_file": api_key_file},
+            {"host": host, "port": port, "api_key_file": api_key_file, "access_log": access_log or None},
             {"max_rows": max_rows, "max_queue": max_queue, "kv_memory_mib": kv_memory},
         )
 

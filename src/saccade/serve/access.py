@@ -1,15 +1,17 @@
-"""API keys, accepted hosts, and limits per client."""
+"""API keys, accepted hosts, limits per client, and the access log."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import math
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from saccade.serve.refusals import Refusal, too_many, unauthorized
 
@@ -124,3 +126,39 @@ def check_host(headers: Mapping[str, str], accepted: Sequence[str]) -> None:
     if name not in accepted:
         message = "The host name of this request is not served; list it in server.allowed_hosts."
         raise Refusal(403, message, "host", "permission_error", "host_not_allowed")
+
+
+class AccessLog:
+    """ASGI middleware that writes a line per request to standard error, without queries, headers and bodies.
+
+    Its status is 499 where the client left before the answer began. `Exchange` sets ``scope["saccade.tokens"]``.
+
+    Args:
+        app: the application.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Serve a request and write its line."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 499
+
+        async def watch(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            path = scope["raw_path"].decode("latin-1")[:200]  # as it came: without line breaks
+            seconds, tokens = time.perf_counter() - began, scope.get("saccade.tokens", 0)
+            line = f"{scope['method']} {path} {status} {seconds:.3f} s {tokens} tokens"
+            print(time.strftime("%Y-%m-%dT%H:%M:%S"), line, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from saccade.serve.access import AccessLog
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
@@ -33,6 +34,8 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     service = Service(config, vlms)
     app = FastAPI(title="Saccade", lifespan=service.running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
+    if config.access_log:
+        app.add_middleware(AccessLog)
 
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
@@ -60,7 +63,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     @app.get("/ready")
     async def ready() -> Response:
         status, body = service.health()
-        if status == 200 and service.owner.is_draining:
+        if status == 200 and (service.is_leaving or service.owner.is_draining):
             status, body = 503, {"status": "draining"}
         return JSONResponse(body, status)
 

@@ -53,6 +53,7 @@ class Limits:
         send_seconds: time that one write to a client may take.
         stream_buffer: steps of an answer that wait for a slow reader; beyond them the answer is cancelled.
         stuck_seconds: length of a step from which on ``/health`` answers 503.
+        drain_delay_seconds: time between a signal and the end of accepting requests, in which ``/ready`` answers 503.
         drain_seconds: time for running answers at shutdown.
         prepare_threads: threads that decode media and tokenize.
     """
@@ -76,11 +77,12 @@ class Limits:
     send_seconds: float = 60.0
     stream_buffer: int = 1024
     stuck_seconds: float = 300.0
+    drain_delay_seconds: float = 0.0
     drain_seconds: float = 60.0
     prepare_threads: int = 2
 
     def __post_init__(self) -> None:
-        may_be_zero = ("max_queue", "requests_per_key", "requests_per_minute", "media_cache_mib")
+        may_be_zero = ("max_queue", "requests_per_key", "requests_per_minute", "media_cache_mib", "drain_delay_seconds")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is None:
@@ -168,6 +170,7 @@ class ServerConfig:
         limits: see `Limits`.
         media: accepted places, formats and sizes of images and videos; paths are never read.
         text_as_text: whether control tokens and placeholders in the text of requests are encoded as text.
+        access_log: whether standard error has a line per request: time, method, path, status, seconds, new tokens.
         file: that it was read from, for messages; empty for one of the command line.
     """
 
@@ -179,6 +182,7 @@ class ServerConfig:
     limits: Limits = Limits()
     media: MediaLimits = SERVER
     text_as_text: bool = True
+    access_log: bool = False
     file: str = ""
 
     def __post_init__(self) -> None:

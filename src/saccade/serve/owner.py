@@ -85,11 +85,20 @@ class Owner:
         """
         if self._draining or not self._thread.is_alive():
             raise draining()
-        under_way, running = self._submitted - self.counts.ended, self.counts.running
-        if under_way + len(jobs) > max(self._limits.max_rows, running) + self._limits.max_queue:
-            raise overloaded(self.waiting)
+        self.check_room(len(jobs))
         self._submitted += len(jobs)
         self._inbox.put(lambda: self._unplaced.extend(jobs))
+
+    def check_room(self, count: int, preparing: int = 0) -> None:
+        """Refuse jobs for which the queue, behind rows that run or are free and requests being prepared, has no room.
+
+        Raises:
+            Refusal: 503.
+        """
+        rows = max(self._limits.max_rows, self.counts.running)
+        queued = self._submitted - self.counts.ended + preparing - rows
+        if queued + count > self._limits.max_queue:
+            raise overloaded(max(queued, 0))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """End jobs before their next step; those that have ended are left alone."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Generator
+from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from saccade.serve.app import make_app
 from saccade.serve.configuration import ConfigError, ServerConfig
+from saccade.serve.refusals import Refusal, invalid
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,7 +40,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol for HTTP with a limit on the time and the size of a request's head.
 
-    Without it a client that sends a byte now and then would hold a connection for ever.
+    Without it a client that sends a byte now and then would hold a connection without end. It also refuses several
+    Host headers, in which a proxy and this server could read two hosts, and sends no chunks to HTTP/1.0.
 
     Args:
         seconds: from the connection, or from a request's first byte, to the end of its head.
@@ -57,7 +62,30 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
             if not self._in_head():
                 self._release()
             elif self._head_bytes > MOST_HEAD_BYTES:
-                self.transport.close()
+                self._refuse(_large_head())
+
+        def on_headers_complete(self) -> None:
+            if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEAD_BYTES:
+                raise _large_head()
+            if sum(name == b"host" for name, _ in self.headers) > 1:
+                raise invalid("The request has several Host headers; send one.")
+            super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                _end_by_closing(self.cycle)
+
+        def send_400_response(self, msg: str) -> None:
+            """Answer what the parser, or `on_headers_complete` within it, refuses; the handled exception says which."""
+            problem = getattr(sys.exception(), "__context__", None)
+            self._refuse(problem if isinstance(problem, Refusal) else invalid(msg))
+
+        def _refuse(self, refusal: Refusal) -> None:
+            if self.transport.is_closing():
+                return
+            body = json.dumps(refusal.body())
+            head = f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}\r\ncontent-type: application/json"
+            head += f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write((head + body).encode())
+            self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._release()
@@ -82,6 +110,21 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
                 self.transport.close()
 
     return Guarded
+
+
+def _large_head() -> Refusal:
+    return Refusal(431, f"The head is larger than {MOST_HEAD_BYTES // 1024} KiB; send fewer or shorter headers.")
+
+
+def _end_by_closing(cycle: Any) -> None:
+    """Leave an answer of uvicorn without chunks: the end of the connection, which HTTP/1.0 has anyway, is its end."""
+    cycle.chunked_encoding, send = False, cycle.send
+
+    async def plain(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = plain
 
 
 class Server(uvicorn.Server):
@@ -109,8 +152,8 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(limits.drain_seconds) + LAST_WORDS,
             )
         )
-        self._owner = app.state.service.owner
-        self._drain_seconds = limits.drain_seconds
+        self._service, self._limits = app.state.service, limits
+        self._ends_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept requests, and say so."""
@@ -120,7 +163,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running answers finish; those that still run after the time for it end with a refusal."""
-        refusing = asyncio.get_running_loop().call_later(self._drain_seconds, self._owner.end)
+        refusing = asyncio.get_running_loop().call_later(self._limits.drain_seconds, self._service.owner.end)
         await super().shutdown(sockets)
         refusing.cancel()
 
@@ -135,12 +178,21 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal; end the process at the second."""
-        if self.should_exit:
+        """Drain at the first signal, after the delay in which ``/ready`` is false; end the process at the second."""
+        if self._ends_at is not None:
             os._exit(128 + sig)
-        log.warning("Draining: running answers finish, no new ones begin. A second signal ends at once.")
-        self.should_exit = True
-        self._owner.drain()
+        delay = self._limits.drain_delay_seconds
+        wait = f" in {delay:g} s" if delay else ""
+        log.warning("Draining%s: running answers finish, no new ones begin. A second signal ends at once.", wait)
+        self._service.is_leaving = True
+        self._ends_at = time.monotonic() + delay
+
+    async def on_tick(self, counter: int) -> bool:
+        """End the acceptance of requests once the delay is over."""
+        if self._ends_at is not None and time.monotonic() >= self._ends_at and not self.should_exit:
+            self.should_exit = True
+            self._service.owner.drain()
+        return await super().on_tick(counter)
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -18,7 +18,7 @@ from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.monitoring import Metrics
 from saccade.serve.owner import Owner
-from saccade.serve.refusals import overloaded, refusal_of, unknown_model
+from saccade.serve.refusals import refusal_of, unknown_model
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -41,6 +41,7 @@ class Service:
             for entry, vlm in zip(config.models, vlms, strict=True)
         }
         self.clock = time.perf_counter
+        self.is_leaving = False  # from the first signal on
         self.keys = Keys(config.keys())
         self.gate = Gate(config.limits.requests_per_key, config.limits.requests_per_minute)
         self.owner = Owner(config.limits, self._post)
@@ -94,9 +95,7 @@ class Service:
         Raises:
             Refusal: 503; the queue is full, or as many requests are being prepared.
         """
-        waiting = self.owner.waiting + self._preparing
-        if waiting + count > self.config.limits.max_queue + self.config.limits.max_rows:
-            raise overloaded(waiting)
+        self.owner.check_room(count, self._preparing)
 
     async def prepare(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function in the threads that decode media and tokenize.

@@ -130,6 +130,7 @@ class Exchange(Response):
         self._inbox = Inbox(self._limits.stream_buffer, self._too_slow)
         self._began = 0.0
         self._is_slow = False
+        self._tokens = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve the request.
@@ -146,6 +147,7 @@ class Exchange(Response):
                 await self._submit(body)
                 await self._answer(receive, send, bool(body.stream))
         finally:  # jobs and inbox call back here; without the cycle, images are freed at once
+            scope["saccade.tokens"] = self._tokens
             self._inbox.close()
             self._jobs = []
 
@@ -272,6 +274,7 @@ class Exchange(Response):
     def _add(self, index: int, event: Event) -> Any:
         """Take an event into its choice and into the metrics."""
         piece, timing, metrics = self._choices[index].add(event), self._timings[index], self._service.metrics
+        self._tokens += len(event.tokens)
         if event.tokens:
             metrics.tokens(timing, event)
         if event.output is not None:
