@@ -46,6 +46,7 @@ QUIET = [
 ]
 LONG = 400
 """Tokens of an answer that is stopped: the tiny model's random weights never end one."""
+DESKTOP = {"width": 1200, "height": 900}
 WAIT = 120_000
 """Milliseconds that an answer may take."""
 
@@ -186,7 +187,7 @@ class Window:
 
 @pytest.fixture
 def window(chromium: Any, pocket: Live) -> Iterator[Window]:
-    found = Window(chromium, pocket, viewport={"width": 1200, "height": 900})
+    found = Window(chromium, pocket, viewport=DESKTOP)
     yield found
     found.context.close()
     assert found.problems == []
@@ -251,7 +252,7 @@ def test_a_chosen_video_is_answered(window: Window, tmp_path: Path) -> None:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     page.select_option("#model", "tiny")
-    page.locator("#settings summary").click()
+    page.click("#settings")
     page.fill("#length", "9")
     page.set_input_files("#files", str(path))
     page.wait_for_selector("#media video")
@@ -291,7 +292,7 @@ def test_the_tree_of_a_step_shows_under_the_pointer_and_the_arrow_keys(window: W
 def test_stop_keeps_what_has_arrived_and_frees_the_row(window: Window, pocket: Live) -> None:
     page = window.ready()
     page.select_option("#model", "tiny")
-    page.locator("#settings summary").click()
+    page.click("#settings")
     page.fill("#length", str(LONG))
     page.fill("#text", "Say much.")
     page.click("#send")
@@ -334,7 +335,7 @@ def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> 
 def test_stop_ends_both_answers_of_a_race(window: Window, pocket: Live) -> None:
     page = window.ready()
     page.select_option("#model", "tiny")
-    page.locator("#settings summary").click()
+    page.click("#settings")
     page.fill("#length", str(LONG))
     page.fill("#text", "Say much.")
     page.click("#race")
@@ -381,7 +382,7 @@ def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, tmp_pa
 
 
 @pytest.mark.browser
-def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window, tmp_path: Path) -> None:
+def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window) -> None:
     page = window.ready()
     page.route(
         "**/v1/chat/completions",
@@ -395,10 +396,115 @@ def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window, tm
     assert page.locator("#text").input_value() == "<b>bold</b>"
     assert page.locator(".turn img, .turn b").count() == 0
     window.problems.clear()  # the 400, which was planted
-    file = tmp_path / "notes.txt"
-    file.write_text("no picture")
-    page.set_input_files("#files", str(file))
-    assert "neither a picture nor a video" in page.locator("#trouble").inner_text()
+
+
+PHONE = {"viewport": {"width": 390, "height": 700}, "is_mobile": True, "has_touch": True}
+
+
+@pytest.fixture(params=["phone", "desktop"])
+def either(request: Any, chromium: Any, pocket: Live) -> Iterator[Window]:
+    """A window of a phone's size, and one of a desktop's."""
+    found = Window(chromium, pocket, **(PHONE if request.param == "phone" else {"viewport": DESKTOP}))
+    yield found
+    found.context.close()
+    assert found.problems == []
+
+
+def in_sight(page: Any, element: Any, above: str = "#ask") -> bool:
+    """Whether an element is within the window, and not behind the composer."""
+    box, composer = element.bounding_box(), page.locator(above).bounding_box()
+    return bool(box and box["y"] >= 0 and box["y"] + box["height"] <= composer["y"])
+
+
+BAD = {
+    "notes.txt": (b"no picture", "notes.txt is neither a picture nor a video; choose another file."),
+    "cut.png": (b"\x89PNG\r\n\x1a\n", "cut.png is damaged or no picture; choose another file."),
+    "icon.svg": (b"<svg/>", "icon.svg is no PNG, JPEG, WebP, GIF, BMP or TIFF; save it as one of them."),
+    "film.mp4": (b"#EXTM3U\nhttp://x", "film.mp4 is no video that can be read; choose another file."),
+}
+
+
+@pytest.mark.browser
+def test_bad_files_are_named_when_they_are_chosen_and_good_ones_are_kept(either: Window, tmp_path: Path) -> None:
+    page = either.ready()
+    draw(5, "chart").image.save(tmp_path / "good.tiff")
+    draw(5, "chart").image.save(tmp_path / "good.png")
+    for name, (content, _) in BAD.items():
+        (tmp_path / name).write_bytes(content)
+    page.set_input_files("#files", [str(tmp_path / name) for name in (*BAD, "good.png", "good.tiff")])
+    page.wait_for_selector("#trouble:not([hidden])")
+    assert page.locator("#trouble").inner_text() == " ".join(words for _, words in BAD.values())
+    assert in_sight(page, page.locator("#trouble"), above="#text")
+    assert [image.get_attribute("alt") for image in page.locator("#media img").all()] == ["good.png", "good.tiff"]
+
+
+@pytest.mark.browser
+def test_an_error_is_in_sight_above_the_composer_and_in_words_of_the_page(either: Window, tmp_path: Path) -> None:
+    page, tall = either.ready(), draw(5, "chart").image.resize((400, 600))
+    message = "The image in the data: URI has too many pixels; send a smaller one."
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": message}}))
+    for _ in range(5):
+        give(page, tall, tmp_path, "drop")
+    for turn, key in enumerate(["Enter", "Control+Enter", "Enter"], 1):  # each brings the pictures back
+        page.press("#text", key)
+        error = either.ended(turn).last.locator(".error")
+        assert error.inner_text() == "The image has too many pixels; send a smaller one."
+        page.wait_for_selector("#media li:nth-child(5) img")
+        assert in_sight(page, error)
+    either.problems.clear()  # the 400, which was planted
+
+
+@pytest.mark.browser
+def test_numbers_that_cannot_be_used_are_named_at_their_fields_and_not_sent(either: Window) -> None:
+    page, sent = either.ready(), []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.click("#settings")
+    for field, wrong, words in (
+        ("length", ["0", "1.5", "99999999", ""], r"Give a whole number from 1 to \d+\."),
+        ("temperature", ["-1", "6", ""], r"Give a number from 0 to 5\."),
+    ):
+        right = page.input_value(f"#{field}")
+        for value in wrong:
+            page.fill(f"#{field}", value)
+            assert re.fullmatch(words, page.locator(f"#{field}-problem").inner_text())
+        page.click("#settings")
+        page.fill("#text", "Hello?")
+        page.click("#send")
+        assert page.locator("#sheet").is_visible()
+        assert page.evaluate("document.activeElement.id") == field
+        page.fill(f"#{field}", right)
+        assert page.locator(f"#{field}-problem").inner_text() == ""
+    assert sent == []
+    page.fill("#temperature", "0.75")
+    page.click("#send")
+    assert shown(either.ended())
+    assert len(sent) == 1
+
+
+@pytest.mark.browser
+def test_settings_move_the_chat_down_and_cover_nothing(either: Window) -> None:
+    page = either.ready()
+    page.click("#settings")
+    sheet, below = page.locator("#sheet").bounding_box(), page.locator("#welcome").bounding_box()
+    assert sheet["y"] + sheet["height"] <= below["y"]
+    page.keyboard.press("Escape")
+    assert page.locator("#sheet").is_hidden()
+    assert page.evaluate("document.activeElement.id") == "settings"
+
+
+@pytest.mark.browser
+def test_an_answer_stays_in_sight_and_a_phone_folds_the_speed(either: Window) -> None:
+    page = either.ready()
+    for turn in range(1, 4):
+        page.fill("#text", "Tell me a story.")
+        page.click("#send")
+        assert in_sight(page, either.ended(turn).locator(".note"))
+    is_phone = page.evaluate("innerWidth") < 600
+    assert page.locator("#chart").is_visible() is not is_phone
+    assert "tokens per second" in page.locator("#latest").text_content()
+    assert page.locator("#latest").is_visible() is is_phone
+    page.locator("#speed summary").click()
+    assert page.locator("#chart").is_visible() is is_phone
 
 
 @pytest.mark.browser
@@ -416,11 +522,11 @@ def test_axe_finds_nothing_and_no_width_scrolls_sideways(chromium: Any, pocket: 
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
     check()
-    page.locator("#settings summary").click()
+    page.click("#settings")
     check()
-    sheet = page.locator(".sheet").bounding_box()
+    sheet = page.locator("#sheet").bounding_box()
     assert 0 <= sheet["x"] <= sheet["x"] + sheet["width"] <= width
-    page.click("h1")
+    page.click("#settings")
     page.click("#sample")
     page.wait_for_selector("#media img")
     page.select_option("#method", "sage")

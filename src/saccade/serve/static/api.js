@@ -2,7 +2,7 @@
 
 export class ServerError extends Error {
   constructor(message, status = 0) {
-    super(message);
+    super(message.replace(" in the data: URI", ""));  // the API's word for a file of this page
     this.status = status;
   }
 }

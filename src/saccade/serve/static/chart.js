@@ -59,6 +59,7 @@ export function drawChart(meters) {
     element("b", {}, meter.method), ` ${rounded(meter.rate)} tokens/s`,
     meter.isPlain || meter.speedUp === null ? null : element("strong", {}, times(meter.speedUp))));
   byId("chart").replaceChildren(svg, ...figures);
+  byId("latest").textContent = shown.length ? summary(shown.at(-1)) : "";
 }
 
 // Append a finished answer to the table.

@@ -7,7 +7,7 @@ import { byId, element, plural } from "./dom.js";
 import { addMedia, content, hasMedia, previews, takeMedia, watchMedia } from "./media.js";
 import { Meter, times } from "./meter.js";
 
-const KEY = "saccade-key", PLAIN = ["off", "plain"];
+const KEY = "saccade-key", FIELDS = ["length", "temperature"], PLAIN = ["off", "plain"];
 const history = []; // messages of this chat, as the API takes them
 const plainRates = new Map(); // model -> tokens/s of its last plain answer
 let models = [], running = null, turn = 0;
@@ -17,12 +17,26 @@ const complain = (text) => {
   byId("trouble").textContent = text;
   byId("trouble").hidden = !text;
 };
+const focus = (id) => byId(id).focus({ preventScroll: true }); // the composer always shows
 const announce = (text) => { byId("status").textContent = text; };
 
 // -- settings ------------------------------------------------------------------------------------------------
 
 const currentModel = () => models.find((model) => model.id === byId("model").value) ?? models[0];
 const key = () => byId("key").value.trim();
+
+function showSettings(isOpen) {
+  byId("sheet").hidden = !isOpen;
+  byId("settings").setAttribute("aria-expanded", isOpen);
+}
+
+// Whether a number can be used; if not, its field says what can be.
+function isRight(id) {
+  const field = byId(id), { valid } = field.validity, kind = field.step ? "number" : "whole number";
+  field.setAttribute("aria-invalid", !valid);
+  byId(`${id}-problem`).textContent = valid ? "" : `Give a ${kind} from ${field.min} to ${field.max}.`;
+  return valid;
+}
 
 function option(value, text) {
   return element("option", { value }, text);
@@ -41,6 +55,7 @@ function showMethods() {
     option("", `${about.method} (default)`), option("off", "off: plain decoding"),
     ...groups.map(([label, names]) => element("optgroup", { label }, names.map((name) => option(name, name)))));
   byId("method").disabled = false;
+  byId("length").max = currentModel().max_model_len ?? 100000;
   showLegend();
 }
 
@@ -56,7 +71,7 @@ async function loadModels() {
   } catch (problem) {
     complain(problem.message);
     if (problem.status === 401) {
-      byId("settings").open = true;
+      showSettings(true);
       byId("key").focus();
     }
     return;
@@ -70,11 +85,8 @@ async function loadModels() {
 }
 
 function decoding() {
-  const request = { model: currentModel().id };
-  const length = Number.parseInt(byId("length").value, 10), temperature = Number.parseFloat(byId("temperature").value);
-  if (length > 0) request.max_tokens = length;
-  request.temperature = temperature >= 0 ? temperature : 0;
-  return request;
+  const [max_tokens, temperature] = FIELDS.map((id) => byId(id).valueAsNumber);
+  return { model: currentModel().id, max_tokens, temperature };
 }
 
 // -- answers -------------------------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ function busy(controller) {
   for (const id of ["send", "race"]) byId(id).hidden = isRunning;
   byId("stop").hidden = !isRunning;
   const next = isRunning ? "stop" : hasScreenKeyboard() ? "send" : "text";
-  if (hadFocus) byId(next).focus();
+  if (hadFocus) focus(next);
 }
 
 function stop() {
@@ -151,11 +163,17 @@ function compare(plain, fast, request) {
 async function ask(isRace) {
   const text = byId("text").value.trim();
   if (running || (!text && !hasMedia())) {
-    byId("text").focus();
+    focus("text");
     return;
   }
   if (!models.length) await loadModels();
   if (!models.length) return;
+  const wrong = FIELDS.filter((id) => !isRight(id));
+  if (wrong.length) {
+    showSettings(true);
+    byId(wrong[0]).focus();
+    return;
+  }
   complain("");
   const controller = new AbortController(), { signal } = controller;
   busy(controller);
@@ -195,22 +213,24 @@ async function ask(isRace) {
       announce(`${verdict} Answer: ${last.text}`);
     } else if (signal.aborted) announce("Stopped");
     else announce(last.text ? `Answer: ${last.text} ${plural(last.meter.tokens, "token")}.` : "No answer");
-    if (follows) section.lastElementChild.scrollIntoView({ block: "nearest" });
     if (last.text) history.push(message, { role: "assistant", content: last.text });
-    else restore(files, text);
+    else await restore(files, text);
   } catch (problem) {
     lanes.append(element("p", { class: "error", role: "alert" }, problem.message));
-    restore(files, text);
+    await restore(files, text);
   } finally {
+    resize(); // the question that came back takes room from what is shown
+    const error = [...section.querySelectorAll(".error")].at(-1);
+    if (error || follows) (error ?? section.lastElementChild).scrollIntoView({ block: "nearest" });
     busy(null);
   }
 }
 
 // Put a question that got no answer back, unless another one is being written.
-function restore(files, text) {
+async function restore(files, text) {
   if (byId("text").value || hasMedia()) return;
   byId("text").value = text;
-  addMedia(files);
+  await addMedia(files);
 }
 
 function startOver() {
@@ -222,22 +242,26 @@ function startOver() {
   byId("welcome").hidden = false;
   clearTable();
   drawChart([]);
-  byId("text").focus();
+  focus("text");
 }
 
 // -- wiring --------------------------------------------------------------------------------------------------
 
-function add(files) {
-  const refused = addMedia(files);
-  complain(refused.length ? `${refused.join(", ")}: neither a picture nor a video; choose another file.` : "");
-  byId("text").focus();
+async function add(files) {
+  complain((await addMedia(files)).join(" "));
+  focus("text");
+}
+
+// Keep what is scrolled to above the composer.
+function resize() {
+  document.documentElement.style.setProperty("--composer", `${byId("ask").offsetHeight}px`);
 }
 
 async function trySample() {
   const response = await fetch("sample.png");
-  addMedia([new File([await response.blob()], "bar chart", { type: "image/png" })]);
+  await addMedia([new File([await response.blob()], "bar chart", { type: "image/png" })]);
   byId("text").value = "Read the values from the bar chart.";
-  byId("send").focus();
+  focus("send");
 }
 
 byId("key").value = sessionStorage.getItem(KEY) ?? "";
@@ -264,14 +288,16 @@ byId("text").addEventListener("keydown", (event) => {
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (!byId("tree").hidden) hideTree();
-  else if (byId("settings").open) {
-    byId("settings").open = false;
-    byId("settings").firstElementChild.focus();
-  } else stop();
+  else if (running) stop();
+  else if (!byId("sheet").hidden) {
+    showSettings(false);
+    byId("settings").focus();
+  }
 });
-addEventListener("pointerdown", (event) => {
-  if (!event.target.closest?.("#settings")) byId("settings").open = false;
-});
+byId("settings").addEventListener("click", () => showSettings(byId("sheet").hidden));
+for (const id of FIELDS) byId(id).addEventListener("input", () => isRight(id));
+new ResizeObserver(resize).observe(byId("ask"));
+byId("speed").open = matchMedia("(min-width: 56.01rem)").matches; // it would push a phone's chat away
 for (const moved of ["wheel", "touchmove"]) addEventListener(moved, () => { follows = false; }, { passive: true });
 addEventListener("error", (event) => complain(`This page failed: ${event.message}`));
 addEventListener("unhandledrejection", (event) => complain(`This page failed: ${event.reason}`));

@@ -4,8 +4,25 @@ import { byId, element } from "./dom.js";
 
 const chosen = [];
 
-function isMedium(file) {
-  return file.type.startsWith("image/") || file.type.startsWith("video/");
+const PICTURES = /^image\/(png|jpeg|webp|gif|bmp|tiff)$/;
+const FILMS = /^(.{4}(ftyp|moov|mdat|wide|free|skip|pnot)|\x1aE\xdf\xa3|RIFF.{4}AVI |OggS|\0\0\x01[\xb3\xba]|G)/s; // first bytes
+
+// What is wrong with a file, in a sentence; nothing where the server may read it.
+async function fault(file) {
+  const name = file.name || "The file";
+  if (file.type.startsWith("video/")) {
+    const begin = new Uint8Array(await file.slice(0, 12).arrayBuffer().catch(() => new ArrayBuffer(0)));
+    return FILMS.test(String.fromCharCode(...begin)) ? "" : `${name} is no video that can be read; choose another file.`;
+  }
+  if (!file.type.startsWith("image/")) return `${name} is neither a picture nor a video; choose another file.`;
+  if (!PICTURES.test(file.type)) return `${name} is no PNG, JPEG, WebP, GIF, BMP or TIFF; save it as one of them.`;
+  if (file.type === "image/tiff") return ""; // which most browsers cannot show
+  try {
+    (await createImageBitmap(file)).close();
+    return "";
+  } catch {
+    return `${name} is damaged or no picture; choose another file.`;
+  }
 }
 
 function preview(file) {
@@ -30,18 +47,18 @@ function draw() {
     button.addEventListener("click", () => {
       chosen.splice(chosen.indexOf(file), 1);
       draw();
-      byId("text").focus();
+      byId("text").focus({ preventScroll: true });
     });
     return element("li", {}, preview(file), button);
   }));
 }
 
-// Add files and return the names of those that are neither picture nor video.
-export function addMedia(files) {
-  const given = [...files];
-  chosen.push(...given.filter(isMedium));
+// Add the files that can be read, and return a sentence about each of the others.
+export async function addMedia(files) {
+  const all = [...files], faults = await Promise.all(all.map(fault));
+  chosen.push(...all.filter((_, place) => !faults[place]));
   draw();
-  return given.filter((file) => !isMedium(file)).map((file) => file.name || "the file");
+  return faults.filter(Boolean);
 }
 
 // Files of the next question, which are then no longer chosen.
