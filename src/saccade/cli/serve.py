@@ -56,6 +56,23 @@ def serve(
             rich_help_panel="Server",
         ),
     ] = None,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="API keys share cached prompts and pictures; by default each has its own, or one could learn what "
+            "another has sent.",
+            rich_help_panel="Server",
+        ),
+    ] = False,
+    no_prefix_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-reuse",
+            help="Reuse nothing of earlier requests, as some benchmarks demand.",
+            rich_help_panel="Server",
+        ),
+    ] = False,
     access_log: Annotated[
         bool,
         typer.Option(
@@ -143,7 +160,14 @@ def serve(
             base = read_config(Path(str(config)))
         return override(
             base,
-            {"host": host, "port": port, "api_key_file": api_key_file, "access_log": access_log or None},
+            {
+                "host": host,
+                "port": port,
+                "api_key_file": api_key_file,
+                "share_prefixes": share_prefixes or None,
+                "reuse_prefixes": False if no_prefix_reuse else None,
+                "access_log": access_log or None,
+            },
             {"max_rows": max_rows, "max_queue": max_queue, "kv_memory_mib": kv_memory},
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,18 @@ class Request:
         prompt: the target's prompt.
         draft_prompt: the drafter's; the target's prompt when None.
         seed: of the row's random generator, when sampling.
+        salt: what caches hold is reused by requests of the same salt alone; see `salted`.
     """
 
     prompt: Prompt
     draft_prompt: Prompt | None = None
     seed: int = 0
+    salt: str = ""
+
+    def salted(self, salt: str) -> Request:
+        """The same request with a salt, which keeps its prefixes and the features of its media apart."""
+        draft_prompt = self.draft_prompt and self.draft_prompt.salted(salt)
+        return replace(self, prompt=self.prompt.salted(salt), draft_prompt=draft_prompt, salt=salt)
 
     @property
     def drafter_prompt(self) -> Prompt:

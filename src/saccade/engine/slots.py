@@ -38,6 +38,7 @@ class SlotAllocator:
         self._entry_bytes = _entry_bytes(context.target, drafter)
         self._limit = limit
         self._rows: list[Row | None] = [None] * context.rows
+        self._salts = [""] * context.rows  # of the contents
         self._freed_at = [0] * context.rows  # by number of `free` calls
         self._frees = 0
 
@@ -67,14 +68,16 @@ class SlotAllocator:
             )
 
     def assign(self, row: Row) -> bool:
-        """Assign the slot that shares the longest prefix with the row's prompt; False if the row must wait."""
+        """Assign the slot of the longest prefix shared with the row's prompt and salt; False if the row must wait."""
         free = [slot for slot, occupant in enumerate(self._rows) if occupant is None]
         if not free:
             return False
         slot = self._best(free, row)
         if not self._make_room(row, slot, free):
             return False
-        self._rows[slot] = row
+        if self._salts[slot] != row.request.salt:
+            self._clear(slot)
+        self._rows[slot], self._salts[slot] = row, row.request.salt
         row.begin(slot)
         self._context.cache.reserve(slot, row.max_entries + self._extra)
         if self._drafting is not None:
@@ -101,7 +104,8 @@ class SlotAllocator:
             self._drafting.forget(slot)
 
     def _best(self, free: Sequence[int], row: Row) -> int:
-        shared = self._context.shared_prefixes(free, row.request.prompt)
+        same = [slot for slot in free if self._salts[slot] == row.request.salt]
+        shared = dict.fromkeys(free, 0) | self._context.shared_prefixes(same, row.request.prompt)
         empty = [slot for slot in free if not self._context.lengths[slot]]
         if empty and max(shared.values()) < MIN_SHARED_PREFIX:
             return empty[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -61,6 +61,10 @@ class Prompt:
             else:
                 found.append((medium,))
         return found
+
+    def salted(self, salt: str) -> Prompt:
+        """The same prompt, whose media share features and captions with those of the same salt alone."""
+        return replace(self, media=tuple(replace(m, digest=f"{m.digest}/{salt}") for m in self.media))
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

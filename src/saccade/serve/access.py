@@ -30,6 +30,9 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
     def client(self, authorization: str | None, address: str) -> str:
         """Return the name under which a client's requests are counted: its key's digest, or its address.
 

@@ -170,6 +170,9 @@ class ServerConfig:
         limits: see `Limits`.
         media: accepted places, formats and sizes of images and videos; paths are never read.
         text_as_text: whether control tokens and placeholders in the text of requests are encoded as text.
+        share_prefixes: whether requests of different API keys reuse each other's prompts and media, which tells by
+            time and ``cached_tokens`` what another key has sent; without keys all requests do.
+        reuse_prefixes: whether requests reuse anything of earlier ones at all.
         access_log: whether standard error has a line per request: time, method, path, status, seconds, new tokens.
         file: that it was read from, for messages; empty for one of the command line.
     """
@@ -182,6 +185,8 @@ class ServerConfig:
     limits: Limits = Limits()
     media: MediaLimits = SERVER
     text_as_text: bool = True
+    share_prefixes: bool = False
+    reuse_prefixes: bool = True
     access_log: bool = False
     file: str = ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -155,8 +157,11 @@ class ServedModel:
 
     # -- jobs ----------------------------------------------------------------------------------------------
 
-    def chat_jobs(self, body: ChatRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
+    def chat_jobs(self, body: ChatRequest, deliver: Callable[[int, Event], None], client: str | None = "") -> list[Job]:
         """Make the jobs of a conversation, one per choice; decodes its media.
+
+        Args:
+            client: with whose requests alone it shares cached prefixes; empty: with those of all; None: with none.
 
         Raises:
             Refusal: 400; a message or a field cannot be used.
@@ -167,13 +172,15 @@ class ServedModel:
         messages = self.vlm.processor.load_media(
             conversation(body.messages), self._media, num_frames=body.num_frames, fps=body.fps
         )
-        return self._jobs(body, setting, [messages], deliver)
+        return self._jobs(body, setting, [messages], deliver, client)
 
-    def completion_jobs(self, body: CompletionRequest, deliver: Callable[[int, Event], None]) -> list[Job]:
-        """Make the jobs of raw prompts, ``n`` per prompt in order; errors as in `chat_jobs`."""
+    def completion_jobs(
+        self, body: CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
+    ) -> list[Job]:
+        """Make the jobs of raw prompts, ``n`` per prompt in order; arguments and errors as of `chat_jobs`."""
         setting = self.setting(body.speculation)
         self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
-        return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver)
+        return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver, client)
 
     def _check_size(self, characters: int, field: str) -> None:
         context = self.planner.context
@@ -191,6 +198,7 @@ class ServedModel:
         setting: Setting,
         questions: Sequence[Any],
         deliver: Callable[[int, Event], None],
+        client: str | None,
     ) -> list[Job]:
         seed, jobs = seed_of(body), list[Job]()
         options = {
@@ -203,6 +211,8 @@ class ServedModel:
             request = setting.vlm.request(RowInput(question, [], [], options), seed)
             for _ in range(body.n or 1):
                 own = replace(request, seed=(seed + len(jobs)) & (2**63 - 1))
+                if salt := _salt(client, body.cache_salt):
+                    own = own.salted(salt)
                 jobs.append(self._job(body, setting, own, len(jobs), deliver))
         return jobs
 
@@ -236,6 +246,13 @@ class ServedModel:
         if any(not 0 <= token < size or token in visual for token in prompt):
             raise invalid(f"prompt: every token id must be from 0 to {size - 1}, and of text.", "prompt")
         return Prompt(tuple(prompt))
+
+
+def _salt(client: str | None, given: str | None) -> str:
+    """Salt of a row's prefixes; empty where they are shared with everyone."""
+    if client is None:
+        return secrets.token_hex(16)
+    return hashlib.blake2b(f"{client} {given or ''}".encode(), digest_size=16).hexdigest() if client or given else ""
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -77,6 +77,12 @@ class Service:
         address = scope.get("client") or ("unknown", 0)
         return self.keys.client(headers.get("authorization"), str(address[0]))
 
+    def sharing(self, client: str) -> str | None:
+        """With whose requests alone a client's share cached prefixes; empty: with those of all; None: with none."""
+        if not self.config.reuse_prefixes:
+            return None
+        return client if self.keys and not self.config.share_prefixes else ""
+
     def model(self, name: str | None) -> ServedModel:
         """Return the model of a request; the first one without a name.
 

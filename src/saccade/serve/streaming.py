@@ -144,7 +144,7 @@ class Exchange(Response):
             self._began = service.clock()
             with service.gate.request(client):
                 body = parse(self._kind, await self._read(scope, receive))
-                await self._submit(body)
+                await self._submit(body, service.sharing(client))
                 await self._answer(receive, send, bool(body.stream))
         finally:  # jobs and inbox call back here; without the cycle, images are freed at once
             scope["saccade.tokens"] = self._tokens
@@ -179,8 +179,8 @@ class Exchange(Response):
         except ClientGone:
             raise Refusal(400, "The client has gone before the end of the body.", "client_gone") from None
 
-    async def _submit(self, body: ChatRequest | CompletionRequest) -> None:
-        """Prepare the jobs outside of the event loop, and queue them."""
+    async def _submit(self, body: ChatRequest | CompletionRequest, sharing: str | None) -> None:
+        """Prepare the jobs outside of the event loop, and queue them; ``sharing`` as of `ServedModel.chat_jobs`."""
         service = self._service
         model = service.model(body.model)
         count = (body.n or 1) * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
@@ -188,9 +188,9 @@ class Exchange(Response):
             raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
         service.check_room(count)
         if isinstance(body, ChatRequest):
-            self._jobs = await service.prepare(model.chat_jobs, body, self._inbox.put)
+            self._jobs = await service.prepare(model.chat_jobs, body, self._inbox.put, sharing)
         else:
-            self._jobs = await service.prepare(model.completion_jobs, body, self._inbox.put)
+            self._jobs = await service.prepare(model.completion_jobs, body, self._inbox.put, sharing)
         own, vlm = body.saccade, self._jobs[0].vlm
         chat = isinstance(body, ChatRequest)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)

@@ -189,12 +189,13 @@ class GivenCaptions:
         self._texts = texts
 
     def __call__(self, shown: PromptMedium) -> str:
-        if shown.digest not in self._texts:
+        digest = " ".join(part.partition("/")[0] for part in shown.digest.split())  # without salts
+        if digest not in self._texts:
             raise InputError(
-                f"No caption was given for the {shown.kind} with the digest {shown.digest}; add it to captioner, or "
+                f"No caption was given for the {shown.kind} with the digest {digest}; add it to captioner, or "
                 "let a checkpoint or the draft model caption."
             )
-        return self._texts[shown.digest]
+        return self._texts[digest]
 
 
 @lru_cache(maxsize=1)
