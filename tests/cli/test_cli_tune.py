@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import Shell
+from rich.table import Table
 
 from checkpoints import ready
 from saccade import load
@@ -45,6 +46,14 @@ def test_a_tuned_profile_is_a_target_with_its_drafter_and_method(shell: Shell, t
     answer = json.loads(shell("generate", "-t", save, "-n", "3", "--json", "Hello").out)
     assert answer["method"] == profile.method
     assert load(save, ready("llava-draft"), method="chain", gamma=2).options["gamma"] == 2
+
+
+def test_tables_are_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    table.add_column("x" * 70, no_wrap=True)
+    table.add_column("y" * 70, no_wrap=True)
+    screen.out().print(table)
+    assert f"{'x' * 70} ┃ {'y' * 70} ┃\n" in capsys.readouterr().out
 
 
 def results(**speedups: float) -> dict[str, Any]:

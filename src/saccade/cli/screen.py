@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from saccade.output import Mark, Output
     from saccade.stream import Chunk, Stream
     from saccade.vlm import VLM
+_UNCUT = 10_000
 _notes = Console(stderr=True, highlight=False)
 
 
 def out() -> Console:
-    """Return the console of standard output."""
-    return Console(file=sys.stdout, highlight=False)
+    """Return the console of standard output, whose lines have any length where it is no terminal."""
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
 
 
 def note(words: str, style: str = "dim") -> None:
