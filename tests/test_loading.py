@@ -45,12 +45,18 @@ def real_bert(folder: Path) -> None:
     BertLMHeadModel(config).save_pretrained(folder)
 
 
+def with_code(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"bias": Path("x")}, folder / "pytorch_model.bin")
+
+
 V_PROJ = "language_model.model.layers.0.self_attn.v_proj.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
     "cut short": (cut_short, "model.safetensors is damaged or only partly downloaded"),
     "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "is damaged or only partly"),
     "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"\x10" + bytes(40)), "is damaged or only"),
+    "code": (with_code, r"carries code \(pathlib\.\w+\), which is never run; give weights as safetensors"),
     "tensor gone": (
         lambda d: edit_weights(d, lambda w: w.pop(V_PROJ)),
         r"lacks the weight model.language_model.layers.0.self_attn.v_proj.weight;",

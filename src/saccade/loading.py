@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -357,6 +358,7 @@ def _refusing(path: str | Path) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as problem:  # transformers, safetensors and hub raise many kinds
+        refuse_code(problem, path)
         if "trust_remote_code" in str(problem):
             raise ModelError(
                 f"The checkpoint {path} needs code of its own, which is never run; give a model whose architecture "
@@ -376,6 +378,15 @@ def _refusing(path: str | Path) -> Iterator[None]:
             f"The checkpoint {path} cannot be loaded ({_first_sentence(problem)}); give a complete checkpoint that "
             "this version of transformers supports."
         ) from problem
+
+
+def refuse_code(problem: Exception, place: str | Path) -> None:
+    """Raise `ModelError` where a weight file could not be read because its pickle calls code."""
+    if isinstance(problem, UnpicklingError) and (called := re.search(r"GLOBAL ([\w.]+)", str(problem))):
+        raise ModelError(
+            f"The weight file of {place} carries code ({called[1]}), which is never run; give weights as safetensors, "
+            "or where you trust the file, save its tensors alone with safetensors.torch.save_file."
+        ) from None
 
 
 def _is_from_hub(problem: Exception) -> bool:

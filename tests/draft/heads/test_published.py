@@ -109,6 +109,9 @@ def test_pytorch_s_own_files_are_read(tmp_path: Path) -> None:
     torch.save({"step": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="holds more than weights"):
         load_head(tmp_path, target("llava"))
+    torch.save({"bias": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"carries code \(pathlib\.\w+\), which is never run; give .* safetensors"):
+        load_head(tmp_path, target("llava"))
     (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 40)
     with pytest.raises(ModelError, match="is damaged"):
         load_head(tmp_path, target("llava"))

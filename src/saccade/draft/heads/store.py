@@ -19,7 +19,7 @@ from saccade.draft.heads.published import cross_attention, eagle3, first_eagle, 
 from saccade.draft.heads.published.translation import Form
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
-from saccade.loading import draft_dtype, file_of, is_on_hub, path_of
+from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
 from saccade.target.adapter import Target
 
 WEIGHTS = "model.safetensors"
@@ -158,6 +158,7 @@ def read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Te
                 return load_file(file)
             weights = torch.load(file, map_location="cpu", weights_only=True)
         except _DAMAGE as problem:
+            refuse_code(problem, folder)
             raise ModelError(f"The weight file of the head {folder} is damaged ({problem}); copy it again.") from None
         if isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values()):
             return weights
