@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from saccade.errors import SaccadeError, TrainingError
 from saccade.files import write_file, write_folder
@@ -38,6 +40,15 @@ def test_a_failed_write_leaves_the_old_folder_alone(tmp_path: Path) -> None:
         write_folder(folder, fail, advice="try another")
     assert [file.name for file in tmp_path.iterdir()] == ["head"]
     assert (folder / "a").read_bytes() == b"old"
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_folder(tmp_path / "head", lambda part: save_file({}, part / "model.safetensors"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "head" / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_differences_name_nested_leaves_and_absent_ones() -> None:

@@ -77,8 +77,10 @@ def write_folder(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             write(part)
-            for file in (*(p for p in part.rglob("*") if p.is_file()), part):
+            for file in (p for p in part.rglob("*") if p.is_file()):
+                file.chmod(part.stat().st_mode & 0o666)  # as by the umask, which safetensors' files ignore
                 _sync(file)
+            _sync(part)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
