@@ -154,6 +154,7 @@ def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"id": {"a": 1}, "prompt": "x"}', "the id must be"),
         (b'{"image": "a.png"}', "it has no question; its fields are image; give it a field prompt"),
+        (b'{"prompt": 5}', "the prompt must be a text, not '5'"),
         (b'{"prompt": "x", "image": 3}', "must be the path of a file"),
         (b'{"prompt": "x", "image": "https://example.com/a.png"}', "on the network"),
         (b'{"prompt": "x", "system": 3}', "system must be a text"),

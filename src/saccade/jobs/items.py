@@ -149,8 +149,10 @@ class Asking:
     def _text(self, item: Item) -> str:
         if self.template is not None:
             return self.template.fill({**_fields(item), **item.row})
-        text = item.row.get("prompt")
-        if not isinstance(text, str) or not text.strip():
+        text = item.row.get("prompt", "")
+        if not isinstance(text, str):
+            raise InputError(f"the prompt must be a text, not {str(text)[:60]!r}")
+        if not text.strip():
             own = f"its fields are {', '.join(item.row)}; give it a field prompt, or" if item.row else "give"
             raise InputError(f"it has no question; {own} all items one: --prompt 'Describe the picture.'")
         return text
