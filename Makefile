@@ -49,7 +49,7 @@ test-browser: $(READY) ## the server's page and the docs in a headless Chromium,
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[browser]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m browser tests/serve tests/test_site.py
 
-test-ray: $(READY) ## Ray on loopback, in network namespaces; takes minutes
+test-ray: $(READY) ## Ray on loopback, mostly in network namespaces; takes minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[ray]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m ray
 

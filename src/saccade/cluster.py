@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +55,17 @@ class Places:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
-def load_ray() -> Any:
+def load_ray(address: str) -> Any:
     """Import Ray.
+
+    Args:
+        address: with `LOCAL`, all processes of this import stay on loopback.
 
     Raises:
         SaccadeError: it is not installed.
     """
+    if address == LOCAL:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray makes 127.0.0.1 this machine's address
     try:
         return import_module("ray")
     except ImportError:
@@ -100,18 +106,22 @@ def connected(address: str, engines: int | None = None) -> Iterator[Any]:
     """
     check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = load_ray()
+    ray = load_ray(address)
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     try:
         if address == LOCAL:
+            print("Starting Ray on this machine; it may take two minutes.", file=sys.stderr, flush=True)
             cores = max(os.cpu_count() or 1, engines or 1)
             ray.init(
                 address=LOCAL,
                 num_cpus=cores,
                 object_store_memory=OBJECT_STORE,
-                _node_ip_address="127.0.0.1",  # or it would listen on all addresses
+                _node_ip_address="127.0.0.1",
                 **quiet,
             )
+            if not ip_address(ray.util.get_node_ip_address()).is_loopback:
+                ray.shutdown()
+                raise RuntimeError("it listens beyond loopback, because this process imported ray before Saccade did")
         else:
             quiet.pop("include_dashboard")
             _knock(address)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -191,6 +194,28 @@ def test_engines_are_one_per_gpu_or_one_per_machine() -> None:
     assert cluster.places(ray(1, CPU=8), 3, 1, True) == cluster.Places(3, 1, 0, 3)
     with pytest.raises(SaccadeError, match="at least 1, not 0"):
         cluster.places(ray(1, CPU=8), 0, None, True)
+
+
+LISTENING = """
+import psutil
+from saccade.cluster import connected
+with connected("local", 1) as ray:
+    ray.get(ray.remote(lambda: 1).remote())
+    for process in psutil.Process().children(recursive=True):
+        print(*(found.laddr.ip for found in process.net_connections() if found.status == "LISTEN"))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs saccade[ray]")
+def test_a_cluster_of_this_machine_listens_on_loopback_alone() -> None:
+    """On the interfaces that this machine has, not in a network namespace, where there is nothing but loopback."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    done = subprocess.run([sys.executable, "-c", LISTENING], env={**os.environ, **token}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Starting Ray on this machine" in done.stderr
+    assert len(done.stdout.split()) > 3
+    assert set(done.stdout.split()) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.mark.ray

@@ -181,7 +181,7 @@ def serve(
         from saccade.cluster import check_address, load_ray
 
         check_address(ray)
-        load_ray()
+        load_ray(ray)
         from saccade.serve.replicas import serve_on_ray
 
         serve_on_ray(read, ray, replicas)
