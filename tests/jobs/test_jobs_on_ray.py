@@ -211,7 +211,8 @@ with connected("local", 1) as ray:
 def test_a_cluster_of_this_machine_listens_on_loopback_alone() -> None:
     """On the interfaces that this machine has, not in a network namespace, where there is nothing but loopback."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    done = subprocess.run([sys.executable, "-c", LISTENING], env={**os.environ, **token}, capture_output=True, text=True)
+    words = [sys.executable, "-c", LISTENING]
+    done = subprocess.run(words, env={**os.environ, **token}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Starting Ray on this machine" in done.stderr
     assert len(done.stdout.split()) > 3
