@@ -147,7 +147,7 @@ def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypa
         lanes, stock, failed = server.service.owner._lanes, RunningBatch.step, list[str]()
 
         def failing(batch: RunningBatch) -> Any:
-            server.until(lambda: failed or server.service.owner._submitted == len(asked))
+            server.until(lambda: failed or server.service.owner._submitted.total() == len(asked))
             lane = next(lane for lane in lanes.values() if lane.batch is batch)
             if len(lane.suspects) > 1 and "batch" not in failed:
                 failed.append("batch")

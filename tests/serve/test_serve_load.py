@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 from live_server import TIMEOUT, Live, asks, live, questions, uri
+from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import ready, vlm
 from saccade.serve.streaming import Exchange
@@ -271,27 +273,80 @@ def test_the_access_log_has_a_line_per_request_without_texts(capsys: pytest.Capt
     ]
 
 
-def test_metrics_count_what_was_served(shared: Live) -> None:
-    def value(name: str, labels: str = "") -> float:
-        text = shared.call("GET", "/metrics")[2].decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"saccade:{name}") and labels in line]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+def samples(server: Live, prefix: str = "saccade:") -> Counter[tuple[str, str]]:
+    """Values of the samples, per name without labels and model."""
+    found = Counter[tuple[str, str]]()
+    for family in text_string_to_metric_families(server.call("GET", "/metrics")[2].decode()):
+        for sample in family.samples:
+            found[sample.name.removeprefix(prefix), sample.labels.get("model_name", "")] += sample.value
+    return found
 
+
+def test_metrics_count_what_was_served(shared: Live) -> None:
+    before = samples(shared)
+    _, answer = shared.post({**LONG, "max_tokens": 20})
+    shared.post({**LONG, "max_tokens": 0})
+    after = samples(shared)
     names = ["prompt_tokens_total", "generation_tokens_total", "spec_decode_num_accepted_tokens_total"]
     names += ["spec_decode_num_draft_tokens_total", "time_to_first_token_seconds_count"]
     names += ["e2e_request_latency_seconds_count"]
-    before = {name: value(name, 'model_name="tiny"') for name in names}
-    errors = value("request_errors_total", 'kind="invalid_request"')
-    _, answer = shared.post({**LONG, "max_tokens": 20})
-    shared.post({**LONG, "max_tokens": 0})
-    after = {name: value(name, 'model_name="tiny"') for name in names}
     used, details = answer["usage"], answer["usage"]["completion_tokens_details"]
     drafted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
-    rise = [after[name] - before[name] for name in names]
+    rise = [after[name, "tiny"] - before[name, "tiny"] for name in names]
     assert rise == [used["prompt_tokens"], 20, details["accepted_prediction_tokens"], drafted, 1, 1]
-    assert value("request_errors_total", 'kind="invalid_request"') == errors + 1
-    assert value("num_requests_running") == value("num_requests_waiting") == 0
-    assert value("spec_decode_num_accepted_tokens_per_pos_total", 'lossless="true"') > 0
+    assert after["request_errors_total", ""] == before["request_errors_total", ""] + 1
+    assert after["num_requests_running", "tiny"] == after["num_requests_waiting", "tiny"] == 0
+
+
+@pytest.mark.parametrize("method", ["chain", "static-tree", "dynamic-tree", "lookup-merge", "lvspec", "off"])
+def test_accepted_tokens_by_position_sum_to_all_accepted_ones(shared: Live, method: str) -> None:
+    names = [f"spec_decode_num_{name}_total" for name in ("accepted_tokens", "accepted_tokens_per_pos", "drafts")]
+    before = samples(shared)
+    for number, most in enumerate((2, 3, 7, 20)):  # most answers end within the draft
+        body = {"messages": asks(f"abcabcabcabc{number}?"), "max_tokens": most, "speculation": method}
+        assert shared.post(body)[0] == 200
+        shared.post(body)  # again, with the prompt in the cache: the first pass verifies drafts, too
+    rise = samples(shared) - before
+    accepted, by_position, drafts = (rise[name, "tiny"] for name in names)
+    assert accepted == by_position
+    assert (accepted > 0) == (drafts > 0) == (method != "off")
+
+
+def test_dashboards_of_vllm_find_its_names_types_and_labels(shared: Live) -> None:
+    shared.post({**LONG, "max_tokens": 9})
+    text = shared.call("GET", "/metrics")[2].decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, kind in {
+        "spec_decode_num_drafts": "counter",
+        "spec_decode_num_draft_tokens": "counter",
+        "spec_decode_num_accepted_tokens": "counter",
+        "spec_decode_num_accepted_tokens_per_pos": "counter",
+        "mm_cache_queries": "counter",
+        "time_to_first_token_seconds": "histogram",
+        "inter_token_latency_seconds": "histogram",
+        "num_requests_running": "gauge",
+        "num_requests_waiting": "gauge",
+        "kv_cache_usage_perc": "gauge",
+    }.items():
+        labels = {"model_name", "engine", *(["position"] if name.endswith("per_pos") else [])}
+        labels |= {"le"} if kind == "histogram" else set()
+        theirs, ours = families[f"vllm:{name}"], families[f"saccade:{name}"]
+        assert theirs.type == ours.type == kind
+        assert {*theirs.samples[0].labels} == labels
+    assert all(family.type == "counter" for name, family in families.items() if name.endswith(("steps", "hits")))
+    assert {key: value for key, value in samples(shared, "vllm:").items() if key[0].startswith("spec")} == {
+        key: value for key, value in samples(shared).items() if key[0].startswith("spec") and "loosened" not in key[0]
+    }, "the sums over methods"
+    with live(vllm_metrics=False) as server:
+        assert b"vllm:" not in server.call("GET", "/metrics")[2]
+
+
+def test_a_picture_is_one_query_of_the_media_cache_whatever_the_drafter_and_the_chunks() -> None:
+    with live(prefill_chunk=16) as server:
+        for hits, queries in ((0, 2), (1, 4)):
+            server.post({"messages": asks("What?", uri(7 + hits), uri(1, (96, 96))), "max_tokens": 4})
+            found = samples(server)
+            assert (found["mm_cache_hits_total", "tiny"], found["mm_cache_queries_total", "tiny"]) == (hits, queries)
 
 
 # -- the end of a process ----------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ class ServerConfig:
             time and ``cached_tokens`` what another key has sent; without keys all requests do.
         reuse_prefixes: whether requests reuse anything of earlier ones at all.
         access_log: whether standard error has a line per request: time, method, path, status, seconds, new tokens.
+        vllm_metrics: whether ``/metrics`` has vLLM's names beside its own.
         file: that it was read from, for messages; empty for one of the command line.
     """
 
@@ -188,6 +189,7 @@ class ServerConfig:
     share_prefixes: bool = False
     reuse_prefixes: bool = True
     access_log: bool = False
+    vllm_metrics: bool = True
     file: str = ""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class Job:
     """One answer that a client waits for.
 
     Attributes:
-        lane: key of its model and method.
+        lane: names of its model and of its method with options.
         vlm: the model with the method.
         request, planned: as prepared for the engine.
         plan_again: makes ``planned`` anew, whose criteria and recorders follow one row only.
@@ -61,7 +61,7 @@ class Job:
         submitted: `time.perf_counter` of its submission.
     """
 
-    lane: Hashable
+    lane: tuple[str, str]
     vlm: VLM
     request: Request
     planned: Planned
@@ -106,7 +106,7 @@ class Lane:
         suspects: jobs that were in a step that failed as a whole; each is repeated alone.
     """
 
-    key: Hashable
+    key: tuple[str, str]
     vlm: VLM
     batch: RunningBatch
     jobs: dict[int, Job] = field(default_factory=dict)

@@ -1,24 +1,19 @@
-"""Prometheus metrics, under vLLM's names with the prefix ``saccade:``."""
+"""Prometheus metrics, under vLLM's names with the prefix ``saccade:``, and under vLLM's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from saccade.output import Output
+from saccade.output import Mark, Output
 from saccade.serve.jobs import Event
 from saccade.serve.owner import Owner
 
 PREFIX = "saccade:"
+VLLM = "vllm:"
 LABELS = ("model_name", "method", "lossless")
 FIRST_TOKEN = (
     0.001,
@@ -62,17 +57,37 @@ class Timing:
     last: float | None = field(default=None)
 
 
+def accepted_per_pass(marks: Sequence[Mark]) -> list[int]:
+    """Emitted draft tokens of each verification pass of an answer, of a prefill only where it emitted some.
+
+    Args:
+        marks: of the answer's tokens; every pass emits accepted draft tokens and then, except at the answer's end, a
+            token of the target.
+    """
+    passes = [0]
+    for mark in marks:
+        passes[-1] += mark != "target"
+        if mark == "target":
+            passes.append(0)
+    if marks and marks[-1] == "target":
+        passes.pop()
+    return passes if passes[0] else passes[1:]
+
+
 class Metrics:
     """Counters of one server.
 
     Args:
         owner: source of the gauges.
+        models: names of the served models.
+        vllm: whether metrics that vLLM has are given under its names, too.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, models: Sequence[str], vllm: bool = True) -> None:
         disable_created_metrics()  # or every counter has a second series with its first time
-        self.registry = CollectorRegistry()
-        self._gauges(owner)
+        self._vllm = vllm
+        self.registry, self._own = CollectorRegistry(), CollectorRegistry()
+        self.registry.register(_State(owner, tuple(models)))
         self._first = self._histogram("time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "Time between tokens.", BETWEEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "Time of whole answers.", WHOLE)
@@ -81,15 +96,21 @@ class Metrics:
         self._cached = self._counter("prompt_tokens_cached", "Of them, taken from the KV cache.")
         self._new = self._counter("generation_tokens", "Generated tokens.")
         self._success = self._counter("request_success", "Finished answers.", "finished_reason")
-        self._drafts = self._counter("spec_decode_num_drafts", "Verification passes.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Verification passes of answers with draft tokens.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._loosened = self._counter("spec_decode_num_loosened_tokens", "Of them, against the target's own.")
         self._per_position = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth in the draft.", "position"
+        )
+        self._own.register(_Steps(owner))
+        self._loosened = Counter(
+            f"{PREFIX}spec_decode_num_loosened_tokens",
+            "Accepted draft tokens against the target's own.",
+            LABELS,
+            registry=self._own,
         )
         self._errors = Counter(
-            f"{PREFIX}request_errors", "Requests that were not served.", ["kind"], registry=self.registry
+            f"{PREFIX}request_errors", "Requests that were not served.", ["kind"], registry=self._own
         )
 
     def tokens(self, timing: Timing, event: Event) -> None:
@@ -109,20 +130,20 @@ class Metrics:
         self._whole.labels(*labels).observe(now - timing.began)
         self._queue.labels(*labels).observe(stats.queue_seconds)
         self._success.labels(*labels, FINISHED.get(output.finish_reason, output.finish_reason)).inc()
+        passes = accepted_per_pass(output.marks)
         counts = (
             (self._prompt, stats.prompt_tokens),
             (self._cached, stats.reused_tokens),
             (self._new, stats.new_tokens),
-            (self._drafts, stats.target_passes),
+            (self._drafts, len(passes) if stats.drafted_tokens else 0),
             (self._drafted, stats.drafted_tokens),
             (self._accepted, stats.accepted_tokens),
             (self._loosened, stats.loosened_tokens),
         )
         for counter, value in counts:
             counter.labels(*labels).inc(value)
-        histogram = stats.accepted_histogram
-        for position in range(len(histogram) - 1):
-            self._per_position.labels(*labels, str(position)).inc(sum(histogram[position + 1 :]))
+        for position in range(max(passes, default=0)):
+            self._per_position.labels(*labels, str(position)).inc(sum(count > position for count in passes))
 
     def failed(self, kind: str) -> None:
         """Count a request that was not served."""
@@ -130,26 +151,72 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-    def _gauges(self, owner: Owner) -> None:
-        counts = owner.counts
-        for name, help_, value in (
-            ("num_requests_running", "Requests with a row of the batch.", lambda: counts.running),
-            ("num_requests_waiting", "Requests that wait for a row.", lambda: owner.waiting),
-            ("kv_cache_usage_perc", "Share of the KV memory in use; 1 is all.", lambda: counts.kv_usage),
-            ("step_seconds", "Seconds since the begin of the step under way.", lambda: owner.stuck_for),
-        ):
-            Gauge(PREFIX + name, help_, registry=self.registry).set_function(value)
-        for name, help_, value in (
-            ("mm_cache_hits", "Images and videos whose features were cached.", lambda: counts.media_hits),
-            ("mm_cache_queries", "All of them.", lambda: counts.media_hits + counts.media_misses),
-            ("engine_steps", "Steps of all batches.", lambda: counts.steps),
-        ):
-            Gauge(f"{PREFIX}{name}_total", help_, registry=self.registry).set_function(value)
+        registries = [self.registry, self._own, *([_AsOfVllm(self.registry)] if self._vllm else [])]
+        return b"".join(generate_latest(registry) for registry in registries)  # type: ignore[arg-type]
 
     def _counter(self, name: str, help_: str, *more: str) -> Counter:
         return Counter(PREFIX + name, help_, [*LABELS, *more], registry=self.registry)
 
     def _histogram(self, name: str, help_: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, help_, LABELS, registry=self.registry, buckets=buckets)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Collector of the owner's numbers per model."""
+
+    owner: Owner
+    models: Sequence[str]
+
+    def collect(self) -> Iterator[Metric]:
+        owner, counts = self.owner, self.owner.counts
+        usages, hits, misses = counts.kv_usages, counts.media_hits, counts.media_misses
+        for kind, name, help_, value in (
+            (GaugeMetricFamily, "num_requests_running", "Requests with a row of the batch.", counts.rows.__getitem__),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests that wait for a row.", owner.waiting_for),
+            (
+                GaugeMetricFamily,
+                "kv_cache_usage_perc",
+                "Share of the KV memory in use; 1 is all.",
+                lambda model: max((usage for lane, usage in usages.items() if lane[0] == model), default=0.0),
+            ),
+            (CounterMetricFamily, "mm_cache_hits", "Images and videos whose features were cached.", hits.__getitem__),
+            (CounterMetricFamily, "mm_cache_queries", "All of them.", lambda model: hits[model] + misses[model]),
+        ):
+            family = kind(PREFIX + name, help_, labels=["model_name"])
+            for model in self.models:
+                family.add_metric([model], value(model))
+            yield family
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Collector of the owner's numbers over all models."""
+
+    owner: Owner
+
+    def collect(self) -> Iterator[Metric]:
+        stuck = self.owner.stuck_for
+        yield GaugeMetricFamily(f"{PREFIX}step_seconds", "Seconds since the begin of the step under way.", stuck)
+        yield CounterMetricFamily(f"{PREFIX}engine_steps", "Steps of all batches.", self.owner.counts.steps)
+
+
+@dataclass(frozen=True)
+class _AsOfVllm:
+    """Collector of a registry's metrics under vLLM's names and labels, summed over methods."""
+
+    registry: CollectorRegistry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.registry.collect():
+            found = Metric(family.name.replace(PREFIX, VLLM), family.documentation, family.type)
+            sums: dict[tuple[str, ...], float] = {}
+            labels: dict[tuple[str, ...], dict[str, str]] = {}
+            for sample in family.samples:
+                kept = {"engine": "0", **{k: v for k, v in sample.labels.items() if k not in LABELS[1:]}}
+                key = (sample.name, *kept.values())
+                sums[key] = sums.get(key, 0.0) + sample.value
+                labels[key] = kept
+            for key, value in sums.items():
+                found.add_sample(key[0].replace(PREFIX, VLLM), labels[key], value)
+            yield found

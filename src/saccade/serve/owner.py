@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -29,24 +29,34 @@ log = logging.getLogger("saccade.serve")
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers that the owner thread writes and any thread may read.
+    """Numbers that the owner thread writes and any thread may read; those in counters are per model.
 
     Attributes:
         ended: jobs that have ended.
-        running: jobs in a batch with a row of the caches.
-        kv_usage: greatest share of KV memory in use, over lanes.
+        rows: jobs in a batch with a row of the caches.
+        kv_usages: share of KV memory in use, per lane.
         media_hits, media_misses: of the media caches so far.
         steps: of all batches.
         step_began: `time.monotonic` at the begin of the step under way; None between steps.
     """
 
-    ended: int = 0
-    running: int = 0
-    kv_usage: float = 0.0
-    media_hits: int = 0
-    media_misses: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    kv_usages: dict[tuple[str, str], float] = field(default_factory=dict)
+    media_hits: Counter[str] = field(default_factory=Counter)
+    media_misses: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     step_began: float | None = None
+
+    @property
+    def running(self) -> int:
+        """Jobs of all models in a batch with a row of the caches."""
+        return self.rows.total()
+
+    @property
+    def kv_usage(self) -> float:
+        """Greatest share of KV memory in use, over lanes."""
+        return max(self.kv_usages.values(), default=0.0)
 
 
 class Owner:
@@ -63,11 +73,11 @@ class Owner:
         self.counts = Counts()
         self._limits, self._post = limits, post
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lanes: dict[Hashable, Lane] = {}
+        self._lanes: dict[tuple[str, str], Lane] = {}
         self._unplaced: deque[Job] = deque()
         self._events: list[tuple[Job, Event]] = []
         self._kv_memory: int | None = None
-        self._submitted = 0
+        self._submitted = Counter[str]()
         self._draining = self._stopped = False
         self._thread = threading.Thread(target=self._run, name="saccade-owner", daemon=True)
 
@@ -86,7 +96,7 @@ class Owner:
         if self._draining or not self._thread.is_alive():
             raise draining()
         self.check_room(len(jobs))
-        self._submitted += len(jobs)
+        self._submitted.update(job.lane[0] for job in jobs)
         self._inbox.put(lambda: self._unplaced.extend(jobs))
 
     def check_room(self, count: int, preparing: int = 0) -> None:
@@ -96,7 +106,7 @@ class Owner:
             Refusal: 503.
         """
         rows = max(self._limits.max_rows, self.counts.running)
-        queued = self._submitted - self.counts.ended + preparing - rows
+        queued = self._submitted.total() - self.counts.ended.total() + preparing - rows
         if queued + count > self._limits.max_queue:
             raise overloaded(max(queued, 0))
 
@@ -124,7 +134,11 @@ class Owner:
     @property
     def waiting(self) -> int:
         """Jobs without a row of the caches."""
-        return max(self._submitted - self.counts.ended - self.counts.running, 0)
+        return max(self._submitted.total() - self.counts.ended.total() - self.counts.running, 0)
+
+    def waiting_for(self, model: str) -> int:
+        """Jobs of a model without a row of the caches."""
+        return max(self._submitted[model] - self.counts.ended[model] - self.counts.rows[model], 0)
 
     @property
     def is_draining(self) -> bool:
@@ -276,7 +290,7 @@ class Owner:
                 self._events.append((job, event))
 
     def _end(self, job: Job, event: Event) -> None:
-        self.counts.ended += 1
+        self.counts.ended[job.lane[0]] += 1
         job.row = None
         if event.error is not None and not isinstance(event.error, (ValueError, Refusal)):
             log.error("A request failed.", exc_info=event.error)
@@ -289,7 +303,7 @@ class Owner:
                 self._unplaced.remove(job)
             elif lane is None or not lane.remove(job):
                 continue  # it has ended
-            self.counts.ended += 1
+            self.counts.ended[job.lane[0]] += 1
             if lane is not None:
                 self._count(lane)
 
@@ -311,12 +325,13 @@ class Owner:
         lane.media_counted = media.hits, media.misses
         if media.hits < before_hits or media.misses < before_misses:  # caches begin anew after a failed step
             before_hits = before_misses = 0
-        counts.media_hits += media.hits - before_hits
-        counts.media_misses += media.misses - before_misses
+        model = lane.key[0]
+        counts.media_hits[model] += media.hits - before_hits
+        counts.media_misses[model] += media.misses - before_misses
         lanes = self._lanes.values()
-        counts.kv_usage = max((each.batch.kv_usage for each in lanes), default=0.0)
-        rows = (job.row for each in lanes for job in each.jobs.values())
-        counts.running = sum(row is not None and row.slot is not None for row in rows)
+        counts.kv_usages = {each.key: each.batch.kv_usage for each in lanes}
+        jobs = (job for each in lanes for job in each.jobs.values())
+        counts.rows = Counter(job.lane[0] for job in jobs if job.row is not None and job.row.slot is not None)
 
     def _flush(self) -> None:
         """Post all events to the event loop in one call."""

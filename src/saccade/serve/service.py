@@ -45,7 +45,7 @@ class Service:
         self.keys = Keys(config.keys())
         self.gate = Gate(config.limits.requests_per_key, config.limits.requests_per_minute)
         self.owner = Owner(config.limits, self._post)
-        self.metrics = Metrics(self.owner)
+        self.metrics = Metrics(self.owner, list(self.models), config.vllm_metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._preparers = ThreadPoolExecutor(config.limits.prepare_threads, "saccade-prepare")
         self._preparing = 0

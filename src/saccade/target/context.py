@@ -42,6 +42,7 @@ class Context:
             weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
         self.requirements = Requirements()
         self.media = media or MediaCache()
+        self.media.counted = self.media.counted or target  # the first context of a cache is the target's
         self._contents = [RowContent() for _ in range(rows)]
 
     @property

@@ -89,13 +89,15 @@ class MediaCache:
         limit: bytes; 0 caches only the medium that was encoded last.
 
     Attributes:
-        hits, misses: counts of features found and encoded.
+        hits, misses: media of prompts whose features were found and encoded, for the target alone.
+        counted: the target; None: every model's look-ups count.
         seconds: spent in vision towers and projectors so far.
     """
 
     def __init__(self, limit: int = MEDIA_BYTES) -> None:
         self.limit = limit
         self.hits = self.misses = 0
+        self.counted: Target | None = None
         self.seconds = 0.0
         self._entries: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
         self._sharing: list[Target] = []
@@ -110,18 +112,20 @@ class MediaCache:
         self._sharing = list(models) if len(models) > 1 and _have_equal_towers(models) else []
 
     @torch.inference_mode()
-    def features(self, model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
+    def features(self, model: Target, medium: Medium, ids: Sequence[int], again: bool = False) -> MediaFeatures:
         """Return a medium's features, encoding it if needed.
 
         Args:
             ids: prompt ids from the medium's first placeholder to its last.
+            again: whether the prompt has looked them up before, which is not counted.
         """
+        counts = not again and (self.counted is None or self.counted is model)
         key = ("features", id(model.model), medium.digest, tuple(ids))
         found = self._find(key)
         if found is not None:
-            self.hits += 1
+            self.hits += counts
             return found  # type: ignore[no-any-return]
-        self.misses += 1
+        self.misses += counts
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
         tower_key = ("tower", medium.digest)
         with VisionTimer(model.model) as vision:

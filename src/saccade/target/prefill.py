@@ -16,7 +16,7 @@ from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.forward import ForwardOutput, Requirements, TokenBlock
-from saccade.target.media_cache import MediaCache
+from saccade.target.media_cache import MediaCache, MediaFeatures
 from saccade.target.probe import prompt_attention
 
 MediaSpan = tuple[int, int, str]
@@ -141,6 +141,7 @@ class Prefill:
         self._embeddings: list[Tensor] = []
         self._pending: tuple[int, TokenBlock] | None = None
         self._encoded = 0
+        self._looked_up: set[int] = set()
 
     @property
     def done(self) -> bool:
@@ -197,8 +198,13 @@ class Prefill:
     def encode_media(self, stop: int) -> None:
         """Run the vision tower on the media before ``stop`` ahead of the pass that needs them."""
         for first, last, medium in self._media_before(stop):
-            self._context.media.features(self._target, medium, self.prompt.ids[first:last])
+            self._features(first, last, medium)
         self._encoded = stop
+
+    def _features(self, first: int, last: int, medium: Medium) -> MediaFeatures:
+        again = first in self._looked_up
+        self._looked_up.add(first)
+        return self._context.media.features(self._target, medium, self.prompt.ids[first:last], again)
 
     def _media_before(self, stop: int) -> list[tuple[int, int, Medium]]:
         """Media that overlap the ids from ``num_computed`` to ``stop``."""
@@ -303,7 +309,7 @@ class Prefill:
         embeddings = self._target.embed(self._ids[:, start:stop]).clone()
         deepstack: list[Tensor] = []
         for first, last, medium in media:
-            features = self._context.media.features(self._target, medium, self.prompt.ids[first:last])
+            features = self._features(first, last, medium)
             target = slice(max(first, start) - start, min(last, stop) - start)
             source = slice(max(start - first, 0), stop - first)
             embeddings[0, target] = features.embeddings[source].to(embeddings)
