@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoints import ready
 from saccade import load
 from saccade.draft.model import ModelDraftSession
 from saccade.engine.pacing import SPAN, Ledger, Pacer, Trials, sampled_length
+from saccade.engine.step import Clock
 from saccade.engine.step_times import Forwards
 from saccade.errors import MethodError
+from saccade.target.adapter import Target
 from saccade.target.limits import ContextError
 
 
@@ -288,6 +293,39 @@ def test_a_drafter_joins_rows_that_began_without_it_once_it_pays(monkeypatch: py
     assert [output.tokens for output in outputs] == plain
     assert all(output.stats.drafted_tokens for output in outputs)
     assert sum(output.stats.accepted_tokens for output in outputs) > 20
+
+
+@pytest.mark.parametrize("neighbours", [0, 30])
+def test_what_neighbours_take_of_the_processor_shortens_no_drafts(
+    neighbours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several answers of a drafter that is always right, which waits for neighbours in every forward."""
+    vlm = load(ready("llava"), ready("llava"), "auto")
+    assert vlm.engine.pacer is not None
+    vlm.engine.pacer.draft_cost = 0.05
+    forward, seconds = Target.forward, {"wall": 0.0, "processor": 0.0}
+
+    def timed(model: Target, cache: Any, blocks: Any, *more: Any) -> Any:
+        units = 1 + 0.05 * (sum(block.tokens.numel() for block in blocks) - 1)
+        seconds["processor"] += units if model is vlm.target else 0.05 * units
+        seconds["wall"] += units if model is vlm.target else (1 + neighbours) * 0.05 * units
+        return forward(model, cache, blocks, *more)
+
+    monkeypatch.setattr(Target, "forward", timed)
+    monkeypatch.setattr("saccade.engine.step.time.perf_counter", lambda: seconds["wall"])
+    monkeypatch.setattr("saccade.engine.step.time.thread_time", lambda: seconds["processor"])
+    outputs = vlm.generate(["What is it?", "Why is it so?", "How many of them are there?", "Who?"], max_new_tokens=100)
+    assert [output.stats.target_passes for output in outputs] == [12] * 4
+    times = outputs[0].stats.times
+    assert times.verify + times.prefill + times.draft + times.draft_prefill == pytest.approx(seconds["wall"])
+
+
+def test_costs_are_processor_time_and_reports_wall_time() -> None:
+    clock = Clock(torch.device("cpu"))
+    with clock.stage("draft"):
+        time.sleep(0.2)
+    assert clock.read()["draft"] > 0.15
+    assert clock.costs["draft"] < 0.1
 
 
 def test_a_row_that_a_drafter_cannot_join_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
@@ -307,6 +308,18 @@ def test_stop_keeps_what_has_arrived_and_frees_the_row(window: Window, pocket: L
     page.wait_for_selector(".turn:nth-child(2) .answer mark")
     page.click("#stop")
     assert window.ended(2).locator(".note").inner_text().endswith("stopped")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(("tree", "expected"), [("null", "null"), ("{tokens: [1, 2]}", "2")])
+def test_a_speed_up_is_claimed_only_where_tokens_were_drafted(tree: str, expected: str) -> None:
+    script = (STATIC / "meter.js").read_text() + (
+        "const meter = new Meter('auto'); meter.plain = 1;"
+        f"for (const at of [0, 500]) meter.add({{tokens: [{{mark: 'target'}}], tree: {tree}}}, at);"
+        "console.log(meter.speedUp);"
+    )
+    command = ["node", "--input-type=module", "-e", script]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == f"{expected}\n"
 
 
 @pytest.mark.browser

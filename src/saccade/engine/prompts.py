@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,7 +127,7 @@ class PromptRunner:
         if result is None:
             prompt = replace(prompt, ids=prompt.ids[:-1])
         row.drafter_lacks_end = result is None
-        started = time.perf_counter()
+        started = self._clock.timer()
         try:
             with self._clock.stage("draft_prefill"):
                 drafting.load(row.slot, prompt, result)
@@ -147,7 +146,7 @@ class PromptRunner:
             self._state.fail(row, error)
             return False
         if self._state.pacer is not None:
-            self._state.pacer.observe_prefill(len(prompt), time.perf_counter() - started)
+            self._state.pacer.observe_prefill(len(prompt), self._clock.timer() - started)
         captions = drafting.captioning_seconds
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)
@@ -156,9 +155,11 @@ class PromptRunner:
     @contextmanager
     def _vision_time(self, within: str | None = None) -> Iterator[None]:
         """Count the vision tower's time as a stage of its own, not as part of the stage ``within``."""
-        before = self._state.context.media.seconds
+        before, started = self._state.context.media.seconds, self._clock.timer()
         yield
         spent = self._state.context.media.seconds - before
         self._clock.add("vision", spent)
         if within is not None:
             self._clock.add(within, -spent)
+        elif spent:
+            self._clock.costs["vision"] += self._clock.timer() - started

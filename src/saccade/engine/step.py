@@ -25,10 +25,23 @@ from saccade.verify.rule import Judge, Rule, Verdict
 
 
 class Clock:
-    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU."""
+    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU.
 
-    def __init__(self, device: torch.device) -> None:
+    Beside them the stages' costs, by which drafts are paced. On the CPU they are processor time of this thread, which
+    has its share of every product and does not run on while other programs and threads have the processor.
+
+    Args:
+        waits: whether forwards wait for other processes, which processor time leaves out.
+
+    Attributes:
+        timer: of costs; for stages outside of a context.
+        costs: so far, by stage; on a GPU `read` has them.
+    """
+
+    def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device = device
+        self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
+        self.costs: defaultdict[str, float] = defaultdict(float)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -46,11 +59,12 @@ class Clock:
                 stop.record(stream)
                 self._events.append((name, start, stop))
         else:
-            started = time.perf_counter()
+            started, cost = time.perf_counter(), self.timer()
             try:
                 yield
             finally:
                 self._seconds[name] += time.perf_counter() - started
+                self.costs[name] += self.timer() - cost
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds measured elsewhere."""
@@ -62,6 +76,8 @@ class Clock:
             stop.synchronize()  # returns at once: the transfer of the results ran behind it
             self._seconds[name] += start.elapsed_time(stop) / 1000
         self._events.clear()
+        if self._device.type == "cuda":
+            self.costs = self._seconds
         return dict(self._seconds)
 
 

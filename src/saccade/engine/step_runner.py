@@ -49,7 +49,7 @@ class StepRunner:
     def __init__(self, state: BatchState, prefill_chunk: int, number: int, trace: bool) -> None:
         self._state, self._context, self._target = state, state.context, state.target
         self._number, self._trace = number, trace
-        self._clock = Clock(state.target.device)
+        self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
         self._prompts = PromptRunner(state, self._clock, prefill_chunk)
 
     def run(self) -> None:
@@ -140,7 +140,7 @@ class StepRunner:
 
     def _observe_costs(self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int) -> None:
         """Let the pacer take in the times of a step with these chunks of prompts."""
-        pacer, seconds = self._state.pacer, self._clock.read()
+        pacer, seconds = self._state.pacer, self._clock.costs
         if pacer is None or not groups:
             return
         if chunks:

@@ -33,8 +33,9 @@ export class Meter {
     return this.steps ? (this.tokens - this.first) / this.steps : null;
   }
 
+  // Over plain decoding; null where nothing was drafted, and the two differ by what else the machine did.
   get speedUp() {
-    return this.rate && this.plain ? this.rate / this.plain : null;
+    return this.rate && this.plain && this.drafted ? this.rate / this.plain : null;
   }
 }
 
