@@ -81,14 +81,19 @@ def dtype_name(model: torch.nn.Module) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """Hash of the names, shapes and first weights of one row of every parameter; any training changes it."""
+def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> str:
+    """Hash of the names, shapes and first weights of one row of every parameter; any training changes it.
+
+    Args:
+        dtype: that the weights are rounded to before.
+    """
     hasher = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.named_parameters()):
         hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
         if weight.numel() and weight.device.type != "meta":
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a sharded model
             row = weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
-            hasher.update(row.detach().reshape(-1)[:_SAMPLED_WEIGHTS].float().cpu().numpy().tobytes())
+            hasher.update(row.detach().reshape(-1)[:_SAMPLED_WEIGHTS].to(dtype).float().cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 

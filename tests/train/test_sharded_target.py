@@ -19,6 +19,7 @@ from train_kit import assert_close, listed, samples, target
 
 from families import FAMILIES
 from over_processes import run_split
+from saccade.environment import fingerprint
 from saccade.errors import ModelError
 from saccade.loading import load_model
 from saccade.target.adapter import Target
@@ -138,7 +139,9 @@ def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, ca
         Trainer(own, chosen, listed("llava", 24), out, measure=measure, say=lambda _: None).run()
 
     def work(rank: int) -> dict[str, Any]:
-        train(sharded_target("llava"), tmp_path / "two")
+        own = sharded_target("llava")
+        assert fingerprint(own.model) == fingerprint(target("llava").model)
+        train(own, tmp_path / "two")
         return {}
 
     run_split(tmp_path, work)

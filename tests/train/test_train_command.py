@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from train_kit import write_answers
+from transformers import AutoModelForImageTextToText
 
 from checkpoints import ready
 from saccade.cli import screen
+from saccade.distill.folder import HEADER
+from saccade.environment import model_facts
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
@@ -63,6 +68,31 @@ def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
     assert drafted["tokens"] == plain["tokens"]
     assert "continue them with --resume auto" in shell(*command(data)).err
     assert shell(*command(data, "--resume", "auto")).code == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "dtypes", "changes", "key"),
+    [
+        ("qwen", ("float32", "float32"), {}, "type"),
+        ("llava", ("bfloat16", "float32"), {}, ""),
+        ("llava", ("bfloat16", "float32"), {"digest": "0"}, "digest"),
+        ("llava", ("float32", "bfloat16"), {"digest": "0"}, ""),
+    ],
+)
+def test_answers_of_another_target_are_refused_unless_forced(
+    shell: Shell, data: Path, other: str, dtypes: tuple[str, str], changes: dict[str, str], key: str
+) -> None:
+    """Weights decide between targets of one size where they can be had in the answers' number format."""
+    model = AutoModelForImageTextToText.from_pretrained(ready(other), dtype=getattr(torch, dtypes[0]))
+    header = {"source": {"media_root": "."}, "target": {**model_facts(model, "its-name"), **changes}}
+    (data.parent / HEADER).write_text(json.dumps(header))
+    given = command(data, "--dtype", dtypes[1], "--plan")
+    found = shell(*given)
+    assert found.code == (2 if key else 0), found.err
+    if key:
+        words = f"are those of the target its-name, not of llava: its {key} is .*, here it is .* --any-target"
+        assert re.search(words, found.complaint)
+        assert shell(*given, "--any-target").code == 0
 
 
 def test_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:

@@ -93,6 +93,9 @@ def train(
         str,
         typer.Option("--on-bad-line", help="`stop` at the first line that cannot be used, or `skip` them."),
     ] = "stop",
+    any_target: Annotated[
+        bool, typer.Option("--any-target", help="Take answers that were distilled from another target.")
+    ] = False,
     wandb: Annotated[
         str | None,
         typer.Option(
@@ -168,7 +171,13 @@ def train(
     if device is None and "LOCAL_RANK" in os.environ:
         device = str(processes.device)
     models = {"dtype": dtype, "device_map": device, "threads": threads}
-    options = {"begin": begin, "features": features, "resume": resume == "auto", "wandb": wandb}
+    options = {
+        "begin": begin,
+        "features": features,
+        "resume": resume == "auto",
+        "wandb": wandb,
+        "any_target": any_target,
+    }
     try:
         with processes.together():
             _run(chosen, target, data, out, models, options, plan, "skip" if on_bad_line == "skip" else "stop")

@@ -59,14 +59,14 @@ class Folder(Journal):
             yield name, text
 
 
-def place_of(path: Path) -> tuple[Path, Path]:
-    """Return the file of the answers, given it or its folder, and the folder of its media."""
+def place_of(path: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Return the file of the answers, given it or its folder, the folder of its media, and facts of its target."""
     file = path / ANSWERS if path.is_dir() else path
     try:
-        root = json.loads((file.parent / HEADER).read_text(encoding="utf-8"))["source"]["media_root"]
+        header = json.loads((file.parent / HEADER).read_text(encoding="utf-8"))
+        return file, file.parent / Path(header["source"]["media_root"]).expanduser(), dict(header.get("target") or {})
     except (OSError, ValueError, KeyError, TypeError):
-        return file, file.parent
-    return file, file.parent / Path(root).expanduser()
+        return file, file.parent, {}
 
 
 _BLOCK = 1 << 22

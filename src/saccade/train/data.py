@@ -12,12 +12,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import torch
+
 from saccade.distill.folder import place_of
+from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.chat import normalise
 from saccade.inputs.conversations import resolve
 from saccade.inputs.processor import InputProcessor
+from saccade.target.adapter import Target
 from saccade.train.samples import Sample
 
 
@@ -85,7 +89,7 @@ class Answers:
         min_words: int = 0,
         max_tokens: int | None = None,
     ) -> None:
-        self._path, self._media = place_of(Path(path).expanduser())
+        self._path, self._media, self._teacher = place_of(Path(path).expanduser())
         self._processor, self._max_tokens, self._end = processor, max_tokens, end_token(processor)
         self._stop = on_bad_line == "stop"
         self.bad: dict[int, str] = {}
@@ -138,6 +142,22 @@ class Answers:
             )
             return None
         return Sample(str(row.get("id", number)), prompt, answer)
+
+    def check_target(self, target: Target) -> None:
+        """Raise `TrainingError` where ``distill.json`` names another target."""
+        ours = model_facts(target.model, str(target.model.config._name_or_path))
+        theirs, keys = self._teacher, ["type", "parameters", "layers", "width", "vocabulary"]
+        is_here = all(p.device.type != "meta" for p in target.model.parameters())
+        if is_here and ours["dtype"] in ("float32", theirs.get("dtype")):
+            ours["digest"] = fingerprint(target.model, getattr(torch, str(theirs.get("dtype")), torch.float32))
+            keys.append("digest")
+        for key in keys:
+            if theirs.get(key, ours[key]) != ours[key]:
+                raise TrainingError(
+                    f"The answers in {self._path} are those of the target {theirs.get('name')}, not of {ours['name']}: "
+                    f"its {key} is {theirs[key]}, here it is {ours[key]}; distill answers of {ours['name']}, or give "
+                    "--any-target to train on these."
+                )
 
     def answers(self) -> Iterator[Sequence[int]]:
         """Yield the answers' ids, with end tokens, of the lines that were usable when the file was indexed."""

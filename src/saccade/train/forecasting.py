@@ -173,7 +173,7 @@ def forecast(
         TrainingError: no draft VLM can be made for the target.
     """
     size = ModelSize(target, dtype=dtype)
-    file, media = place_of(data.expanduser())
+    file, media, _ = place_of(data.expanduser())
     lengths = (of_answers(file, media, size) if file.is_file() else assumed(size, file.name)).cut(recipe.max_tokens)
     if not lengths.samples:
         raise TrainingError(f"{file} holds no answer to learn from; expected what `saccade distill` writes.")

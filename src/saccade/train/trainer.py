@@ -21,6 +21,7 @@ from saccade.target.adapter import Target
 from saccade.train.batches import Order, split_validation
 from saccade.train.boards import boards, check_wandb
 from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, preserved_random_state
+from saccade.train.data import Answers
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
 from saccade.train.objectives.losses import Tally
@@ -76,6 +77,7 @@ class Trainer:
         features: folder of a disk cache of features that runs share (`HeadLearner`); None for one in ``out``.
         measure: score of a drafter; block efficiency on validation samples when None.
         resume: resume from a checkpoint in ``out``.
+        any_target: take answers whose ``distill.json`` names another target.
         wandb: project of Weights & Biases that the run is logged to; None for none.
         say: takes lines of progress.
 
@@ -87,7 +89,8 @@ class Trainer:
 
     Raises:
         TrainingError: the data are too few, a batch has fewer samples than there are processes, wandb is not installed,
-            no draft VLM can be made of what was given, or the head to begin with does not fit.
+            no draft VLM can be made of what was given, the answers are of another target, or the head to begin with
+            does not fit.
         ModelError: the kind of head has no such option, a draft VLM's language model cannot be used, or there is no
             head to begin with.
     """
@@ -104,12 +107,15 @@ class Trainer:
         features: Path | None = None,
         measure: Measure | None = None,
         resume: bool = False,
+        any_target: bool = False,
         wandb: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.target, self.recipe, self.processes = target, recipe, Processes()
         self._source, self._out = source, Path(out)
         self._say = say if self.processes.leads else _silent
+        if isinstance(source, Answers) and not any_target:
+            source.check_target(target)
         if recipe.batch_size < self.processes.count:
             raise TrainingError(
                 f"A batch has {recipe.batch_size} samples, fewer than the {self.processes.count} processes; start "
