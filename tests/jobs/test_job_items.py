@@ -59,6 +59,17 @@ def test_a_folder_is_its_pictures_and_videos_by_path(photos: Path) -> None:
     assert [kind for i in found for kind, _ in i.media] == ["image", "image", "video", "image", "image", "image"]
 
 
+def test_links_to_folders_elsewhere_are_followed_and_end(photos: Path) -> None:
+    far = photos.parent / "far"
+    far.mkdir()
+    (far / "f.png").write_bytes(b"f")
+    (far / "round").symlink_to(photos)
+    for name, target in {"again": photos / "sub", "back": photos.parent, "far": far, "far2": far}.items():
+        (photos / name).symlink_to(target)
+    names = [i.id for i in items(photos)]
+    assert names == ["a.JPG", "b.png", "z.mp4", "far/f.png", "sub/c.png", "sub/d.png", "sub/e.png"]
+
+
 def test_groups_of_pictures_stay_in_their_folder(photos: Path) -> None:
     found = items(photos, images_per_row=2)
     assert [[Path(s).name for _, s in i.media] for i in found] == [

@@ -107,6 +107,8 @@ class Source:
     def _folder(self, root: Path, base: Path | None) -> Iterator[Item]:
         """Pictures and videos of a folder and those in it, by path; an item's are of one folder.
 
+        Links to folders elsewhere are followed, each folder once.
+
         Args:
             base: folder to which the names are relative; None: as given.
         """
@@ -117,8 +119,18 @@ class Source:
         def names(paths: Sequence[Path]) -> list[str]:
             return [(path if base is None else path.relative_to(base)).as_posix() for path in paths]
 
-        for name, folders, files in os.walk(root, onerror=fail):
-            folders.sort()
+        top = os.path.realpath(root)
+        seen = {top}
+
+        def is_new(folder: str) -> bool:
+            place = os.path.realpath(folder)
+            if place in seen or (os.path.islink(folder) and Path(place).is_relative_to(top)):
+                return False
+            seen.add(place)
+            return True
+
+        for name, folders, files in os.walk(root, onerror=fail, followlinks=True):
+            folders[:] = [folder for folder in sorted(folders) if is_new(os.path.join(name, folder))]
             shown = (Path(name, file) for file in sorted(files) if not file.startswith(".") and kind_of(file))
             for group in _grouped(shown, self.images_per_row):
                 yield _files(group, names(group))
