@@ -351,16 +351,16 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
 
     if prepared.suite.judge:
         screen.note(judging(prepared.suite.judge, prepared.answers, len(stored_scores(folder))))
-    with _progress() as update:
-        runner = Runner(prepared, folder, update)
-        try:
+    try:
+        with _progress() as update:
+            runner = Runner(prepared, folder, update)
             run = runner.run()
-        except Mismatch as problem:
-            print(f"saccade: {problem}", file=sys.stderr)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            screen.note(f"Stopped. The answers so far are in {folder}; the same command resumes the run.")
-            raise
+    except Mismatch as problem:
+        print(f"saccade: {problem}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        screen.note(f"Stopped. The answers so far are in {folder}; the same command resumes the run.")
+        raise
     grades = [scores for (by, _, _), scores in stored_scores(folder).items() if by == JUDGE]
     if not all(grades):
         without = sum(not scores for scores in grades)

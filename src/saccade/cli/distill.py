@@ -226,17 +226,17 @@ def distill(
 
 def _shown(run: Callable[..., Report], out: Path) -> Report:
     """Run behind a bar."""
-    with screen.long_progress("reading the prompts") as show:
+    try:
+        with screen.long_progress("reading the prompts") as show:
 
-        def update(progress: Progress) -> None:
-            rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "generating"
-            show(progress.done, progress.total, rate)
+            def update(progress: Progress) -> None:
+                rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "generating"
+                show(progress.done, progress.total, rate)
 
-        try:
             return run(progress=update)
-        except KeyboardInterrupt:
-            screen.note(f"Stopped. The answers so far are in {out}; the same command resumes the run.")
-            raise
+    except KeyboardInterrupt:
+        screen.note(f"Stopped. The answers so far are in {out}; the same command resumes the run.")
+        raise
 
 
 def _plan(expected: Preview, out: Path) -> None:
