@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ def test_help_teaches_with_examples(shell: Shell) -> None:
     page = " ".join(shell("batch", "--help").out.split())
     assert 'saccade batch photos -p "Describe the picture." -t pocket -o captions.jsonl' in page
     assert "--images-per-row" in page
+    assert "FILE.journal/records.jsonl" in page
 
 
 def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
@@ -46,11 +51,13 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     assert plan.code == 0, plan.err
     assert "Items: 4 (4 pictures)" in plan.out
     assert "2 answers at once, by " in plan.out
+    assert "Time: not known; answer some items, such as with --limit 20" in plan.out
     assert [p.name for p in photos.parent.iterdir()] == ["photos"]
     with monkeypatch.context() as patch:
         patch.setattr(screen, "LOG_SECONDS", 0.0)
         done = shell(*command(photos, "-p", "What?"))
     assert done.code == 0, done.err
+    assert done.err.startswith(f"Loading {ready('llava')} for 4 items; finished records are in ")
     assert re.search(r"^4 of 4, .* items/s, .* tokens/s, 1 failed, about 0 s left$", done.err, re.MULTILINE)
     assert done.out.startswith("3 answers in ")
     assert "1 item failed" in done.out
@@ -61,7 +68,41 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     again = shell(*command(photos, "-p", "What?"))
     assert "0 answers" in again.out
     assert "4 finished before, 1 of them failed (--retry-failed tries again)" in again.out
-    assert "4 records of an earlier attempt, of them 1 failed" in shell(*command(photos, "-p", "What?", "--plan")).out
+    planned = shell(*command(photos, "-p", "What?", "--plan")).out
+    assert "4 records of an earlier attempt, of them 1 failed" in planned
+    assert re.search(
+        r"^Time: about 0 s for 0 items, at the \S+ items/s of the 4 records so far$", planned, re.MULTILINE
+    )
+
+
+def test_a_run_without_any_answer_and_one_with_too_many_failures_end_with_an_error(shell: Shell, photos: Path) -> None:
+    for name in "abd":
+        (photos / f"{name}.png").write_bytes(b"no picture")
+    stopped = shell(*command(photos, "-p", "What?", "--max-failures", "2", "--workers", "1"))
+    assert stopped.code == 2
+    assert re.search(r"saccade: 2 items failed, the last one b\.png: .* raise --max-failures, and run", stopped.err)
+    assert shell(*command(photos, "-p", "What?")).code == 0, "c.png has an answer"
+    (photos / "c.png").unlink()
+    for words in ("0 answers", "4 finished before"):
+        failed = shell(*command(photos, "-p", "Why?", "-o", photos.parent / "other.jsonl"))
+        assert failed.code == 1
+        assert words in failed.out
+
+
+def test_standard_output_and_pipes_get_every_record_as_it_ends(shell: Shell, photos: Path) -> None:
+    done = shell(*command(photos, "-p", "What?", "-o", "-"))
+    assert done.code == 0, done.err
+    assert sorted(json.loads(line)["id"] for line in done.out.splitlines()) == ["a.png", "b.png", "broken.png", "c.png"]
+    assert "3 answers in " in done.err
+    full = shell(*command(photos, "-p", "What?", "-o", "/dev/full"))
+    assert full.err.endswith("saccade: Cannot write to /dev/full: No space left on device; give another --out.\n")
+    pipe = photos.parent / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text)
+        assert shell(*command(photos, "-p", "What?", "-o", pipe)).code == 0
+        assert sorted(read.result(timeout=60).splitlines()) == sorted(done.out.splitlines())
+    assert sorted(path.name for path in photos.parent.iterdir()) == ["photos", "pipe"]
 
 
 def test_ctrl_c_says_how_to_go_on(shell: Shell, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,12 +113,24 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, photos: Path, monkeypatch: pytes
             signal.raise_signal(signal.SIGINT)
         return stock(self, *args)
 
+    events = list[str]()
+
+    @contextmanager
+    def bar(first: str) -> Iterator[Any]:
+        try:
+            yield lambda *_: None
+        finally:
+            events.append("the bar has gone")
+
     with monkeypatch.context() as patch:
         patch.setattr(StepRunner, "run", interrupted)
+        patch.setattr(screen, "long_progress", bar)
+        patch.setattr(screen, "note", events.append)
         stopped = shell(*command(photos, "-p", "What?"))
     out = photos.parent / "out.jsonl"
     assert stopped.code == 130
-    assert f"Stopped. The answers so far are in {out}.journal; the same command resumes the run." in stopped.err
+    ending = f"Stopped. The answers so far are in {out}.journal; the same command resumes the run."
+    assert events[-2:] == ["the bar has gone", ending]
     assert not out.exists()
     assert shell(*command(photos, "-p", "What?")).code == 0
     assert len(out.read_text().splitlines()) == 4
@@ -95,6 +148,7 @@ def test_what_is_wrong_is_one_sentence_before_models_are_loaded(
         "such as 2/8": command(photos, "-p", "?", "--shard", "3/2"),
         "Unknown method 'nope'": command(photos, "-p", "?", "-m", "nope", "--plan"),
         "needs a draft model": command(photos, "-p", "?", "-m", "chain", "--plan"),
+        "max_failures must be": command(photos, "-p", "?", "--max-failures", "0"),
         "max_rows must be": command(photos, "-p", "?", "-b", "0"),
         "workers must be": command(photos, "-p", "?", "--workers", "0"),
         "--actors is for engines on Ray": command(photos, "-p", "?", "--actors", "2"),

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 from checkpoints import picture, saved_picture, vlm
 from saccade.engine.step_runner import StepRunner
 from saccade.errors import InputError, SaccadeError
-from saccade.jobs import batch_file, forms
+from saccade.jobs import Progress, batch_file, forms
 from saccade.jobs.forms import seed_of
 
 LLAVA = {"name": "llava", "method": "plain"}
@@ -46,8 +46,15 @@ def run(source: Path, out: Path, **changes: Any) -> Any:
 
 
 def test_every_picture_gets_the_answer_of_generate_and_a_broken_one_its_reason(photos: Path, tmp_path: Path) -> None:
-    seen = []
-    report = run(photos, tmp_path / "out.jsonl", progress=seen.append)
+    seen = list[Progress]()
+    kept = tmp_path / "out.jsonl.journal" / "records.jsonl"
+
+    def progress(found: Progress) -> None:
+        seen.append(found)
+        if found.answered:  # every record can be read at once
+            assert [bool(json.loads(line)["record"]) for line in kept.open()] == [True] * found.answered
+
+    report = run(photos, tmp_path / "out.jsonl", progress=progress)
     found = records(tmp_path / "out.jsonl")
     assert list(found) == ["a.png", "b.png", "broken.png", "sub/c.png", "sub/d.png"], "in the order of the input"
     for shade, name in enumerate(("a.png", "b.png", "sub/c.png", "sub/d.png")):
@@ -128,13 +135,23 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         {"custom_id": "else", "method": "POST", "url": "/v1/embeddings", "body": body},
         {"custom_id": "own", **chat, "body": {**body, "speculation": "off"}},
         {"custom_id": "long", **chat, "body": {**body, "max_tokens": 5000}},
+        {"custom_id": "one", **chat, "body": body},
+        {**chat, "body": body},
     ]
     source = tmp_path / "requests.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = run(source, tmp_path / "out.jsonl", prompt=None, max_new_tokens=None)
-    found = {row["custom_id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
-    assert list(found) == [line["custom_id"] for line in lines]
-    assert (report.answered, report.failed) == (3, 6)
+    assert report.errors == tmp_path / "out.errors.jsonl"
+    answers, errors = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (report.out, report.errors)
+    )
+    assert [row["custom_id"] for row in answers + errors] == [line.get("custom_id") for line in lines]
+    assert (report.answered, report.failed) == (3, 8)
+    assert [(row["response"], row["error"]["code"]) for row in errors[-2:]] == [
+        (None, "duplicate_custom_id"),
+        (None, "missing_required_parameter"),
+    ]
+    found = {row["custom_id"]: row for row in answers + errors[:-2]}
     answer = found["one"]["response"]
     assert (answer["status_code"], found["one"]["error"]) == (200, None)
     expected = model().generate("What?", [picture()], max_new_tokens=4)

@@ -37,7 +37,14 @@ def batch(
     ],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FILE", help="JSON lines, one record per item, in the order of the input."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="JSON lines, one record per item, in the order of the input; until all are there, they are in "
+            "`FILE.journal/records.jsonl`, one whole line each. `-` or a pipe gets every record as its item ends; such "
+            "a run cannot be resumed.",
+        ),
     ],
     target: args.Target = None,
     prompt: Annotated[
@@ -90,6 +97,10 @@ def batch(
         bool,
         typer.Option("--retry-failed", help="Try items again that failed in earlier attempts.", rich_help_panel=_RUN),
     ] = False,
+    max_failures: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Stop after so many failed items of this attempt.", rich_help_panel=_RUN),
+    ] = None,
     rows: Annotated[
         int, typer.Option("--rows", "-b", help="Answers that are generated at once.", rich_help_panel=_RUN)
     ] = 8,
@@ -120,7 +131,7 @@ def batch(
     conversation, OpenAI messages, or a request of OpenAI's batch format, whose answers then have OpenAI's form too.
 
     Stop at any time, even by force: the same command resumes. An item that cannot be answered gets a record with the
-    reason.
+    reason; the exit code is 1 where all failed.
 
     Examples:
 
@@ -146,11 +157,12 @@ def batch(
     from saccade.jobs.folders import Source
     from saccade.jobs.forms import Reading
     from saccade.jobs.items import Asking
-    from saccade.jobs.job import Shard, journal_of
+    from saccade.jobs.job import Shard, written
+    from saccade.jobs.pipes import is_stream
 
     root = None if media_root is None else media_root.expanduser()
     job = Job(
-        Source(inputs, images_per_row, root, (out, journal_of(out))),
+        Source(inputs, images_per_row, root, written(out)),
         Asking(prompt, system),
         Reading(num_frames, fps, text_as_text),
         Shard.parse(shard),
@@ -158,7 +170,7 @@ def batch(
         decoding.seed or 0,
         decoded,
     )
-    attempt = Attempt(rows, workers, retry_failed)
+    attempt, streams = Attempt(rows, workers, retry_failed, max_failures=max_failures), is_stream(out)
     with screen.waiting("Reading the items"):
         found = preview(job, out, retry_failed)  # before models are loaded
     if plan:
@@ -168,6 +180,9 @@ def batch(
         check(target, drafter, method, heads=screen.heads_by_name(head or []), **placing.models(), **settings)
         _plan(found, out, f"{counted(rows, 'answer')} at once, {_models(target, drafter, method)}")
         return
+    kept = f"{out}.journal"
+    place = "" if streams else f"; finished records are in {kept}/records.jsonl"
+    screen.note(f"Loading {target} for {counted(found.items - found.there, 'item')}{place}.")
     where = nullcontext() if ray is None else _on_ray(ray, actors)
     with where as cluster:
         if cluster is None:
@@ -187,13 +202,16 @@ def batch(
             named = {"target": target, "drafter": drafter, "method": method, "heads": heads}
             loading = Models({**named, **models, **settings}, settings)
             answer = partial(run_on_ray, cluster, room, loading, job, found, out)
-        with screen.long_progress("starting") as show:
-            try:
+        try:
+            with screen.long_progress("starting") as show:
                 report = answer(attempt=replace(attempt, progress=_shown(show)))
-            except KeyboardInterrupt:
-                screen.note(f"Stopped. The answers so far are in {out}.journal; the same command resumes the run.")
-                raise
-    _show(report)
+        except KeyboardInterrupt:
+            there = f"The answers so far are in {kept}; the same command resumes the run."
+            screen.note("Stopped." if streams else f"Stopped. {there}")
+            raise
+    _show(report, screen.note if streams else _print)
+    if report.all_failed:
+        raise typer.Exit(1)
 
 
 def _on_ray(address: str, actors: int | None) -> AbstractContextManager[Any]:
@@ -239,12 +257,24 @@ def _plan(found: Survey, out: Path, how: str) -> None:
         f"Run: {how}",
         f"Output: {out}" + (f", {counted(found.there, 'record')} of an earlier attempt{there}" if found.there else ""),
     ]
+    left = found.items - found.there
+    if found.seconds:
+        speed = f"{found.timed / found.seconds:.2g} items/s of the {counted(found.timed, 'record')} so far"
+        lines.append(
+            f"Time: about {duration(left * found.seconds / found.timed)} for {counted(left, 'item')}, at the {speed}"
+        )
+    else:
+        lines.append("Time: not known; answer some items, such as with --limit 20, and --plan will use their speed")
     for line in lines:
-        screen.out().print(line, markup=False, soft_wrap=True)
+        _print(line)
     _problems(found.problems, found.kinds["unusable"])
 
 
-def _show(report: Report) -> None:
+def _print(line: str) -> None:
+    screen.out().print(line, markup=False, soft_wrap=True)
+
+
+def _show(report: Report, say: Callable[[str], None]) -> None:
     rate = ""
     if report.answered and report.seconds:
         items, tokens = report.answered / report.seconds, report.tokens / report.seconds
@@ -256,10 +286,11 @@ def _show(report: Report) -> None:
     lines = [
         f"{counted(report.answered, 'answer')} in {duration(report.seconds)}{rate}{failed}{before}.",
         *([f"Of them {ends}."] if ends else []),
-        f"The records of all {counted(report.items, 'item')} are in {report.out}.",
+        f"The records of all {counted(report.items, 'item')} are in {report.out}"
+        + (f", those of failed requests in {report.errors}." if report.errors else "."),
     ]
     for line in lines:
-        screen.out().print(line, markup=False, soft_wrap=True)
+        say(line)
     _problems(report.problems, report.failed)
 
 

@@ -15,6 +15,8 @@ from saccade.inputs.conversations import Messages, id_of, media_parts, read_conv
 
 Kind = Literal["image", "video"]
 _MEDIA: tuple[Kind, ...] = ("image", "video")
+NO_ID = "it has no custom_id; give every request one of its own"
+SAME_ID = "an earlier request has the same custom_id; give every request one of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Item:
     @property
     def is_request(self) -> bool:
         """Whether it is a request of OpenAI's batch format."""
-        return "custom_id" in self.row and "body" in self.row
+        body = self.row.get("body")
+        return body is not None and ("custom_id" in self.row or ("url" in self.row and isinstance(body, dict)))
 
     @property
     def is_conversation(self) -> bool:

@@ -14,7 +14,8 @@ from saccade.errors import InputError, SaccadeError
 from saccade.jobs.folders import Source
 from saccade.jobs.forms import Reading, sentence_of
 from saccade.jobs.index import Index, key_of
-from saccade.jobs.items import Asking, Item
+from saccade.jobs.items import NO_ID, SAME_ID, Asking, Item
+from saccade.jobs.pipes import Streamed, is_stream
 from saccade.journal import Journal
 from saccade.typed import check_whole
 
@@ -89,16 +90,25 @@ class Job:
                 ) from None
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
-        """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``."""
+        """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``.
+
+        A request of OpenAI's batch format needs an id of its own, and has a problem otherwise.
+        """
         return islice(self._chosen(with_media), self.limit)
 
     def _chosen(self, with_media: bool) -> Iterator[Item]:
         seen = Index()  # how often every id came
         for item in self.source.items(with_media):
+            if item.is_request and item.row.get("custom_id") in (None, ""):
+                item.problem = item.problem or NO_ID
             while (before := seen.get(key := key_of(item.id))) is not None:
                 seen.put(key, before + 1)
                 item.id = f"{item.id}@{before + 1}"
-            seen.put(key, 1)
+                if item.is_request:
+                    item.problem = item.problem or SAME_ID
+                    break
+            else:
+                seen.put(key, 1)
             if self.shard.holds(item.id):
                 yield item
 
@@ -123,8 +133,8 @@ class Job:
         }
         return {"input": self.source.facts, "options": options, **models}
 
-    def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal:
-        """Journal of the job beside its output.
+    def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal | Streamed:
+        """Journal of the job beside its output; a stream has none.
 
         Args:
             models: as in `header`; None: they are not compared.
@@ -132,11 +142,14 @@ class Job:
         Raises:
             SaccadeError: the output belongs to something else, or to a job with other options.
         """
+        if is_stream(out):
+            return Streamed(out, models or {})
         path = journal_of(out)
         if out.is_dir():
             raise SaccadeError(f"{out} is a folder; give the name of a file, such as {out}/answers.jsonl.")
-        if out.exists() and not path.exists():
-            raise SaccadeError(f"{out} exists without {path.name} of an earlier attempt; choose another file.")
+        for file in (out, errors_of(out)):
+            if file.exists() and not path.exists():
+                raise SaccadeError(f"{file} exists without {path.name} of an earlier attempt; choose another file.")
         compared = _COMPARED if models is not None else _COMPARED[:2]
         header = self.header(models or {})
         own = ("options", "method")
@@ -146,6 +159,16 @@ class Job:
 def journal_of(out: Path) -> Path:
     """Folder of an output's journal."""
     return out.with_name(f"{out.name}.journal")
+
+
+def errors_of(out: Path) -> Path:
+    """File beside an output for requests of OpenAI's batch format that failed."""
+    return out.with_name(f"{out.stem}.errors{out.suffix}")
+
+
+def written(out: Path) -> tuple[Path, ...]:
+    """All that a job writes."""
+    return out, errors_of(out), journal_of(out)
 
 
 def key_of_item(item: Item) -> int:
@@ -159,13 +182,21 @@ class Known:
     Args:
         journal: of the job.
         retry_failed: whether failed items count as unknown.
+
+    Attributes:
+        timed: records whose time is known.
+        seconds: that these took together.
     """
 
-    def __init__(self, journal: Journal, retry_failed: bool = False) -> None:
-        self._found = Index()
+    def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
+        self._found, self.timed, self.seconds = Index(), 0, 0.0
+        if isinstance(journal, Streamed):
+            return
         for number, offset, row in journal.rows():
             try:
                 key, failed = int(row["key"], 16), bool(row["failed"])
+                if "seconds" in row:
+                    self.timed, self.seconds = self.timed + 1, self.seconds + float(row["seconds"])
             except (KeyError, TypeError, ValueError):
                 raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
             if not (failed and retry_failed):
@@ -187,6 +218,8 @@ class Survey:
         problems: sentences of the first unusable items.
         there: items with a record of an earlier attempt.
         failed: of them, failed ones.
+        timed: records whose time is known.
+        seconds: that these took together.
     """
 
     items: int = 0
@@ -194,6 +227,8 @@ class Survey:
     problems: list[str] = field(default_factory=list)
     there: int = 0
     failed: int = 0
+    timed: int = 0
+    seconds: float = 0.0
 
 
 def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
@@ -203,7 +238,8 @@ def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
         SaccadeError: an input cannot be read, there is no usable item, the prompt does not fit the items, or the output
             belongs to something else.
     """
-    known, found, files = Known(job.journal(out, None), retry_failed), Survey(), _Files()
+    known, files = Known(job.journal(out, None), retry_failed), _Files()
+    found = Survey(timed=known.timed, seconds=known.seconds)
     for item in job.items(with_media=False):
         found.items += 1
         found.kinds[_kind(job, item, found.problems, files)] += 1

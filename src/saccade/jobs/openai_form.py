@@ -13,7 +13,7 @@ from saccade.inputs.conversations import resolve
 from saccade.inputs.media import LOCAL
 from saccade.jobs.forms import Prepared, seed_of
 from saccade.jobs.index import key_of
-from saccade.jobs.items import Item
+from saccade.jobs.items import NO_ID, SAME_ID, Item
 
 try:
     from saccade.serve.answers import Choice, Form, usage
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MOST_CHOICES = 128
+_CODES = {NO_ID: "missing_required_parameter", SAME_ID: "duplicate_custom_id"}
+"""OpenAI's names of faults for which a request gets no response."""
 _CHOSEN = "a job has one method for all requests; leave it out, and choose the method of the job"
 
 
@@ -93,6 +95,9 @@ class OpenAIForm:
 
     def failure(self, item: Item, sentence: str) -> dict[str, Any]:
         """See `saccade.jobs.forms.Form`."""
+        if code := _CODES.get(item.problem):
+            line = _response(item, 400, {}) | {"custom_id": item.row.get("custom_id"), "response": None}
+            return line | {"error": {"code": code, "message": sentence}}
         error = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
         return _response(item, 400, {"error": error})
 
