@@ -7,6 +7,7 @@ import os
 import select
 from pathlib import Path
 
+import pytest
 from commands import Shell
 
 from checkpoints import picture, ready, saved_picture, vlm
@@ -52,6 +53,13 @@ def test_a_conversation_with_images_goes_on_through_mistakes(shell: Shell, tmp_p
         "this model's context is 1024",
     ):
         assert words in result.err
+
+
+@pytest.mark.parametrize(("options", "said"), [(["--dtype", "bfloat16"], 1), (["--dtype", "bfloat16", "--exact"], 0)])
+def test_a_chat_in_bfloat16_says_once_what_may_change_an_answer(shell: Shell, options: list[str], said: int) -> None:
+    result = shell(*LLAVA, *options, stdin="Why?\nHow?\n/quit")
+    assert result.code == 0
+    assert result.err.count("In bfloat16") == result.err.count("exact mode (--exact) prevents that") == said
 
 
 def test_a_reset_forgets_everything_but_the_system_message(shell: Shell, tmp_path: Path) -> None:

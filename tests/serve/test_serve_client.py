@@ -242,6 +242,29 @@ def test_models_are_listed_with_their_context_and_methods(shared: Live) -> None:
     assert client.models.retrieve("words").id == "words"
 
 
+def test_exact_is_granted_by_models_that_have_it(shared: Live) -> None:
+    exact = vlm("qwen", "qwen-draft", dtype="bfloat16", exact=True)
+    rough = vlm("qwen", "qwen-draft", dtype="bfloat16")
+    with live([(ModelEntry("exact"), exact), (ModelEntry("rough"), rough)]) as server:
+        about = {model.id: model.saccade for model in server.client().models.list()}
+        assert [about[name]["exact"] for name in ("exact", "rough")] == [True, False]
+        assert "exact mode (--exact)" in about["rough"]["caveat"]
+        assert not about["exact"]["caveat"]
+        body = {"model": "exact", "messages": asks("Why?"), "max_tokens": 12, "temperature": 0, "exact": True}
+        chain, plain = (server.post({**body, "speculation": method}) for method in ("chain", "off"))
+        assert chain[0] == plain[0] == 200
+        assert chain[1]["choices"] == plain[1]["choices"]
+        for fields, reason in (
+            ({"model": "rough"}, "not loaded in exact mode"),
+            ({"speculation": {"method": "chain", "rule": "fly"}}, "is lossy"),
+        ):
+            status, answer = server.post({**body, **fields})
+            assert status == 400
+            assert answer["error"]["param"] == "exact"
+            assert reason in answer["error"]["message"]
+    assert not shared.client().models.retrieve("words").saccade["caveat"]
+
+
 def test_errors_of_the_client_are_the_clients_classes(shared: Live) -> None:
     client, messages = shared.client(), asks("Hello?")
     with pytest.raises(openai.NotFoundError, match="expected one of tiny, words"):

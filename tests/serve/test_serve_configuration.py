@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from checkpoints import ready
 from saccade.cli import main
+from saccade.serve import server
 from saccade.serve.access import Gate, Keys, check_host
 from saccade.serve.answers import StopCutter
 from saccade.serve.configuration import ConfigError, ModelEntry, ServerConfig, read_config
@@ -173,3 +175,21 @@ def test_text_before_a_stop_string_is_the_same_for_any_pieces(size: int) -> None
         found += cutter.add(text[start : start + size])
     assert found + cutter.add("", last=True) == "aab aabc "
     assert cutter.stopped
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_start_message_says_what_bfloat16_may_change(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Silent:
+        def __init__(self, config: ServerConfig, app: object, announcement: str) -> None:
+            said.append(announcement)
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            sockets[0].close()
+
+    monkeypatch.setattr(server, "Server", Silent)
+    entry = ModelEntry(str(ready("llama")), "words", dtype="bfloat16", exact=exact)
+    server.serve(ServerConfig((entry,), port=0))
+    assert said[0].startswith("Serving words on")
+    assert said[0].count("exact mode (--exact) prevents that") == (not exact)

@@ -67,6 +67,8 @@ def chat(
         talker = RemoteChat(url, target, method, system, options, marks)
         screen.note(f"{url}. /help lists commands, Ctrl-D leaves.")
     else:
+        from saccade.target.exact import caveat
+
         decoding.check()
         vlm = screen.load_models(
             target or "pocket",
@@ -77,6 +79,8 @@ def chat(
         )
         talker = _Local(vlm, system, {"text_as_text": text_as_text, **options}, marks)
         screen.note(f"{target or 'pocket'} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
+        if said := caveat(vlm.target, vlm.lossless):
+            screen.note(said)
     talk = _Talk(talker, image or [])
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):

@@ -18,6 +18,7 @@ from saccade.serve.schemas import ChatRequest, CompletionRequest
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange
 from saccade.serve.webpage import Page
+from saccade.target.exact import caveat
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -87,6 +88,8 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "saccade": {
             "method": model.vlm.method,
             "lossless": model.vlm.lossless,
+            "exact": model.vlm.target.exact,
+            "caveat": caveat(model.vlm.target, model.vlm.lossless),
             "profiles": model.names,
             "methods": model.open_methods,
             "lossy": model.lossy,

@@ -118,6 +118,19 @@ class ServedModel:
                 self._settings.popitem(last=False)
             return self._settings[key]
 
+    def _setting(self, body: Decoding) -> Setting:
+        """The method of a request; errors as of `setting`, and 400 where it asks for exactness that it cannot have."""
+        found = self.setting(body.speculation)
+        if body.exact and not self.vlm.target.exact:
+            raise invalid(
+                "exact: this model was not loaded in exact mode, which holds for all of its requests or none; leave it "
+                "out, or start the server with --exact (exact = true under [[models]]).",
+                "exact",
+            )
+        if body.exact and not found.vlm.lossless:
+            raise invalid(f"exact: the method {found.method} is lossy; choose another, or leave exact out.", "exact")
+        return found
+
     def _chosen(self, speculation: str | Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
         """Name and options; empty for the default."""
         if speculation is None:
@@ -167,7 +180,7 @@ class ServedModel:
             Refusal: 400; a message or a field cannot be used.
             InputError: the prompt or its media cannot be used.
         """
-        setting = self.setting(body.speculation)
+        setting = self._setting(body)
         self._check_size(_characters(body.messages), "messages")
         messages = self.vlm.processor.load_media(
             conversation(body.messages), self._media, num_frames=body.num_frames, fps=body.fps
@@ -178,7 +191,7 @@ class ServedModel:
         self, body: CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
     ) -> list[Job]:
         """Make the jobs of raw prompts, ``n`` per prompt in order; arguments and errors as of `chat_jobs`."""
-        setting = self.setting(body.speculation)
+        setting = self._setting(body)
         self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
         return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver, client)
 

@@ -66,6 +66,7 @@ class Decoding(BaseModel):
     Attributes:
         speculation: ``off``, the name of a profile or method, or an object with ``method`` and its options.
         saccade: see `Extension`.
+        exact: whether the answer needs exact mode, in which its model must be loaded.
         cache_salt: prefixes are shared with requests of the same salt alone.
         num_frames, fps: frames sampled from each video.
     """
@@ -91,6 +92,7 @@ class Decoding(BaseModel):
     response_format: ResponseFormat | None = None
     speculation: str | dict[str, Any] | None = None
     saccade: Extension | None = None
+    exact: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     num_frames: Count | None = None
     fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None

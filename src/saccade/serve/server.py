@@ -23,6 +23,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from saccade.serve.app import make_app
 from saccade.serve.configuration import ConfigError, ServerConfig
 from saccade.serve.refusals import Refusal, invalid
+from saccade.target.exact import caveat
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -131,7 +132,7 @@ class Server(uvicorn.Server):
     """A server whose first signal drains it, and whose second one ends the process at once.
 
     Args:
-        announcement: line for stderr once requests are accepted.
+        announcement: lines for stderr once requests are accepted.
     """
 
     def __init__(self, config: ServerConfig, app: FastAPI, announcement: str = "") -> None:
@@ -229,7 +230,8 @@ def serve(config: ServerConfig) -> None:
     names = ", ".join(entry.label for entry in config.models)
     address = f"http://{host}:{port}"
     announcement = f"Serving {names} on {address}/v1, the page on {address} (Ctrl-C drains and ends)"
-    server = Server(config, make_app(config, vlms), announcement)
+    caveats = dict.fromkeys(caveat(vlm.target, vlm.lossless) for vlm in vlms)
+    server = Server(config, make_app(config, vlms), "\n".join([announcement, *filter(None, caveats)]))
     if not keys and not config.is_loopback:
         log.warning("No API key is set: everyone who reaches %s may use the models.", host)
     server.run(sockets=[listening])

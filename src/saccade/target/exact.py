@@ -36,6 +36,17 @@ _PROMPT, _DEPTH, _WIDTH = 9, 5, 3
 """Prompt tokens, levels and tokens per level of the trees that are tried at load."""
 
 
+def caveat(target: Any, lossless: bool) -> str:
+    """What may make a greedy answer of a `Target` other than plain decoding's; empty for nothing and lossy methods."""
+    if target.dtype.itemsize > 2 or target.exact or not lossless:
+        return ""
+    name = str(target.dtype).removeprefix("torch.")
+    return (
+        f"In {name}, draft tokens and other answers in a batch change the rounding, "
+        "and with it an answer where two tokens nearly tie; exact mode (--exact) prevents that."
+    )
+
+
 def exact_decoder(target: Any) -> LeanDecoder:
     """Build the decoder of a `Target` in exact mode.
 

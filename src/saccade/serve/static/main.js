@@ -55,6 +55,8 @@ function showMethods() {
     option("", `${about.method} (default)`), option("off", "off: plain decoding"),
     ...groups.map(([label, names]) => element("optgroup", { label }, names.map((name) => option(name, name)))));
   byId("method").disabled = false;
+  byId("caveat").textContent = about.caveat ?? "";
+  byId("caveat").hidden = !about.caveat;
   byId("length").max = currentModel().max_model_len ?? 100000;
   showLegend();
 }
