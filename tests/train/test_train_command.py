@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from checkpoints import ready
 from saccade.cli import screen
 from saccade.distill.folder import HEADER
 from saccade.environment import model_facts
+from saccade.train.draft_vlm import DraftVlmLearner
+from saccade.train.learner import HeadLearner
+from saccade.train.objectives.losses import Tally
+from saccade.train.recipe import Stage, read_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 from commands import Shell
@@ -101,6 +106,38 @@ def test_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:
     done = shell(*command(data, "--on-bad-line", "skip"))
     assert done.code == 0
     assert "Skipped 1 bad line; the first is line 21" in done.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "expected"),
+    [
+        ("hivis", 0, []),
+        ("hivis", 2, ["--from"]),
+        ("hivis", 3, ["--from", "stage1.steps=0"]),
+        ("draft-vlm", 2, ["--from"]),
+    ],
+)
+def test_the_advice_after_a_loss_that_is_not_a_number_works(
+    shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch, kind: str, every: int, expected: list[str]
+) -> None:
+    """The losses of the second stage are not numbers until its rate is lower."""
+    learner = DraftVlmLearner if kind == "draft-vlm" else HeadLearner
+    plain, rate = learner.loss, read_recipe(kind).stages[1].rate
+
+    def spoilt(self: Any, batch: Any, stage: Stage) -> Tally:
+        tally = plain(self, batch, stage)
+        tally.loss = tally.loss * (float("nan") if stage.rate == rate else 1)
+        return tally
+
+    monkeypatch.setattr(learner, "loss", spoilt)
+    given = [*command(data, "--set", f"checkpoint_every={every}", *(["--lm", "1x32"] if kind == "draft-vlm" else []))]
+    given[1] = kind
+    words = re.search("same command with (.*) goes on with a lower rate", shell(*given).complaint)
+    assert words, "no advice"
+    assert all(word in words[1] for word in expected)
+    again = shell(*given, *shlex.split(words[1]))
+    assert again.code == 0, again.err
+    assert str(data.parent / "out-again") in again.out
 
 
 def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

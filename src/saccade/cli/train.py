@@ -43,8 +43,8 @@ def train(
         typer.Option(
             "--from",
             metavar="HEAD",
-            help="Start from the weights of a trained head, a folder or hub id, instead of fresh ones; options without "
-            "a --set are that head's.",
+            help="Start from the weights of a trained head, a folder or hub id, or of a run's checkpoint "
+            "(RUN/checkpoints/step-N) instead of fresh ones; options without a --set are that head's.",
         ),
     ] = None,
     lm: Annotated[

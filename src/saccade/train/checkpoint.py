@@ -57,6 +57,26 @@ def _found(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
+def newest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a folder of checkpoints; None if there is none."""
+    return next((place for place in reversed(_found(folder)) if _read(place)[0] is not None), None)
+
+
+def trained(place: str | Path | None) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return facts and weights of the drafter in a checkpoint; None for another folder.
+
+    Raises:
+        TrainingError: the checkpoint is damaged.
+    """
+    if place is None or not (Path(place) / _ABOUT).is_file():
+        return None
+    about, content = _read(Path(place))
+    if about is None:
+        raise TrainingError(f"The checkpoint {place} is damaged; begin with an earlier one, or with best/ or head/.")
+    weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["head"]
+    return {key: value for key, value in about["run"]["head"].items() if key != "from"}, weights
+
+
 class Checkpoints:
     """The checkpoints of one run.
 

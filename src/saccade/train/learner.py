@@ -15,10 +15,11 @@ from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.registry import feeder_class
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
+from saccade.formats import differences
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.train.checkpoint import identity
+from saccade.train.checkpoint import identity, trained
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features
@@ -119,7 +120,7 @@ class HeadLearner:
         out: of the run; features and a calibration are written there.
         features: folder of a disk cache that runs share: it has all that any head of the same layers reads, and files
             of other targets or answers stay. None for a cache of this run alone.
-        begin: folder or hub id of the initial head; fresh weights when None.
+        begin: folder or hub id of the initial head, or a checkpoint; fresh weights when None.
         rank: number of this process.
         count: of processes, which share a feature cache on disk.
         say: takes lines of progress.
@@ -257,10 +258,18 @@ def new_learner(
     """
     if recipe.kind != DRAFT_VLM:
         return HeadLearner(target, recipe, source, out, say=say, **of_heads)
-    if of_heads.get("begin") is not None:
+    begin = of_heads.get("begin")
+    found = trained(begin)
+    if begin is not None and found is None:
         raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
     if of_heads.get("features") is not None:
         raise TrainingError("A draft VLM reads no features of the target; leave out --features.")
     if processor is None:
         raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")
-    return DraftVlmLearner(target, processor, recipe, source, say=say)
+    learner = DraftVlmLearner(target, processor, recipe, source, say=say)
+    if found is not None:
+        for key, ours, theirs in differences(learner.about, found[0]):
+            raise TrainingError(f"The drafter in {begin} has {key} {theirs!r}, but this run's has {ours!r}.")
+        learner.load_state(found[1])
+        learner.about = {**learner.about, "from": str(begin)}
+    return learner

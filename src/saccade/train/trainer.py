@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from saccade.inputs.processor import InputProcessor
 from saccade.target.adapter import Target
 from saccade.train.batches import Order, split_validation
 from saccade.train.boards import boards, check_wandb
-from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, preserved_random_state
+from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, newest, preserved_random_state
 from saccade.train.data import Answers
 from saccade.train.learner import Learner, new_learner
 from saccade.train.log import Log
@@ -73,7 +74,7 @@ class Trainer:
         source: samples.
         out: folder of checkpoints, log, ``best`` and ``head``.
         processor: of the target; for a draft VLM.
-        begin: folder or hub id of the initial head.
+        begin: folder or hub id of the initial head, or a checkpoint of another run, whose drafter learns on.
         features: folder of a disk cache of features that runs share (`HeadLearner`); None for one in ``out``.
         measure: score of a drafter; block efficiency on validation samples when None.
         resume: resume from a checkpoint in ``out``.
@@ -228,7 +229,7 @@ class Trainer:
             rank = "" if self.processes.count == 1 else "-RANK"
             raise TrainingError(
                 f"The loss is {loss} at step {step + 1}; its batch is in {self._out}/bad-step-{step + 1}{rank}. "
-                "Continue from the last checkpoint with a lower rate or a smaller clip, in another --out folder."
+                + self._advice(number)
             )
         examples, rate, norm = sum(kept), rate_at(stage, within), 0.0
         if examples:
@@ -240,7 +241,8 @@ class Trainer:
             self._optimiser.clear()
         if not math.isfinite(norm):
             raise TrainingError(
-                f"The gradient is {norm} at step {step + 1} though the loss is {loss / examples}; lower the rate."
+                f"The gradient is {norm} at step {step + 1} though the loss is {loss / examples}. "
+                + self._advice(number)
             )
         mean = max(examples, 1)
         return {
@@ -252,6 +254,15 @@ class Trainer:
             "examples": kept,
             "agreement": [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)],
         }
+
+    def _advice(self, number: int) -> str:
+        """Options that go on from the last checkpoint, past stages that are over, with a lower rate of a stage."""
+        lower = f"stage{number}.rate={self.recipe.stages[number - 1].rate / 10:g}"
+        words, last = ["--set", lower, "--out", f"{self._out}-again"], newest(self._out / _CHECKPOINTS)
+        if last is not None:
+            over = range(1, self.recipe.at(int(last.name.removeprefix("step-")))[0])
+            words += ["--from", str(last), *(word for n in over for word in ("--set", f"stage{n}.steps=0"))]
+        return f"The same command with {shlex.join(words)} goes on with a lower rate; a smaller clip may help, too."
 
     def try_step(self, step: int, number: int) -> None:
         """Run a step as in this stage, counted from 1, without its update."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.config import HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target.adapter import Target
+from saccade.train.checkpoint import trained
 from saccade.train.recipe import Recipe
 
 
@@ -22,7 +24,7 @@ def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) ->
     """Return a head with fresh weights of the recipe's seed, or with another head's; float32, on the target's device.
 
     Args:
-        begin: folder or hub id of a head, which also provides options that the recipe does not set.
+        begin: folder or hub id of a head, or a run's checkpoint, which also has options that the recipe does not set.
 
     Raises:
         TrainingError: an option of the head is of another type than its default, or is not for training; or the head
@@ -68,7 +70,12 @@ def weights_digest(head: Head) -> str:
 
 
 def _known(begin: str | Path, target: Target, recipe: Recipe) -> Head:
-    head = load_head(begin, target, torch.float32)
+    if found := trained(begin):
+        head = build_head(HeadConfig.from_json(json.dumps(found[0])))
+        check_fit(head.config, TargetShape.of(target))
+        head.load_state_dict(found[1])
+    else:
+        head = load_head(begin, target, torch.float32)
     if head.kind != recipe.kind:
         raise TrainingError(
             f"The head {begin} is of the kind {head.kind}, but this recipe trains {recipe.kind}; begin with a "
