@@ -171,7 +171,7 @@ class VLM:
         options: override the method's defaults.
 
     Attributes:
-        draft_model: the loaded draft model; None without one.
+        draft_model, draft_processor: the loaded draft model and its `InputProcessor`; None without one.
         heads: the loaded heads by name.
         head: the head that the method drafts with; None for a method without one.
         head_name: its name.
@@ -197,18 +197,18 @@ class VLM:
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
         self.target: Target = adapt(model, exact)
         self.draft_model: Target | None = None
-        self._draft_processor: InputProcessor | None = None
+        self.draft_processor: InputProcessor | None = None
         vocabulary: int | None = None
         given = drafters.named(drafter, heads)
         if drafter is not None and not drafters.is_head(drafter):
             self.draft_model = adapt(drafter)
-            self._draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
+            self.draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
             vocabulary = shared_vocabulary(
-                self.processor.tokenizer, self._draft_processor.tokenizer, (name_of(model), name_of(drafter))
+                self.processor.tokenizer, self.draft_processor.tokenizer, (name_of(model), name_of(drafter))
             )
         self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
-        self._parts = Parts(self.target, self.draft_model, vocabulary, special, self._draft_processor)
+        self._parts = Parts(self.target, self.draft_model, vocabulary, special, self.draft_processor)
         self._compose(method or drafters.default(drafter, drafters.kinds_of(given), head, options), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
@@ -402,7 +402,7 @@ class VLM:
 
         Text alone for a language model, and for a ready-made prompt whose media another vision tower prepared.
         """
-        if self.draft_model is None or self._draft_processor is None:
+        if self.draft_model is None or self.draft_processor is None:
             return None
         if methods.needs(self.options) != "draft model":
             return None
@@ -414,7 +414,7 @@ class VLM:
             return prompt if is_same else self.processor.text_only(prompt)
         if signature is None:
             return self.processor.text_only(prompt)
-        return given.prompt(self._draft_processor)
+        return given.prompt(self.draft_processor)
 
 
 def _processor(given: Any) -> InputProcessor:

@@ -57,7 +57,7 @@ def headed(vlm: saccade.VLM, heads: dict[str, Head]) -> saccade.VLM:
         vlm.target.model,
         vlm.processor,
         drafter=vlm.draft_model.model,
-        draft_processor=vlm._draft_processor,
+        draft_processor=vlm.draft_processor,
         heads=heads,
     )
 

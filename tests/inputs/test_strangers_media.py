@@ -381,8 +381,9 @@ def test_listed_containers_have_the_frames_that_pyav_decodes(kind: str, codec: s
 
 
 def test_a_process_of_its_own_decodes_the_same_frames() -> None:
-    for kind, codec in (("mp4", "mpeg4"), ("mpegts", "mpeg2video")):  # the second does not say how many
-        data = film(kind, codec)
+    # The second does not say how many, and the third has lines that are padded.
+    for kind, codec, size in (("mp4", "mpeg4", (64, 48)), ("mpegts", "mpeg2video", (64, 48)), ("gif", "gif", (60, 40))):
+        data = film(kind, codec, size=size)
         alone = load_video(data, lambda total, fps: [0, 2, total - 1], SERVER)
         here = load_video(data, lambda total, fps: [0, 2, total - 1])
         assert np.array_equal(alone.frames, here.frames)
@@ -458,7 +459,7 @@ def test_the_third_wall_is_a_process_that_can_open_nothing(tmp_path: Path) -> No
 import io, os, runpy, socket
 program = runpy.run_path({decoder.__file__!r})
 program["_import_all"]()
-program["_confine"](2 << 30, 5)
+program["confine"](2 << 30, 5, files=False)
 import av
 def read(data):
     with av.open(io.BytesIO(data), timeout=5) as container:

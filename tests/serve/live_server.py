@@ -19,6 +19,7 @@ from openai import OpenAI
 
 from checkpoints import picture, vlm
 from saccade import VLM
+from saccade.inputs.media import SERVER
 from saccade.serve.app import make_app
 from saccade.serve.configuration import Limits, ModelEntry, ServerConfig
 from saccade.serve.server import Server, bind
@@ -85,6 +86,7 @@ class Live:
 @contextmanager
 def live(models: Sequence[tuple[ModelEntry, VLM]] = (), send_buffer: int = 0, **settings: Any) -> Iterator[Live]:
     """A server on a free port; settings of `Limits` and `ServerConfig`, and bytes that its sockets may buffer."""
+    settings.setdefault("media", replace(SERVER, own_process=False))  # a fork server takes seconds to start
     models = models or [(TINY, vlm("qwen", "qwen-draft"))]
     of_server = {name: settings.pop(name) for name in list(settings) if name in ServerConfig.__dataclass_fields__}
     limits = Limits(**{"kv_memory_mib": 256, "media_cache_mib": 16, **settings})

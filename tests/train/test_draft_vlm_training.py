@@ -196,7 +196,7 @@ def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: s
             assert list(fast.tokens) == list(plain.tokens)
     ours, theirs = (
         m.prompt("What?", images=[picture(3)])
-        for m in (vlm(name).processor, drafted._draft_processor)  # type: ignore[union-attr]
+        for m in (vlm(name).processor, drafted.draft_processor)  # type: ignore[union-attr]
     )
     assert ours.ids == theirs.ids
     assert [m.digest for m in ours.media] == [m.digest for m in theirs.media]

@@ -55,7 +55,10 @@ class Limits:
         stuck_seconds: length of a step from which on ``/health`` answers 503.
         drain_delay_seconds: time between a signal and the end of accepting requests, in which ``/ready`` answers 503.
         drain_seconds: time for running answers at shutdown.
-        prepare_threads: threads that decode media and tokenize.
+        prepare_threads: threads that tokenize.
+        media_workers: processes that decode and resize at once, each the images and videos of one request.
+        media_seconds: time for that.
+        media_memory_mib: memory that one of them may take for it.
     """
 
     max_rows: int = 8
@@ -80,6 +83,9 @@ class Limits:
     drain_delay_seconds: float = 0.0
     drain_seconds: float = 60.0
     prepare_threads: int = 2
+    media_workers: int = 4
+    media_seconds: float = 60.0
+    media_memory_mib: int = 3072
 
     def __post_init__(self) -> None:
         may_be_zero = ("max_queue", "requests_per_key", "requests_per_minute", "media_cache_mib", "drain_delay_seconds")

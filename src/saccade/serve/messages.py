@@ -23,6 +23,13 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has parts besides text."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(not isinstance(part, Mapping) or str(part.get("type")) not in TEXTS for part in parts)
+
+
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:

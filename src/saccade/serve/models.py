@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 from saccade import methods
 from saccade.engine import Request
 from saccade.errors import MethodError
-from saccade.inputs.families import visual_ids
+from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.media import MediaLimits
+from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.inputs.requests import RowInput
 from saccade.methods.groups import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of
 from saccade.serve.jobs import Event, Job
-from saccade.serve.messages import conversation
+from saccade.serve.messages import conversation, has_media
 from saccade.serve.refusals import invalid
 from saccade.serve.schemas import ChatRequest, CompletionRequest, Decoding
+from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -61,15 +63,23 @@ class ServedModel:
         entry: its configuration.
         vlm: loaded.
         limits, media, text_as_text: of the server.
+        workers: make the prompts with media; None: this process does.
     """
 
     def __init__(
-        self, entry: ModelEntry, vlm: VLM, limits: Limits, media: MediaLimits, text_as_text: bool = True
+        self,
+        entry: ModelEntry,
+        vlm: VLM,
+        limits: Limits,
+        media: MediaLimits,
+        text_as_text: bool = True,
+        workers: PromptWorkers | None = None,
     ) -> None:
         self.entry, self.vlm = entry, vlm
         self.created = int(time.time())
         self.planner = Planner(vlm, limits.default_max_tokens, limits.max_tokens)
         self._most_option, self._media, self._text_as_text = limits.max_option, media, text_as_text
+        self._workers = workers
         self._settings: OrderedDict[str, Setting] = OrderedDict()
         self._lock = threading.Lock()
         for name in self.names:
@@ -182,10 +192,13 @@ class ServedModel:
         """
         setting = self._setting(body)
         self._check_size(_characters(body.messages), "messages")
-        messages = self.vlm.processor.load_media(
-            conversation(body.messages), self._media, num_frames=body.num_frames, fps=body.fps
-        )
-        return self._jobs(body, setting, [messages], deliver, client)
+        messages, options = conversation(body.messages), self._reading(body)
+        if self._workers is not None and has_media(body.messages):
+            return self._jobs(
+                body, setting, [self._workers.row(messages, _readers(setting.vlm), options)], deliver, client
+            )
+        messages = self.vlm.processor.load_media(messages, self._media, num_frames=body.num_frames, fps=body.fps)
+        return self._jobs(body, setting, [RowInput(messages, [], [], options)], deliver, client)
 
     def completion_jobs(
         self, body: CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
@@ -193,7 +206,17 @@ class ServedModel:
         """Make the jobs of raw prompts, ``n`` per prompt in order; arguments and errors as of `chat_jobs`."""
         setting = self._setting(body)
         self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
-        return self._jobs(body, setting, [self._raw(prompt) for prompt in body.prompts], deliver, client)
+        rows = [RowInput(self._raw(prompt), [], [], self._reading(body)) for prompt in body.prompts]
+        return self._jobs(body, setting, rows, deliver, client)
+
+    def _reading(self, body: Decoding) -> dict[str, Any]:
+        """Options of `InputProcessor.prompt`."""
+        return {
+            "num_frames": body.num_frames,
+            "fps": body.fps,
+            "limits": self._media,
+            "text_as_text": self._text_as_text,
+        }
 
     def _check_size(self, characters: int, field: str) -> None:
         context = self.planner.context
@@ -209,19 +232,13 @@ class ServedModel:
         self,
         body: Decoding,
         setting: Setting,
-        questions: Sequence[Any],
+        rows: Sequence[RowInput],
         deliver: Callable[[int, Event], None],
         client: str | None,
     ) -> list[Job]:
         seed, jobs = seed_of(body), list[Job]()
-        options = {
-            "num_frames": body.num_frames,
-            "fps": body.fps,
-            "limits": self._media,
-            "text_as_text": self._text_as_text,
-        }
-        for question in questions:
-            request = setting.vlm.request(RowInput(question, [], [], options), seed)
+        for row in rows:
+            request = setting.vlm.request(row, seed)
             for _ in range(body.n or 1):
                 own = replace(request, seed=(seed + len(jobs)) & (2**63 - 1))
                 if salt := _salt(client, body.cache_salt):
@@ -266,6 +283,14 @@ def _salt(client: str | None, given: str | None) -> str:
     if client is None:
         return secrets.token_hex(16)
     return hashlib.blake2b(f"{client} {given or ''}".encode(), digest_size=16).hexdigest() if client or given else ""
+
+
+def _readers(vlm: VLM) -> list[InputProcessor]:
+    """Processors of the prompts that `VLM.request` makes of media: the target's, and that of a drafter that sees."""
+    draft, used = vlm.draft_model, methods.needs(vlm.options) == "draft model"
+    if draft is None or vlm.draft_processor is None or not used or vision_signature(draft.config) is None:
+        return [vlm.processor]
+    return [vlm.processor, vlm.draft_processor]
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:

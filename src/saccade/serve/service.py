@@ -14,11 +14,12 @@ from starlette.datastructures import Headers
 
 from saccade.errors import SaccadeError
 from saccade.serve.access import Gate, Keys, check_host
-from saccade.serve.configuration import ServerConfig
+from saccade.serve.configuration import MIB, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.monitoring import Metrics
 from saccade.serve.owner import Owner
 from saccade.serve.refusals import refusal_of, unknown_model
+from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -36,8 +37,9 @@ class Service:
 
     def __init__(self, config: ServerConfig, vlms: Sequence[VLM]) -> None:
         self.config = config
+        limits, self._workers = config.limits, _workers(config, vlms)
         self.models = {
-            entry.label: ServedModel(entry, vlm, config.limits, config.media, config.text_as_text)
+            entry.label: ServedModel(entry, vlm, limits, config.media, config.text_as_text, self._workers)
             for entry, vlm in zip(config.models, vlms, strict=True)
         }
         self.clock = time.perf_counter
@@ -47,7 +49,8 @@ class Service:
         self.owner = Owner(config.limits, self._post)
         self.metrics = Metrics(self.owner, list(self.models), config.vllm_metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._preparers = ThreadPoolExecutor(config.limits.prepare_threads, "saccade-prepare")
+        self._preparers = ThreadPoolExecutor(limits.prepare_threads, "saccade-prepare")
+        self._media_preparers = ThreadPoolExecutor(limits.media_workers, "saccade-media")
         self._preparing = 0
 
     @asynccontextmanager
@@ -55,11 +58,16 @@ class Service:
         """Run the owner's thread as long as the application."""
         self._loop = asyncio.get_running_loop()
         self.owner.start()
+        if self._workers is not None:
+            self._media_preparers.submit(self._workers.start)
         try:
             yield
         finally:
             await asyncio.to_thread(self.owner.stop)
-            self._preparers.shutdown(wait=False, cancel_futures=True)
+            for pool in (self._preparers, self._media_preparers):
+                pool.shutdown(wait=False, cancel_futures=True)
+            if self._workers is not None:
+                await asyncio.to_thread(self._workers.close)
 
     def _post(self, deliver: Callable[[], None]) -> None:
         assert self._loop is not None
@@ -103,8 +111,8 @@ class Service:
         """
         self.owner.check_room(count, self._preparing)
 
-    async def prepare(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function in the threads that decode media and tokenize.
+    async def prepare(self, function: Callable[..., Result], *arguments: Any, media: bool = False) -> Result:
+        """Run a function in the threads for requests with or without media, so that neither wait for the others.
 
         Raises:
             Refusal: as the function; errors of Saccade are translated.
@@ -112,7 +120,8 @@ class Service:
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._preparers, partial(function, *arguments))
+            pool = self._media_preparers if media else self._preparers
+            return await loop.run_in_executor(pool, partial(function, *arguments))
         except SaccadeError as problem:
             raise refusal_of(problem) from problem
         finally:
@@ -126,3 +135,12 @@ class Service:
         if stuck > self.config.limits.stuck_seconds:
             return 503, {"status": "stuck", "reason": f"a step has run for {stuck:.0f} s"}
         return 200, {"status": "ok"}
+
+
+def _workers(config: ServerConfig, vlms: Sequence[VLM]) -> PromptWorkers | None:
+    """Workers for the models that see; None where media are not to be decoded in processes of their own."""
+    given = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
+    sees = any(each.parts.image_processor is not None or each.parts.composite is not None for each in given)
+    if not sees or not config.media.own_process or not PromptWorkers.are_possible():
+        return None
+    return PromptWorkers(given, config.limits.media_seconds, config.limits.media_memory_mib * MIB)

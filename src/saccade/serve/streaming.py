@@ -12,6 +12,7 @@ from starlette.responses import Response
 from saccade.serve.answers import DONE, Choice, Form, error_chunk, usage
 from saccade.serve.configuration import Limits
 from saccade.serve.jobs import Event, Job
+from saccade.serve.messages import has_media
 from saccade.serve.monitoring import Timing
 from saccade.serve.refusals import Refusal, invalid, refusal_of
 from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
@@ -188,7 +189,8 @@ class Exchange(Response):
             raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
         service.check_room(count)
         if isinstance(body, ChatRequest):
-            self._jobs = await service.prepare(model.chat_jobs, body, self._inbox.put, sharing)
+            media = has_media(body.messages)
+            self._jobs = await service.prepare(model.chat_jobs, body, self._inbox.put, sharing, media=media)
         else:
             self._jobs = await service.prepare(model.completion_jobs, body, self._inbox.put, sharing)
         own, vlm = body.saccade, self._jobs[0].vlm

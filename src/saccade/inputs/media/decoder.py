@@ -144,7 +144,7 @@ def _upright(frame: Any) -> Any:
     import numpy as np
 
     pixels, turns = frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4  # counterclockwise
-    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+    return np.ascontiguousarray(np.rot90(pixels, turns))  # lines may be padded
 
 
 class _Opened:
@@ -233,8 +233,14 @@ def _import_all() -> None:
             importlib.import_module(module.name)
 
 
-def _confine(memory: int, seconds: float) -> None:
-    """Give up new files, sockets and programs, and more memory and time than the limits, where the system can."""
+def confine(memory: int, seconds: float, files: bool) -> None:
+    """Give up more memory and time than the limits, and new files, sockets and programs, where the system can.
+
+    Args:
+        memory: bytes beside what this process has.
+        seconds: of 16 threads.
+        files: whether files, sockets and programs remain allowed.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -245,12 +251,8 @@ def _confine(memory: int, seconds: float) -> None:
     except (OSError, ValueError):  # not Linux
         memory += 1 << 30
     cpu = 16 * int(seconds + 1)  # of all threads; the other process has a clock
-    for name, value in (
-        ("RLIMIT_AS", memory),
-        ("RLIMIT_CPU", cpu),
-        ("RLIMIT_CORE", 0),
-        ("RLIMIT_NOFILE", 0),
-    ):
+    limits = {"RLIMIT_AS": memory, "RLIMIT_CPU": cpu, "RLIMIT_CORE": 0}
+    for name, value in (limits if files else {**limits, "RLIMIT_NOFILE": 0}).items():
         _, hard = resource.getrlimit(getattr(resource, name))
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, name), (value, value))
@@ -264,7 +266,7 @@ def _main() -> None:
     limits: Any = SimpleNamespace(**given["limits"])
     try:
         _import_all()
-        _confine(limits.decode_memory, limits.decode_seconds)
+        confine(limits.decode_memory, limits.decode_seconds, files=False)
         with Decoder(data, limits) as decoder:
             send(writer, decoder.probe())
             while True:
