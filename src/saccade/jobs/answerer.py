@@ -15,8 +15,9 @@ from saccade.errors import InputError, SaccadeError
 from saccade.inputs.prompt import Prompt
 from saccade.jobs.feed import Feed
 from saccade.jobs.forms import Form, OwnForm, Prepared, sentence_of
+from saccade.jobs.index import key_of_item
 from saccade.jobs.items import Item
-from saccade.jobs.job import Job, key_of_item
+from saccade.jobs.job import Job
 from saccade.typed import check_whole
 from saccade.vlm import VLM
 

@@ -1,14 +1,14 @@
-"""Map of 64-bit keys to numbers in 16 bytes per place: a dictionary of a million ids would take ten times as much."""
+"""Keys of items, and the records that earlier attempts have of them."""
 
 from __future__ import annotations
 
 import hashlib
-from array import array
+import sqlite3
 
-_FIRST = 1 << 10
-"""Places of a new index; always a power of two."""
-_FULL = 0.6
-"""Share of occupied places from which on an index doubles."""
+from saccade.errors import SaccadeError
+from saccade.jobs.items import Item
+from saccade.jobs.pipes import Streamed
+from saccade.journal import Journal
 
 
 def key_of(*words: str) -> int:
@@ -17,45 +17,60 @@ def key_of(*words: str) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) or 1
 
 
+def key_of_item(item: Item) -> int:
+    """Key of an item with its content."""
+    return key_of(item.id, item.version)
+
+
 class Index:
-    """Numbers by key, with open addressing; keys are not removed."""
+    """Numbers by key, in 25 bytes per key where a dictionary takes six times as much; for one thread at a time."""
 
     def __init__(self) -> None:
-        self._keys, self._values, self._count = _empty(_FIRST), _empty(_FIRST, "q"), 0
-
-    def __len__(self) -> int:
-        return self._count
+        self._table = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        self._table.execute("CREATE TABLE numbers (key INTEGER PRIMARY KEY, number INTEGER)")
+        self._table.execute("BEGIN")  # one transaction, or every row would be one
 
     def get(self, key: int) -> int | None:
         """Number of a key; None for an unknown one."""
-        place = self._place(key)
-        return self._values[place] if self._keys[place] else None
+        found = self._table.execute("SELECT number FROM numbers WHERE key = ?", (_signed(key),)).fetchone()
+        return None if found is None else int(found[0])
 
     def put(self, key: int, number: int) -> None:
         """Add a key, or replace its number."""
-        place = self._place(key)
-        if not self._keys[place]:
-            self._count += 1
-        self._keys[place], self._values[place] = key, number
-        if self._count > _FULL * len(self._keys):
-            self._grow()
-
-    def _place(self, key: int) -> int:
-        """Place of a key, or the free one where it would be."""
-        keys, last = self._keys, len(self._keys) - 1
-        place = key & last
-        while keys[place] not in (0, key):
-            place = (place + 1) & last
-        return place
-
-    def _grow(self) -> None:
-        keys, values = self._keys, self._values
-        self._keys, self._values = _empty(2 * len(keys)), _empty(2 * len(keys), "q")
-        for key, value in zip(keys, values, strict=True):
-            if key:
-                place = self._place(key)
-                self._keys[place], self._values[place] = key, value
+        self._table.execute("REPLACE INTO numbers VALUES (?, ?)", (_signed(key), number))
 
 
-def _empty(size: int, kind: str = "Q") -> array[int]:
-    return array(kind, bytes(8 * size))
+def _signed(key: int) -> int:
+    return key - (1 << 63)
+
+
+class Known:
+    """Records of earlier attempts.
+
+    Args:
+        journal: of the job.
+        retry_failed: whether failed items count as unknown.
+
+    Attributes:
+        timed: records whose time is known.
+        seconds: that these took together.
+    """
+
+    def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
+        self._found, self.timed, self.seconds = Index(), 0, 0.0
+        if isinstance(journal, Streamed):
+            return
+        for number, offset, row in journal.rows():
+            try:
+                key, failed = int(row["key"], 16), bool(row["failed"])
+                if "seconds" in row:
+                    self.timed, self.seconds = self.timed + 1, self.seconds + float(row["seconds"])
+            except (KeyError, TypeError, ValueError):
+                raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
+            if not (failed and retry_failed):
+                self._found.put(key, 2 * offset + failed)
+
+    def get(self, key: int) -> tuple[int, bool] | None:
+        """Offset of an item's record, and whether it failed; None for an unknown item."""
+        found = self._found.get(key)
+        return None if found is None else (found >> 1, bool(found & 1))

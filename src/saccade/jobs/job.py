@@ -13,7 +13,7 @@ from typing import Any
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.folders import Source
 from saccade.jobs.forms import Reading, sentence_of
-from saccade.jobs.index import Index, key_of
+from saccade.jobs.index import Index, Known, key_of, key_of_item
 from saccade.jobs.items import NO_ID, SAME_ID, Asking, Item
 from saccade.jobs.pipes import Streamed, is_stream
 from saccade.journal import Journal
@@ -169,43 +169,6 @@ def errors_of(out: Path) -> Path:
 def written(out: Path) -> tuple[Path, ...]:
     """All that a job writes."""
     return out, errors_of(out), journal_of(out)
-
-
-def key_of_item(item: Item) -> int:
-    """Key of an item with its content."""
-    return key_of(item.id, item.version)
-
-
-class Known:
-    """Records of earlier attempts.
-
-    Args:
-        journal: of the job.
-        retry_failed: whether failed items count as unknown.
-
-    Attributes:
-        timed: records whose time is known.
-        seconds: that these took together.
-    """
-
-    def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
-        self._found, self.timed, self.seconds = Index(), 0, 0.0
-        if isinstance(journal, Streamed):
-            return
-        for number, offset, row in journal.rows():
-            try:
-                key, failed = int(row["key"], 16), bool(row["failed"])
-                if "seconds" in row:
-                    self.timed, self.seconds = self.timed + 1, self.seconds + float(row["seconds"])
-            except (KeyError, TypeError, ValueError):
-                raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
-            if not (failed and retry_failed):
-                self._found.put(key, 2 * offset + failed)
-
-    def get(self, key: int) -> tuple[int, bool] | None:
-        """Offset of an item's record, and whether it failed; None for an unknown item."""
-        found = self._found.get(key)
-        return None if found is None else (found >> 1, bool(found & 1))
 
 
 @dataclass(slots=True)

@@ -19,8 +19,9 @@ from saccade.formats import count
 from saccade.jobs.answerer import Answer, Answering, Task, media_threads
 from saccade.jobs.folders import Source
 from saccade.jobs.forms import Reading
+from saccade.jobs.index import Known, key_of_item
 from saccade.jobs.items import Asking
-from saccade.jobs.job import SHOWN, Job, Known, Shard, Survey, errors_of, key_of_item, preview, written
+from saccade.jobs.job import SHOWN, Job, Shard, Survey, errors_of, preview, written
 from saccade.jobs.pipes import Streamed
 from saccade.journal import Journal, encoded
 from saccade.stream import GenerationOptions
