@@ -35,7 +35,6 @@ FAILING = FailingProcessor(SEEN[0].parts)
 FAILURES = [
     ("crash", InputError, "the decoder has failed"),
     ("leave", InputError, "the decoder has failed"),
-    ("hang", InputError, "take longer than 2 seconds to prepare"),
     ("grow", InputError, "need too much memory"),
     ("grow in Torch", InputError, "need too much memory"),
     ("mistake", RuntimeError, "its traceback is in the log"),
@@ -44,7 +43,7 @@ FAILURES = [
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[PromptWorkers]:
-    found = PromptWorkers([*SEEN, FAILING], seconds=2, memory=1 << 30)
+    found = PromptWorkers([*SEEN, FAILING], seconds=60, memory=1 << 30)
     yield found
     found.close()
 
@@ -149,7 +148,7 @@ def test_nothing_is_left_behind() -> None:
 def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed() -> None:
     model = copy.copy(vlm("qwen", "qwen-draft"))
     model.processor = FailingProcessor(model.processor.parts)
-    with live([(TINY, model)], media=replace(SERVER), media_workers=1, media_seconds=4.0) as server:
+    with live([(TINY, model)], media=replace(SERVER), media_workers=1, media_seconds=6.0) as server:
         body = {"model": "tiny", "max_tokens": 3}
         status, answer = server.post({**body, "messages": asks("crash", uri(0))})
         assert status == 400
@@ -165,4 +164,4 @@ def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed(
         assert status == 200
         thread.join(60)
         assert answers[0][0] == 400
-        assert "take longer than 4 seconds" in answers[0][1]["error"]["message"]
+        assert "take longer than 6 seconds" in answers[0][1]["error"]["message"]
