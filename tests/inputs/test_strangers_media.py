@@ -179,6 +179,42 @@ def test_a_png_whose_compressed_pixels_end_early_is_refused(colour: int, interla
         assert load_image(png(20, 20, whole, colour, interlace=interlace)).size == (20, 20), "all black, and complete"
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_a_jpeg_whose_compressed_pixels_end_early_is_refused(mode: str) -> None:
+    """It has its end marker, so that Pillow leaves what is missing grey."""
+    data = encoded("JPEG", PICTURE.resize((300, 200)).convert(mode))
+    start = data.index(b"\xff\xda") + 20
+    for part in (0.0, 0.5, 0.97):
+        cut = data[: start + int(part * (len(data) - start))].rstrip(b"\xff") + b"\xff\xd9"
+        refused(cut, "is damaged; give a complete image file")
+    grey = Image.new(mode, (300, 200), 128 if mode == "L" else (128,) * len(mode))
+    assert load_image(encoded("JPEG", grey)).size == (300, 200), "all grey, and complete"
+
+
+def test_a_jpeg_that_is_too_short_for_its_size_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded("JPEG", Image.new("L", (16, 16)))
+    place = data.index(b"\xff\xc0") + 5
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", never)
+    refused(data[:place] + struct.pack(">HH", 7000, 7000) + data[place + 4 :], "is damaged; give a complete image file")
+
+
+def test_tiles_of_a_tiff_are_bounded_like_a_picture() -> None:
+    pixels = zlib.compress(bytes(100))
+    tags = [(256, 10), (257, 10), (258, 8), (259, 8), (262, 1), (277, 1), (322, 40_000), (323, 40_000), (324, 8)]
+    tags.append((325, len(pixels)))
+    data = b"II*\0" + struct.pack("<I", 8 + len(pixels)) + pixels + struct.pack("<H", len(tags))
+    data += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags) + bytes(4)
+    refused(data, "more than 50000000 pixels")
+
+
+def test_a_picture_beyond_the_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    refused(encoded("PNG"), "needs more memory than there is")
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "I;16"])
 def test_black_pngs_are_complete(mode: str) -> None:
     for size in ((1, 1), (7, 3), (3, 1), (33, 40)):
@@ -492,6 +528,8 @@ for attempt in (
         ({"video_seconds": 1.1}, "longer than 1.1 seconds"),
         ({"video_pixels": 64 * 48 - 1}, "no frame size from 1 to 3071 pixels"),
         ({"total_pixels": 12 * 64 * 48 - 1}, "sampled frames of more than 36863 pixels"),
+        ({"longest_side": 63}, "sides of more than 63 pixels"),
+        ({"aspect_ratio": 1.3}, "more than 1.3 times as long as the other"),
         ({"video_bytes": 500}, "more than 500 bytes"),
         ({"codecs": ("h264",)}, "a codec that is not accepted"),
         ({"containers": ("matroska",)}, "not a video that PyAV can decode"),

@@ -79,11 +79,6 @@ class MediaLimits:
     media: int = 32
     total_pixels: int = 250_000_000
 
-    def is_fitting(self, width: int, height: int) -> bool:
-        """Whether sides and aspect ratio are within the limits; a short file can name any."""
-        short, long = sorted((width, height))
-        return long <= min(self.longest_side, self.aspect_ratio * short)
-
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

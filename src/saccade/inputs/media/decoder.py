@@ -51,6 +51,12 @@ def container_of(data: bytes) -> str | None:
     return next((name for start, name in _STARTS.items() if data.startswith(start)), None)
 
 
+def is_fitting(width: int, height: int, limits: MediaLimits) -> bool:
+    """Whether sides and aspect ratio are within the limits; a short file can name any."""
+    short, long = sorted((width, height))
+    return long <= min(limits.longest_side, limits.aspect_ratio * short)
+
+
 def accepted_container(data: bytes, limits: MediaLimits) -> str:
     """As of `container_of`; raises `Refused` for containers that are not accepted."""
     container = container_of(data)
@@ -91,9 +97,7 @@ class Decoder:
         with self._open() as (container, stream):
             seconds = (container.duration or 0) / 1_000_000
             total, rate = max(0, int(stream.frames)), stream.average_rate
-            pixels = int(stream.width) * int(stream.height)
-        if not 0 < pixels <= limits.video_pixels:
-            raise Refused("pixels")
+            pixels = self._pixels(stream)
         if total > limits.video_frames:
             raise Refused("frames")
         if seconds > limits.video_seconds:
@@ -124,8 +128,7 @@ class Decoder:
                         raise Refused("frames")
                     if time.monotonic() > self._deadline:
                         raise Refused("time")
-                    if frame.width * frame.height > self._limits.video_pixels:
-                        raise Refused("pixels")
+                    self._pixels(frame)
                     if number in wanted:
                         yield number, _upright(frame)
                     if number == last:
@@ -134,6 +137,15 @@ class Decoder:
                 if isinstance(error, MemoryError) or not count:
                     raise
         yield count, None
+
+    def _pixels(self, frame: Any) -> int:
+        """Pixels of a frame, or of the frames of a stream; raises `Refused` beyond the limits."""
+        width, height = int(frame.width), int(frame.height)
+        if not 0 < width * height <= self._limits.video_pixels:
+            raise Refused("pixels")
+        if not is_fitting(width, height, self._limits):
+            raise Refused("sides")
+        return width * height
 
     def _open(self) -> _Opened:
         return _Opened(self._data, self._container, self._limits)

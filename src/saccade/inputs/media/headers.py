@@ -50,17 +50,28 @@ def is_laborious(data: bytes) -> bool:
 
 
 def _jpeg(data: bytes, most: int) -> bool:
-    place, scans = 2, 0
-    for _ in range(most):
-        found = _MARKER.search(data, place)
-        if found is None or found[1] == b"\xd9":
-            return False
-        scans += found[1] == b"\xda"
-        if scans > SCANS:
+    scans = 0
+    for number, marker in enumerate(_jpeg_markers(data)):
+        scans += marker[1] == b"\xda"
+        if scans > SCANS or number == most:
             return True
+    return False
+
+
+def _jpeg_markers(data: bytes) -> Iterator[re.Match[bytes]]:
+    """The markers of a JPEG up to its end."""
+    place = 2
+    while (found := _MARKER.search(data, place)) is not None:
+        yield found
+        if found[1] == b"\xd9":
+            return
         alone = found[1] in (b"\x01", b"\xd8")
         place = found.end() + (0 if alone else int.from_bytes(data[found.end() : found.end() + 2], "big"))
-    return True
+
+
+def jpeg_end(data: bytes) -> int:
+    """Place of the marker that ends a JPEG; its length without one."""
+    return next((marker.start() for marker in _jpeg_markers(data) if marker[1] == b"\xd9"), len(data))
 
 
 def _png(data: bytes, most: int) -> bool:

@@ -12,7 +12,8 @@ from PIL import Image
 
 from saccade.errors import InputError
 from saccade.inputs.media.bounds import LOCAL, MediaLimits
-from saccade.inputs.media.headers import is_cut_png, is_laborious, webp_size
+from saccade.inputs.media.decoder import is_fitting
+from saccade.inputs.media.headers import is_cut_png, is_laborious, jpeg_end, webp_size
 from saccade.inputs.media.sources import read_source
 
 
@@ -52,7 +53,7 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
         raise _too_many(name, limits) from None
     except Exception:  # decoders of damaged files raise anything
         raise InputError(
-            f"{name} is not an image in an accepted format; give one of {', '.join(limits.formats)}."
+            f"{name} is damaged, or not an image in an accepted format; give one of {', '.join(limits.formats)}."
         ) from None
     return _rgb(image, name, limits, data)
 
@@ -67,7 +68,7 @@ def _check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:
         raise InputError(f"{name} has no pixels; give one of at least 1x1.")
     if width * height > limits.image_pixels:
         raise _too_many(name, limits)
-    if not limits.is_fitting(width, height):
+    if not is_fitting(width, height, limits):
         raise InputError(
             f"{name} is {width} pixels wide and {height} high; give sides of at most {limits.longest_side} pixels, one "
             f"at most {limits.aspect_ratio:g} times as long as the other."
@@ -76,9 +77,17 @@ def _check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:
 
 def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") -> Image.Image:
     _check_size(image.size, name, limits)
+    tags = getattr(image, "tag_v2", {})
+    if int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_HEIGHT, 0)) > limits.image_pixels:
+        raise _too_many(name, limits)  # its decoder allocates a whole tile for any picture
+    is_jpeg = data.startswith(b"\xff\xd8")
     try:
+        if is_jpeg and image.width * image.height > _MOST_PIXELS * len(data):
+            raise ValueError
         image.load()
         if image.format == "PNG" and is_cut_png(data, np.asarray(image.crop((0, image.height - 1, *image.size)))):
+            raise ValueError
+        if is_jpeg and _is_cut_jpeg(data, image):
             raise ValueError
         image = _upright(image)
         if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit grey, which convert() would clip
@@ -87,8 +96,30 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") 
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
         return image.convert("RGB")
+    except MemoryError:
+        raise InputError(f"{name} needs more memory than there is; scale it down first.") from None
     except Exception:  # decoders of damaged files raise anything
         raise InputError(f"{name} is damaged; give a complete image file.") from None
+
+
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
+_MOST_PIXELS = 512
+"""Pixels of a JPEG by a byte of the file: 64 by every bit."""
+_OTHER_BITS = bytes.fromhex("5a3c91b7e4260f68") * 8
+
+
+def _is_cut_jpeg(data: bytes, image: Image.Image) -> bool:
+    """Whether the compressed pixels of a JPEG end before its last block, which is then grey.
+
+    Where the last pixel is grey, further bits are put behind the compressed pixels: a decoder of whole ones leaves
+    them unread.
+    """
+    last = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), np.int16)
+    if (abs(last - 128) > 1).any():
+        return False
+    end = jpeg_end(data)
+    other = Image.open(io.BytesIO(data[:end] + _OTHER_BITS + data[end:]), formats=("JPEG",))
+    return other.tobytes() != image.tobytes()
 
 
 _ORIENTATION = 0x0112

@@ -155,6 +155,8 @@ _REFUSALS = {
     "stream": "has no video stream; give a file with moving pictures",
     "codec": "has a codec that is not accepted; give H.264, H.265, VP9, AV1 or MPEG-4",
     "pixels": "has no frame size from 1 to {0.video_pixels} pixels; scale it down first",
+    "sides": "has frames with sides of more than {0.longest_side} pixels, or one more than {0.aspect_ratio:g} times as "
+    "long as the other; crop it",
     "frames": "has more than {0.video_frames} frames; cut it",
     "seconds": "is longer than {0.video_seconds:g} seconds; cut it",
     "total": "has sampled frames of more than {0.total_pixels} pixels together; take fewer or scale it down",
