@@ -59,6 +59,7 @@ class Stats:
             that were verified in that pass.
         target_passes: verification passes, prefill not counted.
         drafted_tokens: nodes that were verified.
+        draft_passes: passes that verified some, prefill's included.
         accepted_tokens: drafted tokens that were emitted.
         loosened_tokens: of them, those that a lossy rule accepted against the target's own token.
         accepted_histogram: entry a counts the passes with a accepted draft tokens, including those behind the token or
@@ -74,6 +75,7 @@ class Stats:
     prefill_tokens: int = 0
     target_passes: int = 0
     drafted_tokens: int = 0
+    draft_passes: int = 0
     accepted_tokens: int = 0
     loosened_tokens: int = 0
     accepted_histogram: list[int] = field(default_factory=list)

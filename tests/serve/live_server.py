@@ -64,6 +64,13 @@ class Live:
         status, _, answer = self.call("POST", path, content)
         return status, json.loads(answer)
 
+    def stream(self, body: Any, path: str = "/v1/chat/completions") -> list[Any]:
+        """Parsed events of a stream, without the last, which says that it is done."""
+        status, _, answer = self.call("POST", path, json.dumps(body).encode())
+        events = answer.decode().split("\n\n")
+        assert (status, events[-2:]) == (200, ["data: [DONE]", ""])
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
     def raw(self, content: bytes) -> bytes:
         """Everything that is answered to these bytes, to the end of the connection."""
         with socket.create_connection(("127.0.0.1", self.port), TIMEOUT) as connection:

@@ -340,6 +340,7 @@ class StepRunner:
         # Deeper nodes serve longer rows.
         drafted = rest[2 * width + min(row.remaining, width - 1)] - 1
         row.stats.drafted_tokens += drafted
+        row.stats.draft_passes += drafted > 0
         if not first:
             row.record_pass(min(count, row.remaining))
         if self._state.pacer is not None and drafted:

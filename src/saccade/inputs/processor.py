@@ -194,13 +194,13 @@ class InputProcessor:
         self._refuse(slots)
         return with_sources(messages, load_slots(self._family, self.parts, slots, sampling, limits))
 
-    def encode(self, text: str, *, text_as_text: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, text_as_text: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a text without chat template and media, which a model continues; arguments as in `prompt`."""
         check_unicode(text)
         if not text_as_text:
-            return tuple(self.tokenizer(text)["input_ids"])
+            return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         literal = LiteralText(self._controls(None), text)
-        return tuple(literal.encode(literal.mark_text(text), True))
+        return tuple(literal.encode(literal.mark_text(text), add_special_tokens))
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Text of answer ids, special tokens left out."""

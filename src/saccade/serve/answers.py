@@ -13,7 +13,7 @@ from typing import Any
 from saccade.output import Output, TreeTrace
 from saccade.serve.decoding import TokenLogprob
 from saccade.serve.jobs import Event
-from saccade.serve.monitoring import FINISHED
+from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.text import Detokenizer, Words
 
 DONE = b"data: [DONE]\n\n"
@@ -80,6 +80,7 @@ class Choice:
 
     Attributes:
         text: so far.
+        count: tokens so far.
         output: of the engine at the end.
     """
 
@@ -89,6 +90,7 @@ class Choice:
     num_logprobs: int | None
     traced: bool
     text: str = ""
+    count: int = 0
     output: Output | None = None
     finish: str | None = None
     logprobs: dict[str, Any] = field(default_factory=dict)
@@ -101,6 +103,7 @@ class Choice:
     def add(self, event: Event) -> Piece:
         """Take an event of the engine and return the new part."""
         text = self._detokenizer.add(event.tokens)
+        self.count += len(event.tokens)
         if event.output is not None:
             text += self._detokenizer.finish()
             self.output = event.output
@@ -201,6 +204,28 @@ def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     }
 
 
+def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
+    """vLLM's ``metrics.speculative_decoding`` of a request with one choice; empty without draft tokens."""
+    output = choices[0].output
+    if len(choices) > 1 or output is None or not output.stats.draft_passes:
+        return {}
+    steps, drafted, passes = output.stats.draft_passes, output.stats.drafted_tokens, accepted_per_pass(output.marks)
+    most, accepted = max(passes, default=0), sum(passes)
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / steps,
+                "draft_acceptance_rate": accepted / drafted,
+                "acceptance_histogram": [steps - len(passes), *(passes.count(n + 1) for n in range(most))],
+                "num_spec_steps": steps,
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+                "num_spec_tokens": most,
+            }
+        }
+    }
+
+
 class Form:
     """Chunks and bodies of one request.
 
@@ -226,8 +251,14 @@ class Form:
             f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, "finish_reason": null}}'
         )
 
-    def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None) -> bytes:
-        """A piece of a choice as a server-sent event; written by hand, because every step of every row makes one."""
+    def chunk(
+        self, index: int, piece: Piece, stats: dict[str, Any] | None, used: dict[str, int] | None = None
+    ) -> bytes:
+        """A piece of a choice as a server-sent event; written by hand, because every step of every row makes one.
+
+        Args:
+            used: usage so far, where requested.
+        """
         text = json.dumps(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._chat else f'"text": {text}'
         if self._chat and piece.finish is not None and not piece.text:
@@ -236,16 +267,17 @@ class Form:
         logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
         choice = f'{{"index": {index}, {content}, "logprobs": {logprobs}, "finish_reason": {finish}}}'
         own = {**(piece.trace or {}), **({} if stats is None else {"stats": stats})}
-        return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **own})}' if own else "")
+        return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **own})}' if own else "", used)
 
-    def usage_chunk(self, used: dict[str, Any]) -> bytes:
+    def usage_chunk(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
         """The last chunk, where usage was requested."""
-        return f'data: {self._chunk_head}, "choices": [], "usage": {json.dumps(used)}}}\n\n'.encode()
+        end = json.dumps({"choices": [], "usage": used, **metrics(choices)})
+        return f"data: {self._chunk_head}, {end[1:]}\n\n".encode()
 
     def body(self, choices: Sequence[Choice], used: dict[str, Any], own: list[dict[str, Any]]) -> bytes:
         """A whole answer."""
         found = [self._whole(index, choice) for index, choice in enumerate(choices)]
-        more = {"saccade": {"choices": own}} if own else {}
+        more = {**metrics(choices), **({"saccade": {"choices": own}} if own else {})}
         return json.dumps({**self._head, "choices": found, "usage": used, **more}).encode()
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -256,9 +288,9 @@ class Form:
         content: dict[str, Any] = {"message": message} if self._chat else {"text": choice.text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
 
-    def _chunk(self, choice: str, more: str = "") -> bytes:
-        used = ', "usage": null' if self._with_usage else ""
-        return f'data: {self._chunk_head}, "choices": [{choice}]{used}{more}}}\n\n'.encode()
+    def _chunk(self, choice: str, more: str = "", used: dict[str, int] | None = None) -> bytes:
+        usage_ = f', "usage": {json.dumps(used)}' if self._with_usage else ""
+        return f'data: {self._chunk_head}, "choices": [{choice}]{usage_}{more}}}\n\n'.encode()
 
 
 def error_chunk(body: dict[str, Any]) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -14,9 +16,9 @@ from saccade.serve.access import AccessLog
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
-from saccade.serve.schemas import ChatRequest, CompletionRequest
+from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_fields
 from saccade.serve.service import Service
-from saccade.serve.streaming import Exchange
+from saccade.serve.streaming import Exchange, json_of
 from saccade.serve.webpage import Page
 from saccade.target.exact import caveat
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 log = logging.getLogger("saccade.serve")
+PROBES = ["GET", "HEAD"]
 
 
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
@@ -46,6 +49,24 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     async def completions() -> Response:
         return Exchange(service, CompletionRequest)
 
+    async def prepared(request: Request, kind: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
+        with service.gate.request(service.admit(request.scope)):
+            body = parse_fields(kind, await json_of(request.scope, request.receive, config.limits))
+            service.check_room(1)
+            return JSONResponse(await service.prepare(work, service.model(body.model), body))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await prepared(request, TokenizeRequest, ServedModel.tokenize)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await prepared(request, DetokenizeRequest, ServedModel.detokenize)
+
+    @app.api_route("/version", methods=PROBES)
+    async def version() -> Response:
+        return JSONResponse({"version": metadata.version("saccade")})
+
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         service.admit(request.scope)
@@ -56,19 +77,20 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         service.admit(request.scope)
         return JSONResponse(_about(service.model(name)))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=PROBES)
+    @app.api_route("/ping", methods=[*PROBES, "POST"])
     async def health() -> Response:
         status, body = service.health()
         return JSONResponse(body, status)
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=PROBES)
     async def ready() -> Response:
         status, body = service.health()
         if status == 200 and (service.is_leaving or service.owner.is_draining):
             status, body = 503, {"status": "draining"}
         return JSONResponse(body, status)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=PROBES)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -84,6 +106,8 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "saccade",
+        "root": model.entry.label if os.path.exists(model.entry.target) else model.entry.target,
+        "parent": None,
         "max_model_len": model.planner.context,
         "saccade": {
             "method": model.vlm.method,

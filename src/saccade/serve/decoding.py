@@ -211,6 +211,8 @@ class Planner:
         target = self._vlm.target
         decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
         row, recorder = decoding.rows[0], None
+        if body.ignore_eos:
+            row = replace(row, eos=frozenset())
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)
             row = replace(row, processors=(recorder, *row.processors))

@@ -25,7 +25,7 @@ from saccade.serve.decoding import Planner, seed_of
 from saccade.serve.jobs import Event, Job
 from saccade.serve.messages import conversation, has_media
 from saccade.serve.refusals import invalid
-from saccade.serve.schemas import ChatRequest, CompletionRequest, Decoding
+from saccade.serve.schemas import ChatRequest, CompletionRequest, Decoding, DetokenizeRequest, TokenizeRequest
 from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
@@ -192,13 +192,16 @@ class ServedModel:
         """
         setting = self._setting(body)
         self._check_size(_characters(body.messages), "messages")
-        messages, options = conversation(body.messages), self._reading(body)
-        if self._workers is not None and has_media(body.messages):
-            return self._jobs(
-                body, setting, [self._workers.row(messages, _readers(setting.vlm), options)], deliver, client
-            )
-        messages = self.vlm.processor.load_media(messages, self._media, num_frames=body.num_frames, fps=body.fps)
-        return self._jobs(body, setting, [RowInput(messages, [], [], options)], deliver, client)
+        row = self._row(body.messages, setting, self._reading(body.num_frames, body.fps))
+        return self._jobs(body, setting, [row], deliver, client)
+
+    def _row(self, messages: Sequence[Mapping[str, Any]], setting: Setting, options: dict[str, Any]) -> RowInput:
+        """Input of a conversation; its media are decoded by a worker, where there are some."""
+        turns = conversation(messages)
+        if self._workers is not None and has_media(messages):
+            return self._workers.row(turns, _readers(setting.vlm), options)
+        frames = {name: options[name] for name in ("num_frames", "fps")}
+        return RowInput(self.vlm.processor.load_media(turns, self._media, **frames), [], [], options)
 
     def completion_jobs(
         self, body: CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
@@ -206,17 +209,42 @@ class ServedModel:
         """Make the jobs of raw prompts, ``n`` per prompt in order; arguments and errors as of `chat_jobs`."""
         setting = self._setting(body)
         self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
-        rows = [RowInput(self._raw(prompt), [], [], self._reading(body)) for prompt in body.prompts]
+        rows = [RowInput(self._raw(prompt), [], [], self._reading()) for prompt in body.prompts]
         return self._jobs(body, setting, rows, deliver, client)
 
-    def _reading(self, body: Decoding) -> dict[str, Any]:
+    def _reading(self, num_frames: int | None = None, fps: float | None = None) -> dict[str, Any]:
         """Options of `InputProcessor.prompt`."""
+        return {"num_frames": num_frames, "fps": fps, "limits": self._media, "text_as_text": self._text_as_text}
+
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Answer of ``/tokenize``, in vLLM's form; errors as in `chat_jobs`."""
+        processor = self.vlm.processor
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("Give either prompt or messages.", "prompt")
+        if body.prompt is not None:
+            self._check_size(len(body.prompt), "prompt")
+            ids = processor.encode(
+                body.prompt, text_as_text=self._text_as_text, add_special_tokens=body.add_special_tokens
+            )
+        else:
+            self._check_size(_characters(body.messages or ()), "messages")
+            setting = self.setting("off")
+            ids = setting.vlm.request(self._row(body.messages or (), setting, self._reading()), 0).prompt.ids
+        strings = processor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {
-            "num_frames": body.num_frames,
-            "fps": body.fps,
-            "limits": self._media,
-            "text_as_text": self._text_as_text,
+            "count": len(ids),
+            "max_model_len": self.planner.context,
+            "tokens": list(ids),
+            "token_strs": strings,
         }
+
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        """Answer of ``/detokenize``: the text of any ids, control tokens included."""
+        tokens = body.tokens
+        self._check_size(len(tokens), "tokens")
+        if max(tokens, default=0) >= self.vlm.target.vocab_size:
+            raise invalid(f"tokens: every id must be below {self.vlm.target.vocab_size}.", "tokens")
+        return {"prompt": self.vlm.processor.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)}
 
     def _check_size(self, characters: int, field: str) -> None:
         context = self.planner.context

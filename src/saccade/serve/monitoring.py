@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -58,20 +59,14 @@ class Timing:
 
 
 def accepted_per_pass(marks: Sequence[Mark]) -> list[int]:
-    """Emitted draft tokens of each verification pass of an answer, of a prefill only where it emitted some.
+    """Emitted draft tokens of each pass of an answer that emitted some.
 
     Args:
         marks: of the answer's tokens; every pass emits accepted draft tokens and then, except at the answer's end, a
             token of the target.
     """
-    passes = [0]
-    for mark in marks:
-        passes[-1] += mark != "target"
-        if mark == "target":
-            passes.append(0)
-    if marks and marks[-1] == "target":
-        passes.pop()
-    return passes if passes[0] else passes[1:]
+    runs = (list(run) for is_drafted, run in groupby(mark != "target" for mark in marks) if is_drafted)
+    return [len(run) for run in runs]
 
 
 class Metrics:
@@ -96,7 +91,7 @@ class Metrics:
         self._cached = self._counter("prompt_tokens_cached", "Of them, taken from the KV cache.")
         self._new = self._counter("generation_tokens", "Generated tokens.")
         self._success = self._counter("request_success", "Finished answers.", "finished_reason")
-        self._drafts = self._counter("spec_decode_num_drafts", "Verification passes of answers with draft tokens.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Passes that verified draft tokens.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         self._per_position = self._counter(
@@ -135,7 +130,7 @@ class Metrics:
             (self._prompt, stats.prompt_tokens),
             (self._cached, stats.reused_tokens),
             (self._new, stats.new_tokens),
-            (self._drafts, len(passes) if stats.drafted_tokens else 0),
+            (self._drafts, stats.draft_passes),
             (self._drafted, stats.drafted_tokens),
             (self._accepted, stats.accepted_tokens),
             (self._loosened, stats.loosened_tokens),

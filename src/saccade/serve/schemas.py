@@ -28,6 +28,7 @@ class StreamOptions(_Part):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Extension(_Part):
@@ -79,6 +80,7 @@ class Decoding(BaseModel):
     n: Count | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -153,6 +155,23 @@ class CompletionRequest(Decoding):
         return self.logprobs
 
 
+class TokenizeRequest(_Part):
+    """Body of ``/tokenize``: a text without chat template, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Part):
+    """Body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -163,7 +182,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "suffix": (None, ""),
     "echo": (None, False),
-    "ignore_eos": (None, False),
     "stop_token_ids": (None, []),
     "bad_words": (None, []),
     "allowed_token_ids": (None, []),
@@ -186,10 +204,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI and vLLM that would change the answer -> the values that change nothing."""
 
 Body = TypeVar("Body", bound=Decoding)
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def parse(kind: type[Body], content: bytes) -> Body:
-    """Parse a body.
+    """Parse the body of an answer.
 
     Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
     are not supported, and misspelt ones, are refused.
@@ -197,6 +216,14 @@ def parse(kind: type[Body], content: bytes) -> Body:
     Raises:
         Refusal: 400; the content is no JSON object, or a field is wrong.
     """
+    body = parse_fields(kind, content)
+    _check_others(kind, body.model_extra or {})
+    _check_together(body)
+    return body
+
+
+def parse_fields(kind: type[Kind], content: bytes) -> Kind:
+    """Parse a body whose fields are checked one by one; errors as in `parse`."""
     try:
         given = from_json(content, allow_inf_nan=False)
     except ValueError as problem:
@@ -204,12 +231,9 @@ def parse(kind: type[Body], content: bytes) -> Body:
     if not isinstance(given, dict):
         raise invalid("The body must be a JSON object, such as one with model and messages.")
     try:
-        body = kind.model_validate({name: value for name, value in given.items() if value is not None})
+        return kind.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as problem:
         raise _wrong(problem) from None
-    _check_others(kind, body.model_extra or {})
-    _check_together(body)
-    return body
 
 
 def _wrong(problem: ValidationError) -> Refusal:
@@ -259,6 +283,10 @@ def _check_together(body: Decoding) -> None:
     form = body.response_format
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         raise invalid("response_format needs json_schema exactly when its type is json_schema.", "response_format")
+    if form is not None and form.type != "text" and body.ignore_eos:
+        raise invalid(
+            "ignore_eos would go on behind the end of the JSON; leave it or response_format out.", "ignore_eos"
+        )
     if isinstance(body, ChatRequest):
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true; give both or none.", "top_logprobs")

@@ -56,6 +56,24 @@ async def body_of(receive: Receive, limits: Limits) -> bytes:
         raise Refusal(408, "The body came too slowly; send it again.", "timeout") from None
 
 
+async def json_of(scope: Message, receive: Receive, limits: Limits) -> bytes:
+    """Read a body that must be JSON.
+
+    Raises:
+        Refusal: 400, 408, 413 or 415.
+    """
+    headers = dict(scope["headers"])
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise Refusal(415, "The content type must be application/json; set that header.")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length[:20]) > limits.max_body_mib * 2**20:
+        raise _too_large(limits)
+    try:
+        return await body_of(receive, limits)
+    except ClientGone:
+        raise Refusal(400, "The client has gone before the end of the body.", "client_gone") from None
+
+
 def _too_large(limits: Limits) -> Refusal:
     return Refusal(413, f"The body is larger than {limits.max_body_mib} MiB; send smaller media.", "too_large")
 
@@ -144,7 +162,7 @@ class Exchange(Response):
             client = service.admit(scope)
             self._began = service.clock()
             with service.gate.request(client):
-                body = parse(self._kind, await self._read(scope, receive))
+                body = parse(self._kind, await json_of(scope, receive, self._limits))
                 await self._submit(body, service.sharing(client))
                 await self._answer(receive, send, bool(body.stream))
         finally:  # jobs and inbox call back here; without the cycle, images are freed at once
@@ -163,23 +181,6 @@ class Exchange(Response):
             watching.cancel()
             self._service.owner.cancel(self._jobs)
 
-    async def _read(self, scope: Message, receive: Receive) -> bytes:
-        """Read the body.
-
-        Raises:
-            Refusal: 400, 408, 413 or 415.
-        """
-        headers = dict(scope["headers"])
-        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
-            raise Refusal(415, "The content type must be application/json; set that header.")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._limits.max_body_mib * 2**20:
-            raise _too_large(self._limits)
-        try:
-            return await body_of(receive, self._limits)
-        except ClientGone:
-            raise Refusal(400, "The client has gone before the end of the body.", "client_gone") from None
-
     async def _submit(self, body: ChatRequest | CompletionRequest, sharing: str | None) -> None:
         """Prepare the jobs outside of the event loop, and queue them; ``sharing`` as of `ServedModel.chat_jobs`."""
         service = self._service
@@ -195,7 +196,9 @@ class Exchange(Response):
             self._jobs = await service.prepare(model.completion_jobs, body, self._inbox.put, sharing)
         own, vlm = body.saccade, self._jobs[0].vlm
         chat = isinstance(body, ChatRequest)
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        options = body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.continuous_usage_stats)
         self._form = Form(chat, model.entry.label, self._with_usage)
         self._choices = [
             Choice(vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, bool(own and own.trace))
@@ -263,14 +266,14 @@ class Exchange(Response):
                     if self._own is not None and (self._own.stats or self._own.trace):
                         stats = self._stats(self._choices[index])
                 if piece.text or piece.trace or piece.finish or (piece.logprobs and event.tokens):
-                    parts.append(self._form.chunk(index, piece, stats))
+                    parts.append(self._form.chunk(index, piece, stats, self._used(index)))
             if not left:
                 break
             if parts:
                 await self._write(send, b"".join(parts))
             events, parts = await self._inbox.take(), []
         if self._with_usage:
-            parts.append(self._form.usage_chunk(usage(self._choices, self._per_prompt)))
+            parts.append(self._form.usage_chunk(self._choices, usage(self._choices, self._per_prompt)))
         await self._write(send, b"".join([*parts, DONE]), last=True)
 
     def _add(self, index: int, event: Event) -> Any:
@@ -282,6 +285,13 @@ class Exchange(Response):
         if event.output is not None:
             metrics.finished(timing, event.output, event.at)
         return piece
+
+    def _used(self, index: int) -> dict[str, int] | None:
+        """Usage of a choice so far, where every chunk has it."""
+        if not self._continuous:
+            return None
+        prompt, new = len(self._jobs[index].request.prompt), self._choices[index].count
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _stats(self, choice: Choice) -> dict[str, Any]:
         assert choice.output is not None
