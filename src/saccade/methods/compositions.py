@@ -71,13 +71,20 @@ def _pacer(parts: Parts, values: Values) -> Pacer | None:
         raise ValueError(
             f"tree=paced may skip drafting at any step, which needs {wrong}={others[wrong][0]}; choose tree=chain"
         )
-    return Pacer(_chain_length(parts, values), _relative_cost(parts))
+    return Pacer(values["gamma"], _relative_cost(parts))
 
 
-def _chain_length(parts: Parts, values: Values) -> int:
-    """Most tokens of a paced chain: as many as wanted, and as its head drafts ahead."""
-    reach = None if parts.head is None else parts.head.reach
-    return int(values["gamma"] if reach is None else min(values["gamma"], reach))
+def within_reach(parts: Parts, values: Values, given: Iterable[str]) -> Values:
+    """Return options whose default lengths, and those of a paced chain, are at most what the head drafts ahead.
+
+    Args:
+        given: names of options that have no default value.
+    """
+    if parts.head is None or parts.head.reach is None or values.get("draft_with") != parts.head.kind:
+        return values
+    reach, fixed = parts.head.reach, set() if values["tree"] == "paced" else set(given)
+    lengths = {"gamma", "max_depth", "d_min", "d_max", "ceiling"} - fixed
+    return {name: min(value, reach) if name in lengths else value for name, value in values.items()}
 
 
 def _relative_cost(parts: Parts) -> float:
@@ -98,20 +105,17 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
     from saccade.draft.heads.session import HeadDrafter
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.merged import MergedDrafter
-    from saccade.draft.trees.static import Chain
 
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "lookup":
         return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device, parts.target.vocab_size)
-    policy = tree_policy(values)
+    policy = tree_policy(values, None if parts.head is None else parts.head.reach)
     if drafts == "model":
         drafter = _by_model(parts, policy, vocab_size, values)
     elif drafts == "self":
         drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     else:
         assert parts.head is not None
-        if values["tree"] == "paced":
-            policy = Chain(_chain_length(parts, values))
         drafter = HeadDrafter(parts.head, parts.target, policy)
     if not values["copied"]:
         return drafter
@@ -163,15 +167,18 @@ def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values:
     return PrunedDrafter(model, policy, vocab_size, pruning)
 
 
-def tree_policy(values: Values) -> TreePolicy:
+def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
     """The tree policy that resolved options choose.
+
+    Args:
+        reach: most levels of the static tree.
 
     Raises:
         ValueError: values that do not go together.
     """
     from saccade.draft.trees.dynamic import DynamicTree, WidthTree
     from saccade.draft.trees.sage import SageTree
-    from saccade.draft.trees.static import Chain, ConfidentChain, StaticTree, branches_of
+    from saccade.draft.trees.static import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, branches_of
     from saccade.methods.groups import TREES
 
     makers: dict[str, Callable[..., TreePolicy]] = {
@@ -179,7 +186,7 @@ def tree_policy(values: Values) -> TreePolicy:
         "paced": Chain,
         "branches": lambda branches, gamma: branches_of(branches, gamma),
         "confident": lambda gamma, confidence: ConfidentChain(gamma, confidence),
-        "static": StaticTree,
+        "static": lambda: StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach]),
         "dynamic": DynamicTree,
         "width": WidthTree,
         "sage": SageTree,

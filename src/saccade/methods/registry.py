@@ -11,7 +11,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
 from saccade.methods.fitting import Needs, fit, needs
 from saccade.methods.groups import LOSSLESS_RULE
-from saccade.methods.settings import resolved
+from saccade.methods.settings import ALIASES, resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine
@@ -171,9 +171,9 @@ def build(name: str, parts: Parts, **given: Any) -> Engine:
     Raises:
         MethodError: as `options`; values that do not go together; or parts that the method does not fit (see `fit`).
     """
-    from saccade.methods.compositions import compose
+    from saccade.methods.compositions import compose, within_reach
 
-    values = options(name, given)
+    values = within_reach(parts, options(name, given), (ALIASES.get(option, option) for option in given))
     kinds = {} if parts.head is None else {parts.head.kind: parts.head.kind}
     fit(name, values, parts.draft_model is not None, kinds, has_processor=parts.draft_processor is not None)
     try:

@@ -33,6 +33,7 @@ from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.methods.compositions import Parts
+from saccade.methods.groups import TREE_OPTIONS
 from saccade.target.forward import ForwardOutput
 
 CLOSE = 1e-3
@@ -201,6 +202,15 @@ def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Any) -> None:
         assert torch.equal(again.state_dict()[name], tensor)
 
 
+@pytest.mark.parametrize("options", [{}, *({"tree": tree} for tree in TREE_OPTIONS)])
+def test_default_lengths_are_at_most_a_head_s_stacks(options: dict[str, str]) -> None:
+    owner = vlm("llava")
+    head = build_head(HeadConfig.from_target(owner.target, "medusa", steps=2)).to(owner.target.dtype)
+    engine = build("medusa", Parts(owner.target, head=head), **options)
+    (output,) = engine.generate([Request(owner.processor.prompt("What is it?", [picture(3)]))], max_new_tokens=12)
+    assert output.stats.drafted_tokens > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_by_name(kind: str) -> None:
     owner = vlm("llava")
@@ -212,6 +222,6 @@ def test_methods_by_name(kind: str) -> None:
         (output,) = build(kind, parts, **options).generate([Request(prompt)], max_new_tokens=12)
         assert output.tokens == expected.tokens
         assert output.stats.drafted_tokens > 0
-    for deep in ({"tree": "sage"}, {"tree": "dynamic", "max_depth": 6}, {"tree": "chain", "gamma": 6}):
+    for deep in ({"tree": "dynamic", "max_depth": 6}, {"tree": "chain", "gamma": 6}):
         with pytest.raises(MethodError, match="drafts 5 tokens ahead, but the tree has up to"):
             build(kind, parts, **deep)

@@ -117,7 +117,7 @@ class SageTree:
     @cached_property
     def start(self) -> TreeShape:
         """The shape of a session's first tree (Appendix A.1)."""
-        return TreeShape.of(SPECVLM_TREE)
+        return TreeShape.of([path for path in SPECVLM_TREE if len(path) <= self.ceiling])
 
     @property
     def _deepest(self) -> int:
