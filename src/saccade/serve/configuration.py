@@ -84,7 +84,7 @@ class Limits:
     drain_seconds: float = 60.0
     prepare_threads: int = 2
     media_workers: int = 4
-    media_seconds: float = 60.0
+    media_seconds: float = 120.0
     media_memory_mib: int = 3072
 
     def __post_init__(self) -> None:

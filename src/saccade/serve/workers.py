@@ -224,7 +224,7 @@ def _tend(workers: dict[int, float], seconds: float) -> None:
                 del workers[pid]
                 os.killpg(pid, signal.SIGKILL)
             elif age >= POLITE_SECONDS:
-                os.setpriority(os.PRIO_PGRP, pid, 10)
+                os.setpriority(os.PRIO_PGRP, pid, 5)
 
 
 def _warm_up(processors: Sequence[InputProcessor]) -> None:

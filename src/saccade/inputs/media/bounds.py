@@ -44,7 +44,7 @@ class MediaLimits:
         containers: video containers, under FFmpeg's names of their demuxers.
         codecs: video decoders, under FFmpeg's names.
         own_process: whether videos are decoded in a process of their own, which can open no other file and whose end
-            harms no one.
+            harms no one; in a server, also whether workers decode and resize all media.
         video_bytes: bytes of a video file.
         video_pixels: width times height of a video's frames.
         video_frames: frames of a whole video.

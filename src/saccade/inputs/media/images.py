@@ -95,7 +95,7 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") 
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-        return image.convert("RGB")
+        return image if data and image.mode == "RGB" else image.convert("RGB")  # without a copy of its pixels
     except MemoryError:
         raise InputError(f"{name} needs more memory than there is; scale it down first.") from None
     except Exception:  # decoders of damaged files raise anything
