@@ -38,8 +38,8 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
 
     Args:
         path: a checkpoint folder, or a hub id.
-        dtype: ``auto``: as stored, but float32 on a CPU that does not compute faster in the stored format; one of
-            ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
+        dtype: ``auto``: as stored, but on a CPU float32 for the built-in pair and where the stored format is not
+            faster; one of ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
         device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate); or ``tp``:
             split over the processes that `torchrun` started (`saccade.target.ranks`); or ``fsdp``: sharded over them
             for training (`saccade.target.sharding`).
@@ -104,8 +104,11 @@ def _splitting() -> dict[str, Any]:
 def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
     """Return ``auto`` or float32 for a CPU, and warn of either where the stored format is slow there.
 
-    A checkpoint whose weights would not fit into memory in float32 stays as stored.
+    A checkpoint whose weights would not fit into memory in float32 stays as stored. The built-in pair runs in float32
+    on every processor, so that its tokens are the same with and without drafts.
     """
+    if Path(path).is_relative_to(Path(__file__).parent):
+        return torch.float32
     stored = config.dtype or config.get_text_config(decoder=True).dtype
     if stored is None or cpu.suitable_dtype(stored) == stored:
         return "auto"
@@ -116,12 +119,9 @@ def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
         outcome = f"it runs in float32; dtype={name!r} forces the stored format"
     else:
         outcome = f"it runs in {name} all the same, since float32 needs {size >> 30} GiB of memory"
-    if not Path(path).is_relative_to(Path(__file__).parent):  # the built-in pair's format is nobody's choice
-        warnings.warn(
-            f"{path} is stored in {name}, in which this processor is slow: {outcome}.",
-            SaccadeWarning,
-            stacklevel=4,
-        )
+    warnings.warn(
+        f"{path} is stored in {name}, in which this processor is slow: {outcome}.", SaccadeWarning, stacklevel=4
+    )
     return torch.float32 if fits else "auto"
 
 

@@ -77,8 +77,8 @@ def load(
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
         head: name of the head to use; by default the one of the method's kind.
-        dtype: of the target: ``auto`` (as stored, but float32 on a CPU that is not faster in the stored format), a
-            name, or a torch dtype.
+        dtype: of the target: ``auto`` (as stored, but on a CPU float32 for ``pocket`` and where the stored format is
+            not faster), a name, or a torch dtype.
         draft_dtype: of drafter and heads; None: as stored (heads: as the target), but float32 for small ones on
             a CPU.
         device_map: of the target, as in `from_pretrained`, or ``tp`` (split over `torchrun`'s processes); by default a

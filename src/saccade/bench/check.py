@@ -40,7 +40,7 @@ def compare_with_plain(record: Record, plain: Sequence[int], target: Target, pro
     ours = record.tokens[position] if position < len(record.tokens) else None
     theirs = plain[position] if position < len(plain) else None
     given = prompt()
-    logits = _logits(target, Prompt((*given.ids, *plain[:position]), given.media))
+    logits = logits_after(target, Prompt((*given.ids, *plain[:position]), given.media))
     difference: dict[str, Any] = {
         "position": position,
         "ours": ours,
@@ -64,8 +64,8 @@ def require_equal(record: Record) -> None:
         )
 
 
-def _logits(target: Target, prompt: Prompt) -> torch.Tensor:
-    """Target logits `[V]` after a prompt, from a separate prefill."""
+def logits_after(target: Target, prompt: Prompt) -> torch.Tensor:
+    """Return the target's logits `[V]` after a prompt, from a separate prefill."""
     logits = Context(target, 1).load(0, prompt).logits
     assert logits is not None
     return logits.float().cpu()

@@ -71,8 +71,8 @@ Dtype = Annotated[
     str,
     _model(
         autocompletion=completion.formats,
-        help="Of the target: float32, bfloat16, float16, or auto: as stored, but float32 on a CPU that is not faster "
-        "in the stored format.",
+        help="Of the target: float32, bfloat16, float16, or auto: as stored, but on a CPU float32 for `pocket` and "
+        "where the stored format is not faster.",
     ),
 ]
 DraftDtype = Annotated[
