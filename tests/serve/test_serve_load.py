@@ -339,6 +339,9 @@ def test_dashboards_of_vllm_find_its_names_types_and_labels(shared: Live) -> Non
     assert {key: value for key, value in samples(shared, "vllm:").items() if key[0].startswith("spec")} == {
         key: value for key, value in samples(shared).items() if key[0].startswith("spec") and "loosened" not in key[0]
     }, "the sums over methods"
+    with live() as server:
+        assert samples(server, "vllm:")["spec_decode_num_drafts_total", "tiny"] == 0
+        assert b"\nvllm:spec_decode_num_drafts_total{" in server.call("GET", "/metrics")[2], "before any answer"
     with live(vllm_metrics=False) as server:
         assert b"vllm:" not in server.call("GET", "/metrics")[2]
 

@@ -85,6 +85,10 @@ class ServedModel:
         for name in self.names:
             self.setting(name)  # a profile that does not fit the loaded parts is a mistake of the configuration
 
+    def labels(self, vlm: VLM) -> tuple[str, str, str]:
+        """Values of `monitoring.LABELS` for answers of the model with a method."""
+        return self.entry.label, vlm.method, str(vlm.lossless).lower()
+
     @property
     def names(self) -> list[str]:
         """Profiles that requests may choose besides the default."""

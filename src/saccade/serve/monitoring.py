@@ -74,15 +74,15 @@ class Metrics:
 
     Args:
         owner: source of the gauges.
-        models: names of the served models.
+        models: values of `LABELS` of the served models with their default methods, which begin at 0.
         vllm: whether metrics that vLLM has are given under its names, too.
     """
 
-    def __init__(self, owner: Owner, models: Sequence[str], vllm: bool = True) -> None:
+    def __init__(self, owner: Owner, models: Sequence[tuple[str, str, str]], vllm: bool = True) -> None:
         disable_created_metrics()  # or every counter has a second series with its first time
         self._vllm = vllm
         self.registry, self._own = CollectorRegistry(), CollectorRegistry()
-        self.registry.register(_State(owner, tuple(models)))
+        self.registry.register(_State(owner, tuple(name for name, *_ in models)))
         self._first = self._histogram("time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "Time between tokens.", BETWEEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "Time of whole answers.", WHOLE)
@@ -97,6 +97,9 @@ class Metrics:
         self._per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth in the draft.", "position"
         )
+        for counter in (self._prompt, self._cached, self._new, self._drafts, self._drafted, self._accepted):
+            for labels in models:
+                counter.labels(*labels)  # load generators compare with what was there before their first request
         self._own.register(_Steps(owner))
         self._loosened = Counter(
             f"{PREFIX}spec_decode_num_loosened_tokens",

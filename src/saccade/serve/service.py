@@ -47,7 +47,7 @@ class Service:
         self.keys = Keys(config.keys())
         self.gate = Gate(config.limits.requests_per_key, config.limits.requests_per_minute)
         self.owner = Owner(config.limits, self._post)
-        self.metrics = Metrics(self.owner, list(self.models), config.vllm_metrics)
+        self.metrics = Metrics(self.owner, [m.labels(m.vlm) for m in self.models.values()], config.vllm_metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._preparers = ThreadPoolExecutor(limits.prepare_threads, "saccade-prepare")
         self._media_preparers = ThreadPoolExecutor(limits.media_workers, "saccade-media")

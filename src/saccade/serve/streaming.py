@@ -204,8 +204,7 @@ class Exchange(Response):
             Choice(vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, bool(own and own.trace))
             for _ in self._jobs
         ]
-        labels = (model.entry.label, vlm.method, str(vlm.lossless).lower())
-        self._timings = [Timing(labels, self._began) for _ in self._jobs]
+        self._timings = [Timing(model.labels(vlm), self._began) for _ in self._jobs]
         self._per_prompt, self._own = body.n or 1, own
         self._about = {"method": vlm.method, "lossless": vlm.lossless}
         service.owner.submit(self._jobs)
