@@ -22,12 +22,12 @@ def keys(tmp_path: Path) -> str:
 
 def reused(server: Live, headers: dict[str, str], **fields: Any) -> tuple[int, int]:
     """Cached prompt tokens of a request, and media that it found in the cache."""
-    before = server.service.owner.counts.media_hits
+    before = server.service.owner.counts.media_hits.total()
     status, _, answer = server.call("POST", "/v1/chat/completions", json.dumps({**BODY, **fields}).encode(), headers)
     assert status == 200, answer
     usage = json.loads(answer)["usage"]
     server.until(lambda: server.is_idle)
-    hits = server.service.owner.counts.media_hits - before
+    hits = server.service.owner.counts.media_hits.total() - before
     return usage["prompt_tokens_details"]["cached_tokens"], hits
 
 
