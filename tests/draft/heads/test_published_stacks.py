@@ -22,7 +22,14 @@ from saccade.errors import ModelError
 D, V, STACKS = 64, 192, 5
 
 
-def medusa(folder: Path, layers: int = 1, own: bool = True, file: str = "medusa_lm_head.pt", prefix: str = "") -> Path:
+def medusa(
+    folder: Path,
+    layers: int = 1,
+    own: bool = True,
+    file: str = "medusa_lm_head.pt",
+    prefix: str = "",
+    named: int = STACKS,
+) -> Path:
     """A folder as FasterDecoding's code writes it."""
     torch.manual_seed(2)
     weights = {}
@@ -31,8 +38,25 @@ def medusa(folder: Path, layers: int = 1, own: bool = True, file: str = "medusa_
             weights |= {f"{i}.{j}.linear.weight": torch.randn(D, D) / 8, f"{i}.{j}.linear.bias": torch.randn(D)}
         if own:
             weights[f"{i}.{layers}.weight"] = torch.randn(V, D)
-    values = {"medusa_num_heads": STACKS, "medusa_num_layers": layers, "base_model_name_or_path": "x", "version": "2"}
+    values = {"medusa_num_heads": named, "medusa_num_layers": layers, "base_model_name_or_path": "x", "version": "2"}
     return _written(folder, values, {prefix + k: w for k, w in weights.items()}, file)
+
+
+def vllm(folder: Path, layers: int = 1, shared: bool = False, words: int = 0, whole: bool = False) -> Path:
+    """A folder as vLLM reads it; LM heads of ``words`` tokens, whose other rows are still there in ``whole`` ones."""
+    torch.manual_seed(4)
+    weights: dict[str, Tensor] = {}
+    for i in range(STACKS):
+        weights |= {f"blocks.{i}.layers.{j}.weight": torch.randn(D, D) / 8 for j in range(layers)}
+        weights |= {} if shared else {f"lm_heads.{i}.weight": torch.randn(V if whole else words or V, D)}
+    values = {"model_type": "medusa", "num_heads": STACKS, "num_hidden_layers": layers, "vocab_size": V}
+    if words:
+        values["truncated_vocab_size"] = words
+        weights["token_map"] = torch.randperm(V)[:words]
+    if shared:
+        values["original_lm_head"] = True
+        weights["lm_head.weight"] = torch.randn(V, D)
+    return _written(folder, values, weights, "model.safetensors")
 
 
 def hydra(folder: Path, layers: int = 1, **settings: Any) -> Path:
@@ -78,6 +102,15 @@ def by_hand(folder: Path, text: Text, length: int, path: tuple[int, ...]) -> Ten
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
+    if values.get("model_type") == "medusa":
+        for j in range(values["num_hidden_layers"]):
+            x = x + F.silu(x @ weights[f"blocks.{depth}.layers.{j}.weight"].T)
+        if values.get("original_lm_head"):
+            return model.get_output_embeddings()(x)
+        tokens, rows = weights.get("token_map", torch.arange(V)), weights[f"lm_heads.{depth}.weight"]
+        logits = torch.full((V,), -torch.inf)
+        logits[tokens] = (rows[tokens] if len(rows) > len(tokens) else rows) @ x
+        return logits
     if "medusa_num_heads" in values:
         for j in range(values["medusa_num_layers"]):
             x = x + F.silu(linear(x, f"{depth}.{j}.linear"))
@@ -96,6 +129,11 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "medusa of two layers": lambda d: medusa(d, layers=2, file="medusa_lm_head.safetensors"),
     "medusa without LM heads": lambda d: medusa(d, own=False),
     "medusa in a whole model": lambda d: medusa(d, file="model.safetensors", prefix="medusa_head."),
+    "medusa with more stacks than named": lambda d: medusa(d, named=2),
+    "medusa as in vLLM": vllm,
+    "medusa as in vLLM with the target's LM head": lambda d: vllm(d, layers=2, shared=True),
+    "medusa as in vLLM of some tokens": lambda d: vllm(d, words=96),
+    "medusa as in vLLM of some tokens of all": lambda d: vllm(d, words=96, whole=True),
     "hydra": hydra,
     "hydra of two layers": lambda d: hydra(d, layers=2),
     "hydra of an earlier state": lambda d: hydra(d, hidden_state_offset=1),
@@ -133,11 +171,17 @@ def reweigh(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
-    "more stacks": (
+    "another weight": (
         medusa,
-        lambda d: edit(d, medusa_num_heads=4),
-        "has the weight 4.0.linear.weight, .* config.json names 4 stacks of 1 layers",
+        lambda d: reweigh(d, lambda w: w.update({"5.weight": torch.ones(1)})),
+        "has the weight 5.weight, which is not known",
     ),
+    "another stack's layer": (
+        medusa,
+        lambda d: reweigh(d, lambda w: w.update({"4.1.linear.weight": torch.ones(1)})),
+        "lacks the weight 0.1.linear.weight",
+    ),
+    "vocabulary in vLLM": (lambda d: vllm(d, words=96), lambda d: edit(d, vocab_size=96), "vocabulary is 96 but this"),
     "fewer stacks": (medusa, lambda d: edit(d, medusa_num_heads=6), "lacks the weight 5.0.linear.weight"),
     "vocabulary": (
         medusa,

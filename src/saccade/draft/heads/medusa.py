@@ -35,6 +35,7 @@ class StackedHead(Head):
     Options of all kinds:
         layers: residual layers of each stack.
         own_heads: each stack has an LM head of its own, as in released heads (`saccade.draft.heads.published.stacks`).
+        own_vocabulary: number of the target's tokens (``token_ids``) that these LM heads know; 0 for all.
 
     Attributes:
         follows: a stack also gets the draft tokens so far.
@@ -46,6 +47,7 @@ class StackedHead(Head):
     gated: ClassVar[bool] = False
     follows: ClassVar[bool] = False
     biased: ClassVar[bool] = False
+    token_ids: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -54,16 +56,22 @@ class StackedHead(Head):
                 f"layers must be at least 1 in each stack of a {self.kind} head, not {config.options['layers']}."
             )
         stacks, width = config.steps if self.has_lm_head else 0, config.hidden_size
-        self.lm_heads = nn.ModuleList(nn.Linear(width, config.vocab_size, bias=self.biased) for _ in range(stacks))
+        known = config.options.get("own_vocabulary", 0)
+        words = known or config.vocab_size
+        self.lm_heads = nn.ModuleList(nn.Linear(width, words, bias=self.biased) for _ in range(stacks))
+        self.register_buffer("token_ids", torch.arange(known) if known else None)
 
     @property
     def has_lm_head(self) -> bool:
         return bool(self.config.options["own_heads"])
 
     def own_logits(self, hidden: Tensor, step: int) -> Tensor:
-        """Return logits ``[..., V]`` of a stack's output ``[..., d]`` by the stack's own LM head."""
+        """Return logits ``[..., V]`` of a stack's output ``[..., d]`` by its own LM head; -inf for unknown tokens."""
         logits: Tensor = self.lm_heads[step](hidden)
-        return logits
+        if self.token_ids is None:
+            return logits
+        every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return every.index_copy(-1, self.token_ids, logits)
 
     @property
     def blocks(self) -> int:
@@ -102,8 +110,8 @@ class Medusa(StackedHead):
     """
 
     kind: ClassVar[str] = "medusa"
-    defaults: ClassVar[Mapping[str, Any]] = {"layers": 1, "own_heads": False}
-    loaded_only: ClassVar[tuple[str, ...]] = ("own_heads",)
+    defaults: ClassVar[Mapping[str, Any]] = {"layers": 1, "own_heads": False, "own_vocabulary": 0}
+    loaded_only: ClassVar[tuple[str, ...]] = ("own_heads", "own_vocabulary")
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

@@ -6,7 +6,13 @@ Facts of the layout, as FasterDecoding/Medusa (``medusa_model_legacy.py``, ``med
 - Weights are in ``medusa_lm_head.safetensors`` or ``.pt`` beside a config.json with ``medusa_num_heads`` and
   ``medusa_num_layers``, or behind the prefix ``medusa_head.`` in a whole model's file. Weight ``i.j.linear`` is layer j
   of stack i, which adds ``SiLU(linear(x))`` to x; behind the last layer j, ``i.j.weight`` is the stack's own LM head,
-  without a bias. Heads released without these share the target's.
+  without a bias. Heads released without these share the target's. Files hold more stacks than config.json names:
+  Medusa's own loader sets 5 in its place.
+- vLLM's layout (its ``models/medusa.py``) is a ``model.safetensors`` whose config.json has ``model_type`` medusa,
+  ``num_heads`` and ``num_hidden_layers``; a prefix ``medusa_heads.`` is allowed. ``blocks.i.layers.j`` is layer j of
+  stack i, without a bias unless ``medusa_fc_bias``, and ``lm_heads.i.weight`` its LM head; with ``original_lm_head``
+  all share the target's. With a ``truncated_vocab_size`` below ``vocab_size``, row r of an LM head is of the token
+  ``token_map[r]``, unless the file still has all rows.
 - Hydra's are in ``hydra_lm_head.pt``, with ``hydra_num_heads``, ``hydra_num_layers``, ``hydra_head_arch`` and
   ``grounded_heads``. ``hydra_mlp.i.0`` gets the state and i + 1 embeddings side by side, as they are, and adds
   ``res_connection``, a projection of them, to ``SiLU(linear(x))``. ``hydra_lm_head.i`` is an LM head with a bias. The
@@ -34,23 +40,23 @@ FILES: tuple[str, ...] = (
     *("hydra_lm_head.safetensors", "hydra_lm_head.pt"),
     *MODEL_FILES,
 )
-_PREFIX = re.compile(r"^(medusa_head|hydra_head)\.")
+_PREFIX = re.compile(r"^(medusa_heads?|hydra_head)\.")
 _OF_TARGET = re.compile(r"^(model|lm_head|language_model|vision_tower)\.")
 
 
 def name(values: Mapping[str, Any]) -> str:
     """Return the layout's name for a person."""
-    return "Medusa" if "medusa_num_heads" in values else "Hydra"
+    return kind(values).kind.capitalize()
 
 
 def fits(values: Mapping[str, Any], shapes: Shapes) -> bool:
     """Whether a config.json belongs to a Medusa or Hydra head, supported or not."""
-    return "medusa_num_heads" in values or "hydra_num_heads" in values
+    return kind(values) is Medusa or "hydra_num_heads" in values
 
 
 def kind(values: Mapping[str, Any]) -> type[Head]:
     """Return the class of the head."""
-    return Medusa if "medusa_num_heads" in values else Hydra
+    return Medusa if "medusa_num_heads" in values or values.get("model_type") == "medusa" else Hydra
 
 
 def translate(
@@ -58,32 +64,31 @@ def translate(
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Return configuration and weights of a `Medusa` or `Hydra` head; arguments and errors as of `Form`."""
     is_medusa = kind(values) is Medusa
-    name = f"The {'Medusa' if is_medusa else 'Hydra'} head {folder}"
+    title = f"The {name(values)} head {folder}"
     theirs = {_PREFIX.sub("", key): weight for key, weight in weights.items() if not _OF_TARGET.match(key)}
-    stacks = number(name, values, f"{'medusa' if is_medusa else 'hydra'}_num_heads")
-    layers = number(name, values, f"{'medusa' if is_medusa else 'hydra'}_num_layers", 1)
     read = shape.layers
     options: dict[str, Any]
     if is_medusa:
+        stacks, layers, theirs, known = _medusa(title, values, theirs)
         has_heads = any(re.fullmatch(r"\d+\.\d+\.weight", key) for key in theirs)
-        names, options = _medusa_names(stacks, layers, has_heads), {"layers": layers, "own_heads": has_heads}
+        names = _medusa_names(stacks, layers, has_heads)
+        options = {"layers": layers, "own_heads": has_heads, "own_vocabulary": known if has_heads else 0}
     else:
-        _check_hydra(name, values)
+        stacks, layers = number(title, values, "hydra_num_heads"), number(title, values, "hydra_num_layers", 1)
+        _check_hydra(title, values)
         read -= values.get("hidden_state_offset") or 0
         names, options = _hydra_names(stacks, layers), {"stack": "residual", "layers": layers, "own_heads": True}
-    odd = [key for key in theirs if key not in names]
     missing = [key for key in names if key not in theirs]
-    if odd:
-        raise ModelError(
-            f"{name} has the weight {odd[0]}, which is not known; its config.json names {stacks} stacks of {layers} "
-            "layers."
-        )
     if missing:
-        raise ModelError(f"{name} lacks the weight {missing[0]}; copy the whole folder again.")
-    ours = {names[key]: weight for key, weight in theirs.items()}
-    check_target(name, "hidden size", len(ours["stacks.0.0.linear.weight"]), shape.hidden_size)
+        raise ModelError(f"{title} lacks the weight {missing[0]}; copy the whole folder again.")
+    odd = [key for key in theirs if key not in {*names, "token_map"}]
+    if odd:
+        raise ModelError(f"{title} has the weight {odd[0]}, which is not known; it is not of the released form.")
+    ours = {names.get(key, "token_ids"): weight for key, weight in theirs.items()}
+    check_target(title, "hidden size", len(ours["stacks.0.0.linear.weight"]), shape.hidden_size)
     if options["own_heads"]:
-        check_target(name, "vocabulary", len(ours["lm_heads.0.weight"]), shape.vocab_size)
+        words = number(title, values, "vocab_size") if "token_ids" in ours else len(ours["lm_heads.0.weight"])
+        check_target(title, "vocabulary", words, shape.vocab_size)
     config = HeadConfig(
         kind=kind(values).kind,
         hidden_size=shape.hidden_size,
@@ -99,6 +104,33 @@ def translate(
         options=options,
     )
     return config, ours
+
+
+def _medusa(
+    title: str, values: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> tuple[int, int, dict[str, Tensor], int]:
+    """Return stacks, layers, weights under Medusa's own names, and how many tokens LM heads know by ``token_map``."""
+    theirs = {re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", key): w for key, w in weights.items()}
+    found = [tuple(map(int, key.split(".")[:2])) for key in theirs if re.match(r"\d+\.\d+\.linear\.", key)]
+    if not found:
+        raise ModelError(f"{title} has no stacks; copy the whole folder again.")
+    in_vllm = values.get("model_type") == "medusa" and "medusa_num_heads" not in values
+    of_stacks, of_layers = ("num_heads", "num_hidden_layers") if in_vllm else ("medusa_num_heads", "medusa_num_layers")
+    stacks = max(number(title, values, of_stacks), 1 + max(i for i, _ in found))
+    layers = max(number(title, values, of_layers, 1), 1 + max(j for _, j in found))
+    theirs = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", key): weight for key, weight in theirs.items()}
+    if values.get("original_lm_head"):
+        theirs = {key: weight for key, weight in theirs.items() if not re.fullmatch(r"\d+\.\d+\.weight", key)}
+    if in_vllm and not values.get("medusa_fc_bias"):
+        linear = {key: weight for key, weight in theirs.items() if key.endswith(".linear.weight")}
+        theirs |= {key.removesuffix("weight") + "bias": weight.new_zeros(len(weight)) for key, weight in linear.items()}
+    tokens, known = theirs.pop("token_map", None), values.get("truncated_vocab_size")
+    if tokens is None or values.get("original_lm_head") or known in (None, values.get("vocab_size")):
+        return stacks, layers, theirs, 0
+    for key, weight in theirs.items():
+        if re.fullmatch(r"\d+\.\d+\.weight", key) and len(weight) > len(tokens):
+            theirs[key] = weight[tokens]
+    return stacks, layers, theirs | {"token_map": tokens}, len(tokens)
 
 
 def _medusa_names(stacks: int, layers: int, has_heads: bool) -> dict[str, str]:
