@@ -52,7 +52,7 @@ class Rotary:
         # By device [D], once for each half that is rotated; the sines' signs, scaled.
         self._frequencies = {torch.device("cpu"): frequencies.float().repeat(2)}
         self._axes = _axes(rope, len(frequencies))
-        signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))
+        signs = torch.tensor([-self._scale, self._scale], device="cpu").repeat_interleave(len(frequencies))
         self._signs = {torch.device("cpu"): signs}
         self._tables: dict[torch.device, Tensor] = {}  # [P, 2 * D]
 
