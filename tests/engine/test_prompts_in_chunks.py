@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import pytest
@@ -10,8 +13,11 @@ from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
 from saccade.inputs.batching import media_spans
+from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
+from saccade.target.cache import RowCache
 from saccade.target.context import Context
+from saccade.target.forward import TokenBlock
 from saccade.target.prefill import Prefill
 
 NEW = 8
@@ -57,7 +63,7 @@ def test_no_chunk_ends_inside_an_image(family: str) -> None:
 @pytest.mark.parametrize("method", ["plain", "lookup", "chain", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 512])
 def test_a_long_prompt_is_read_beside_rows_that_go_on(method: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = engine(method).open(2, prefill_chunk=chunk)
+    batch = engine(method).open(2, prefill_chunk=chunk, longest_step=math.inf)
     first = add(batch, prompts()[0], n=60)
     while not first.output:
         batch.step()
@@ -134,3 +140,42 @@ def test_a_draft_prompt_that_is_too_long_fails_its_row_alone() -> None:
     drain(batch)
     assert f"but that model's context is {limit}" in str(bad.error)
     assert good.output == alone("plain", prompts()[1])
+
+
+@pytest.mark.parametrize("method", ["plain", "chain"])
+@pytest.mark.parametrize("token", [0.05, 0.0001])
+def test_a_step_with_a_part_of_a_prompt_stays_below_three_without(
+    method: str, token: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that counts tokens; those of the drafter take as long, and later ones twice as long."""
+    clock, forward = [0.0], Target.forward
+    cold = Prompt(tuple(5 + place % 50 for place in range(900)))
+    expected, neighbour = alone(method, cold, n=4), alone(method, prompts()[0], n=300)
+
+    def timed(target: Target, cache: RowCache, blocks: Sequence[TokenBlock], *more: Any) -> Any:
+        clock[0] += 1 + sum(
+            token * (block.count * len(block.rows) - 1) * (1 + cache.lengths[block.rows[0]] / 900) for block in blocks
+        )
+        return forward(target, cache, blocks, *more)
+
+    batch = engine(method).open(2)
+    monkeypatch.setattr("saccade.engine.step.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr(Target, "forward", timed)
+    first, steps = add(batch, prompts()[0], n=300), list[float]()
+    while len(first.output) < 30:
+        begun = clock[0]
+        batch.step()
+        steps.append(clock[0] - begun)
+    second = add(batch, cold, n=4)
+    parts, largest = list[float](), 0
+    while not second.output:
+        before, begun = 0 if second.slot is None else batch.context.lengths[second.slot], clock[0]
+        batch.step()
+        parts.append(clock[0] - begun)
+        assert second.slot is not None
+        largest = max(largest, batch.context.lengths[second.slot] - before)
+    assert max(parts) < 3 * median(steps[-9:])
+    assert largest == 256 if token < 0.01 else 16 < largest < 200
+    drain(batch)
+    assert second.output == expected
+    assert first.output == neighbour

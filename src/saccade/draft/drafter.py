@@ -85,6 +85,15 @@ class FollowsTarget(Protocol):
         ...
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """A session that can prefill a prompt in parts ahead of `DraftSession.load`, which then prefills the last part."""
+
+    def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
+        """Prefill about ``budget`` more tokens and return their number; 0, and nothing runs, where no more are left."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes continuations of the target's text."""
 

@@ -15,7 +15,7 @@ from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 from saccade.target.context import Context
 from saccade.target.forward import ForwardOutput, TokenBlock
-from saccade.target.prefill import PrefillResult
+from saccade.target.prefill import Prefill, PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 
@@ -58,6 +58,7 @@ class ModelDraftSession:
         self._numbers = self.context.cache.share_numbers(target.cache)
         self._shaping = drafter.policy.open(rows, drafter.model.device)
         self._prompts: list[Prompt | None] = [None] * rows
+        self._parts: dict[int, Prefill] = {}
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
 
@@ -67,11 +68,25 @@ class ModelDraftSession:
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         self.load_pruned(row, prompt)
 
+    def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
+        """See `Divisible`."""
+        own = replace(prompt, ids=tuple(self._embeddable(prompt.ids)))
+        prefill = self._parts.get(row)
+        if prefill is None or prefill.prompt != own:
+            prefill = self._parts[row] = self.context.prefill(row, own)
+        begun = prefill.num_computed
+        if len(prompt) - begun <= budget:
+            return 0
+        self.context.cache.reserve(row, prefill.entries)
+        prefill.run(prefill.chunk_end(budget))
+        return prefill.num_computed - begun
+
     def load_pruned(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
         """Prefill a row; ``dropped`` as in `Context.read`.
 
         The tree policy retains a row's history from one turn of a conversation to the next.
         """
+        self._parts.pop(row, None)
         self.context.load(row, replace(prompt, ids=tuple(self._embeddable(prompt.ids))), dropped)
         if not self.continues(row, prompt):
             self._shaping.restart(row)
@@ -83,6 +98,7 @@ class ModelDraftSession:
         return earlier is not None and is_later_turn(earlier, prompt)
 
     def forget(self, row: int) -> None:
+        self._parts.pop(row, None)
         self.context.forget(row)
         self._prompts[row] = None
         self._shaping.restart(row)

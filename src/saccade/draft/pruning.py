@@ -229,6 +229,10 @@ class PrunedDraftSession(ModelDraftSession):
         """Note the capacity; `load` reserves what the pruned prompt needs."""
         self._capacity[row] = capacity
 
+    def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
+        """Nothing: which tokens are dropped is known of whole prompts alone."""
+        return 0
+
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         dropped = positions_to_drop(self, row, prompt, self._pruning, self._target, prefill)
         super().reserve(row, self._capacity[row] - len(dropped))

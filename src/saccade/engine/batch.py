@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from saccade.draft.drafter import DraftSession
+from saccade.engine.chunks import LONGEST_STEP, ChunkSizes
 from saccade.engine.generation import RowPlan
 from saccade.engine.row import Request, Row, RowStep
 from saccade.engine.state import BatchState, Components
@@ -25,6 +26,8 @@ from saccade.target.media_cache import MEDIA_BYTES
 
 PREFILL_CHUNK = 256
 """Default number of prompt tokens per step."""
+DRAFT_CHUNK = 2048
+"""Tokens of a draft model's prompt per step."""
 
 
 class RunningBatch:
@@ -38,7 +41,9 @@ class RunningBatch:
         kv_memory: bytes of keys and values of target and draft model; None for no limit. Not counted are entries that a
             draft model's row has beyond the target's (draft tokens, captions longer than their pictures), trained
             heads' own layers and, while a cache grows, the old one, which stays until its entries are copied.
-        prefill_chunk: prompt tokens per step beside the other rows' trees. Images are never split.
+        prefill_chunk: most prompt tokens per step. Images are never split.
+        longest_step: length of a step with a part of a prompt, over one without: beside the other rows' trees, prompts
+            are read in parts that keep to it.
         media_cache: bytes of features of images and videos that are cached by digest.
 
     Attributes:
@@ -54,6 +59,7 @@ class RunningBatch:
         max_rows: int = 8,
         kv_memory: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        longest_step: float = LONGEST_STEP,
         media_cache: int = MEDIA_BYTES,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
@@ -65,7 +71,8 @@ class RunningBatch:
         if kv_memory is not None and self.target.ranks is not None:
             kv_memory = self.target.ranks.numbers([kv_memory])[0]
         self._max_rows, self._kv_memory = max_rows, kv_memory
-        self._prefill_chunk, self._media_cache = prefill_chunk, media_cache
+        self._sizes = ChunkSizes(prefill_chunk, longest_step), ChunkSizes(DRAFT_CHUNK, longest_step)
+        self._media_cache = media_cache
         self._waiting: deque[Row] = deque()
         self._dropped: deque[Row] = deque()
         self._owner: int | None = None
@@ -200,7 +207,7 @@ class RunningBatch:
             with torch.inference_mode(), ExitStack() as models:
                 for model in state.models:
                     models.enter_context(model.pinned())
-                StepRunner(state, self._prefill_chunk, self.steps, self.trace).run()
+                StepRunner(state, self._sizes, self.steps, self.trace).run()
         except BaseException as error:
             for row in (row for row in active if not row.done):
                 if isinstance(error, Exception):

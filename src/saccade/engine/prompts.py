@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from saccade.draft.drafter import Divisible
+from saccade.engine.chunks import ChunkSizes
 from saccade.engine.row import Row
 from saccade.engine.state import BatchState
 from saccade.engine.step import Clock, PrefillChunk
@@ -24,11 +26,16 @@ class PromptRunner:
     Args:
         state: rows and caches.
         clock: of the step.
-        prefill_chunk: prompt tokens per step.
+        sizes: of chunks of the target's prompts, and of the drafter's.
     """
 
-    def __init__(self, state: BatchState, clock: Clock, prefill_chunk: int) -> None:
-        self._state, self._target, self._clock, self._budget = state, state.target, clock, prefill_chunk
+    def __init__(self, state: BatchState, clock: Clock, sizes: tuple[ChunkSizes, ChunkSizes]) -> None:
+        self._state, self._target, self._clock = state, state.target, clock
+        self._sizes, self._draft_sizes = sizes
+        self._rows, self._tokens = len(state.decoding), 0
+        self._budgets = [each.size(self._rows) for each in sizes]
+        if self._target.ranks is not None:  # times differ from rank to rank
+            self._budgets = self._target.ranks.numbers(self._budgets)
 
     def chunks(self) -> tuple[list[PrefillChunk], list[PrefillChunk], list[PrefillChunk]]:
         """This step's parts of prompts: chunks for the joint forward; last chunks that have run in passes of their own;
@@ -37,21 +44,21 @@ class PromptRunner:
         chunks: list[PrefillChunk] = []
         done: list[PrefillChunk] = []
         ahead: list[PrefillChunk] = []
-        budget = self._budget
-        busy = bool(self._state.decoding)
+        whole = budget = self._budgets[0]
         for row in list(self._state.active):
             if row.slot is None or not self._state.is_prefilling(row) or budget <= 0:
                 continue
             prefill = self._state.prefills[row.slot]
             stop = prefill.chunk_end(budget)
             size = stop - prefill.num_computed
-            if size > budget < self._budget:
+            if size > budget < whole:
                 continue  # an image that fits a later step
             chunk = PrefillChunk(row, prefill, stop)
-            if busy and self._run_ahead(chunk):
+            if self._rows and self._run_ahead(chunk):
                 ahead.append(chunk)
                 break
             budget -= size
+            self._tokens += size
             alone = prefill.runs_alone
             try:  # errors of a row's media surface before anything is drafted
                 if alone:
@@ -72,20 +79,31 @@ class PromptRunner:
 
     def _run_ahead(self, chunk: PrefillChunk) -> bool:
         """Run the large part of a chunk before its own step, so that decoding rows never wait for all of it."""
-        row, prefill, large = chunk.row, chunk.prefill, self._budget // 4
+        row, prefill = chunk.row, chunk.prefill
         try:
-            if prefill.num_unencoded(chunk.stop) > large:
+            if prefill.num_unencoded(chunk.stop) > self._sizes.most // 4:
                 with self._vision_time():
                     prefill.encode_media(chunk.stop)
                 return True
         except Exception as error:
             self._state.fail(row, error)
             return True
-        long_draft_prompt = len(row.request.drafter_prompt) > large and not row.drafter_prefilled
-        if chunk.is_last and long_draft_prompt and self._drafts_early(row):
-            row.drafter_prefilled = self.prefill_drafter(row, None)
+        is_long = len(row.request.drafter_prompt) > self._budgets[1] // 4 and not row.drafter_prefilled
+        if chunk.is_last and is_long and self._drafts_early(row):
+            row.drafter_prefilled = self._load_part(row)
             return True
         return False
+
+    def observe(self, seconds: float) -> None:
+        """Record the time of the whole step."""
+        spent = self._clock.read()
+        if not self._rows or spent.get("vision") or spent.get("draft_prefill"):
+            return
+        if self._tokens:
+            self._sizes.observe_chunk(self._tokens, seconds, self._rows)
+        else:
+            for sizes in (self._sizes, self._draft_sizes):
+                sizes.observe_step(self._rows, seconds)
 
     def _drafts_early(self, row: Row) -> bool:
         """Whether a row's first tree is verified in the pass that ends its prompt."""
@@ -110,13 +128,39 @@ class PromptRunner:
             )
         return row.drafts
 
-    def start_late(self, row: Row) -> bool:
-        """Whether the drafter joins a row that began without it, now that it is known to pay."""
+    def start_late(self, row: Row) -> None:
+        """Let the drafter join a row that began without it, now that it is known to pay."""
         pacer = self._state.pacer
-        if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
+        if not row.drafter_begun:
+            if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
+                return
+            row.drafts = None
+            if not self.drafts(row):
+                return
+        row.drafts = self._load_part(row)
+
+    def _load_part(self, row: Row) -> bool:
+        """Prefill a part of the drafter's prompt ahead of the target's, or the last; whether all of it is done."""
+        drafting: object = self._state.drafting
+        budget, prompt = self._budgets[1], row.request.drafter_prompt
+        if not isinstance(drafting, Divisible):
+            return self.prefill_drafter(row, None)
+        row.drafter_begun = True
+        if not budget:
             return False
-        row.drafts = None
-        return self.drafts(row) and self.prefill_drafter(row, None)
+        assert row.slot is not None
+        started = self._clock.timer()
+        try:
+            with self._clock.stage("draft_prefill"):
+                tokens = drafting.load_part(row.slot, replace(prompt, ids=prompt.ids[:-1]), budget)
+        except Exception:  # which it raises again
+            tokens = 0
+        spent = self._clock.timer() - started
+        row.drafter_seconds += spent
+        row.drafter_begun = tokens > 0
+        if tokens:
+            self._draft_sizes.observe_chunk(tokens, spent)
+        return not tokens and self.prefill_drafter(row, None)
 
     def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
         """Prefill the drafter, without the prompt's last token before the target's prefill; False if it cannot."""
@@ -146,7 +190,7 @@ class PromptRunner:
             self._state.fail(row, error)
             return False
         if self._state.pacer is not None:
-            self._state.pacer.observe_prefill(len(prompt), self._clock.timer() - started)
+            self._state.pacer.observe_prefill(len(prompt), self._clock.timer() - started + row.drafter_seconds)
         captions = drafting.captioning_seconds
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)

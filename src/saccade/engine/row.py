@@ -76,6 +76,8 @@ class Row:
         steps: unread steps, oldest first; readers remove them.
         generator: random generator, on the host.
         drafter_prefilled: whether the drafter has cached its prompt ahead of the target.
+        drafter_begun: whether it has cached a part of it.
+        drafter_seconds: that this took.
         drafter_lacks_end: whether the drafter has cached its prompt without the last token.
         drafts: whether the drafter drafts for the row at all; None until that is decided.
         trials: acceptance of the row's draft tokens, where a pacer chooses their number.
@@ -94,6 +96,8 @@ class Row:
         self.processing = RowProcessing(plan.processors, plan.eos)
         self.generator = torch.Generator().manual_seed(request.seed)
         self.drafter_prefilled = False
+        self.drafter_begun = False
+        self.drafter_seconds = 0.0
         self.drafter_lacks_end = False
         self.drafts: bool | None = None
         self.trials = Trials()

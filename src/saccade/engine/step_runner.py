@@ -9,6 +9,7 @@ import torch
 
 from saccade.draft.drafter import FollowsTarget
 from saccade.draft.trees.policy import DrawProposer, Proposer, Signals, TopProposer, Traced
+from saccade.engine.chunks import ChunkSizes
 from saccade.engine.pacing import sampled_length
 from saccade.engine.prompts import PromptRunner
 from saccade.engine.row import Row, RowStep
@@ -41,19 +42,20 @@ class StepRunner:
 
     Args:
         state: rows and caches.
-        prefill_chunk: prompt tokens per step.
+        sizes: of chunks of the target's prompts, and of the drafter's.
         number: of the step, for error messages.
         trace: whether row steps carry the verified trees.
     """
 
-    def __init__(self, state: BatchState, prefill_chunk: int, number: int, trace: bool) -> None:
+    def __init__(self, state: BatchState, sizes: tuple[ChunkSizes, ChunkSizes], number: int, trace: bool) -> None:
         self._state, self._context, self._target = state, state.context, state.target
         self._number, self._trace = number, trace
         self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
-        self._prompts = PromptRunner(state, self._clock, prefill_chunk)
+        self._prompts = PromptRunner(state, self._clock, sizes)
 
     def run(self) -> None:
         """Run the step; rows that fail on their own end with their errors."""
+        started = self._clock.timer()
         chunks, prefilled, ahead = self._prompts.chunks()
         groups = self._propose(chunks)
         blocks = self._blocks(chunks, groups)
@@ -81,6 +83,7 @@ class StepRunner:
         with_tree = {id(c.row): c for c in chunks if c.has_tree}
         emitted = sum(self._emit(group, numbers, with_tree) for group, numbers in zip(groups, host, strict=True))
         self._observe_costs(groups, [*chunks, *prefilled, *ahead], emitted)
+        self._prompts.observe(self._clock.timer() - started)
 
     # -- trees ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade import methods
 from saccade.engine.batch import PREFILL_CHUNK
+from saccade.engine.chunks import LONGEST_STEP
 from saccade.errors import SaccadeError
 from saccade.inputs.media import SERVER, MediaLimits
 from saccade.target.media_cache import MEDIA_BYTES
@@ -39,7 +40,9 @@ class Limits:
         batches: running batches, one per model and method, that exist at once.
         kv_memory_mib: keys and values of all batches together, in equal shares; None: half of the free memory.
         media_cache_mib: features of images and videos of all batches together.
-        prefill_chunk: prompt tokens per step.
+        prefill_chunk: most prompt tokens per step.
+        longest_step: length of a step with a part of a prompt, over one without: the gap in other answers. Greater
+            ones read prompts sooner.
         default_max_tokens: of an answer whose request sets none.
         max_tokens: greatest ``max_tokens``; None: the model's context.
         max_choices: greatest ``n``, over all prompts of a request.
@@ -67,6 +70,7 @@ class Limits:
     kv_memory_mib: int | None = None
     media_cache_mib: int = MEDIA_BYTES // MIB
     prefill_chunk: int = PREFILL_CHUNK
+    longest_step: float = LONGEST_STEP
     default_max_tokens: int = 1024
     max_tokens: int | None = None
     max_choices: int = 8

@@ -222,6 +222,7 @@ class Owner:
             limits.max_rows,
             kv_memory=self._kv_memory,
             prefill_chunk=limits.prefill_chunk,
+            longest_step=limits.longest_step,
             media_cache=limits.media_cache_mib * MIB // limits.batches,
         )
 

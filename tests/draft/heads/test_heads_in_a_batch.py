@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -45,7 +46,8 @@ def alone(under: Any, number: int, sampled: bool) -> list[int]:
 
 def together(under: Any, order: random.Random, mixed: bool) -> dict[int, tuple[Row, bool]]:
     """All in one batch of three rows, arriving between steps; one is cancelled while its prompt is read, one later."""
-    batch, waiting, rows = under.open(3, prefill_chunk=24), list(range(COUNT)), dict[int, tuple[Row, bool]]()
+    batch, waiting = under.open(3, prefill_chunk=24, longest_step=math.inf), list(range(COUNT))
+    rows = dict[int, tuple[Row, bool]]()
     order.shuffle(waiting)
     steps = 0
     while waiting or not batch.is_idle:
