@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from saccade.errors import SaccadeError
 from saccade.files import check_folder, write_file
@@ -54,7 +54,7 @@ class Journal:
         self._file: int | None = None
         self._check()
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> Self:
         """Lock the folder for this run, and cut off the unfinished line of a killed attempt.
 
         Raises:

@@ -37,11 +37,6 @@ class Folder(Journal):
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         super().__init__(path, header, NAMES, _COMPARED, later=("processor",), inputs=(DRAWN,))
 
-    def __enter__(self) -> Folder:
-        """See `Journal`."""
-        super().__enter__()
-        return self
-
     def answers(self) -> Iterator[tuple[str, str]]:
         """Id and text of every answer; an unfinished last line is skipped.
 

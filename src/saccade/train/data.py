@@ -302,19 +302,16 @@ def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
     """Return messages with absolute paths of media."""
     normal, slots = normalise(messages)
     places = iter(slots)
-    out = []
-    for message in normal:
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                if part["type"] in ("image", "video"):
-                    slot = next(places)
-                    part = {"type": slot.kind, slot.kind: _place(slot.source, folder)}
-                parts.append(part)
-            message = {**message, "content": parts}
-        out.append(message)
-    return out
+
+    def located(part: Any) -> Any:
+        if part["type"] not in ("image", "video"):
+            return part
+        slot = next(places)
+        return {"type": slot.kind, slot.kind: _place(slot.source, folder)}
+
+    return [
+        {**m, "content": [*map(located, m["content"])]} if isinstance(m.get("content"), list) else m for m in normal
+    ]
 
 
 def _place(source: Any, folder: Path) -> Any:

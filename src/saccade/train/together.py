@@ -199,7 +199,7 @@ def together(rank: int, count: int) -> Iterator[None]:
 
 def _explain(watch: Watch, rank: int, problem: BaseException) -> None:
     """Raise what this process has to say where it is not the problem itself."""
-    if watch.reason is None and isinstance(problem, _LOST) and _is_broken(problem):
+    if watch.reason is None and isinstance(problem, _LOST) and any(word in str(problem).lower() for word in _BROKEN):
         watch.find()
     if watch.reason is None and watch.report(*_words(problem)):
         if isinstance(problem, _Terminated):
@@ -219,10 +219,6 @@ def _words(problem: BaseException) -> tuple[str, int]:
     if isinstance(problem, _Terminated):
         return f"The run was told to end (SIGTERM), as when one of its processes has ended; {_ADVICE}.", 2
     return f"{type(problem).__name__}: {problem}", 1
-
-
-def _is_broken(problem: BaseException) -> bool:
-    return any(word in str(problem).lower() for word in _BROKEN)
 
 
 @contextmanager

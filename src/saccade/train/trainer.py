@@ -114,7 +114,7 @@ class Trainer:
     ) -> None:
         self.target, self.recipe, self.processes = target, recipe, Processes()
         self._source, self._out = source, Path(out)
-        self._say = say if self.processes.leads else _silent
+        self._say = say if self.processes.leads else lambda _: None
         if isinstance(source, Answers) and not any_target:
             source.check_target(target)
         if recipe.batch_size < self.processes.count:
@@ -401,7 +401,3 @@ class Trainer:
             self._unread = []
             self._measure = self.learner.measure([s.prompt for s in samples if s is not None])
         return self._measure
-
-
-def _silent(_: str) -> None:
-    """The processes that do not lead."""
