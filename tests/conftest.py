@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # or models would load on a GPU, beside references on the CPU
-os.environ.setdefault("SACCADE_CPU_BF16", "0")  # whatever this processor has; `make test` runs some tests with 1, too
+os.environ.setdefault("SACCADE_CPU_BF16", "0")  # whatever this processor has; `make test` runs `formats` with 1, too
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
 import pytest

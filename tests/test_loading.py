@@ -17,6 +17,8 @@ from checkpoints import ready, tokenizer
 from saccade import ModelError, SaccadeError, load
 from saccade.loading import check_device, check_dtype, draft_dtype, load_model, shared_vocabulary
 
+pytestmark = pytest.mark.formats
+
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     weights = load_file(folder / "model.safetensors")

@@ -30,6 +30,8 @@ from saccade.bench.turns import Question, Turn
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
 
+pytestmark = pytest.mark.formats
+
 Prepare = Callable[..., Prepared]
 
 

@@ -34,6 +34,8 @@ from saccade.target.adapter import Target
 from saccade.target.steady import SteadyLinear
 from saccade.vlm import VLM
 
+pytestmark = pytest.mark.formats
+
 NEW = 16
 TASKS = ("scene", "chart", "receipt")
 HEADS = [name for name in HEAD_KINDS if name in pocket.head_paths()]

@@ -9,6 +9,8 @@ from torch import Tensor
 from saccade.target import steady
 from saccade.target.steady import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces, steady_silu
 
+pytestmark = pytest.mark.formats
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,5 +1,8 @@
 """Muon in float32: the update of PyTorch's own, which rounds its products to bfloat16."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,8 @@ from torch import nn
 from saccade import cpu
 from saccade.train import optimiser, precision
 from saccade.train.optimiser import WideMuon
+
+pytestmark = pytest.mark.formats
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.02, "adjust_lr_fn": "match_rms_adamw"}
 
@@ -54,8 +59,9 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     monkeypatch: pytest.MonkeyPatch, multiplies: bool, kind: type
 ) -> None:
     monkeypatch.setenv(cpu.SWITCH, str(int(multiplies)))
-    made = optimiser.muon_and_adamw(_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
-    assert type(made[0]) is kind
+    given = (_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
+    assert type(optimiser.muon_and_adamw(*given)[0]) is kind
+    assert type(optimiser.muon_and_adamw(*given, precision="fp32")[0]) is WideMuon
     here = torch.device("cpu")
     with precision.fast_products(here):
         product = torch.ones(2, 2) @ torch.ones(2, 2)
@@ -83,3 +89,9 @@ def test_avx512_alone_does_not_multiply_bfloat16(
     monkeypatch.delenv(cpu.SWITCH, raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
     assert precision.has_instructions(torch.bfloat16) is expected
+
+
+def test_one_module_of_training_asks_the_processor() -> None:
+    asks = re.compile("has_instructions|computes_in|suitable_dtype|is_bf16_supported|get_capabilities")
+    files = Path(precision.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if asks.search(file.read_text(encoding="utf-8"))] == ["precision.py"]

@@ -25,7 +25,10 @@ from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features
 from saccade.train.processes import Processes
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = [
+    pytest.mark.formats,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
+]
 
 
 def eagle(**settings: Any) -> Recipe:

@@ -29,7 +29,10 @@ from saccade.train.checkpoint import identity
 from saccade.train.features import read_features
 from saccade.train.validate import EngineMeasure
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = [
+    pytest.mark.formats,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
+]
 
 
 def sharded_target(name: str) -> Target:

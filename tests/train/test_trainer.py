@@ -30,6 +30,8 @@ from saccade.train.plan import plan_of
 from saccade.train.validate import EngineMeasure
 from saccade.train.warm_start import new_head
 
+pytestmark = pytest.mark.formats
+
 
 def weights(out: Path) -> dict[str, Tensor]:
     return load_file(out / "head" / "model.safetensors")

@@ -72,17 +72,19 @@ def muon_and_adamw(
     betas: tuple[float, float],
     *,
     fused: bool | None = None,
+    precision: str = "auto",
 ) -> list[torch.optim.Optimizer]:
     """Make Muon for matrices, if any, with rates matched to AdamW's, and AdamW for all other weights.
 
     Args:
         fused: AdamW in one kernel, whose rounding differs from the default's.
+        precision: of a recipe; ``fp32`` keeps Muon's products in float32 on every device.
     """
     turned = {id(matrix) for matrix in matrices}
     others = [weight for weight in weights if id(weight) not in turned]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        narrow = dtype_for(matrices[0].device) == torch.bfloat16
+        narrow = precision != "fp32" and dtype_for(matrices[0].device) == torch.bfloat16
         muon = torch.optim.Muon if narrow else WideMuon
         made.append(muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     made.append(torch.optim.AdamW(others, lr=rate, betas=betas, weight_decay=weight_decay, fused=fused))
@@ -140,7 +142,7 @@ class Optimiser(Optimisers):
             # Without tables, of which a step uses only some rows.
             tables = _tables(head)
             matrices = [p for p in self._all if p.dim() == 2 and id(p) not in tables]
-        parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas)
+        parts = muon_and_adamw(matrices, self._all, 1.0, recipe.weight_decay, recipe.betas, precision=recipe.precision)
         super().__init__(parts, self._all, recipe.clip)
 
     def train_only(self, weights: Sequence[nn.Parameter]) -> None:

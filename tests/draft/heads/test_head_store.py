@@ -21,6 +21,8 @@ from saccade.errors import ModelError
 from saccade.methods.drafters import named, read_heads
 from saccade.target.adapter import Target
 
+pytestmark = pytest.mark.formats
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

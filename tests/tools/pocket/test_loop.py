@@ -12,6 +12,8 @@ from saccade.pocket import draw
 from tools.pocket.loop import optimisers_for, prefetch, train
 from tools.pocket.recipe import Schedule
 
+pytestmark = pytest.mark.formats
+
 
 def test_the_rate_warms_up_stays_and_falls() -> None:
     schedule = Schedule(steps=100, batch=1, rate=1.0, warmup=10, final=0.1, decay=0.5)

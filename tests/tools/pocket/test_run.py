@@ -24,6 +24,8 @@ from tools.pocket.processor import VIDEO
 from tools.pocket.recipe import Recipe, quick_recipe
 from tools.pocket.run import run, run_single
 
+pytestmark = pytest.mark.formats
+
 
 @pytest.mark.parametrize(
     ("options", "words"),
