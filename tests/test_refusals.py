@@ -19,7 +19,7 @@ from saccade import InputError, MethodError, ModelError, load
     [
         (None, "does not exist"),
         (b"", "is empty"),
-        (b"hello", "is not an image in an accepted format"),
+        (b"hello", "not an image in an accepted format; give one of PNG"),
         ("half", "is damaged"),
         ("folder", "is a directory"),
         ("http://example.com/a.png", "is on the network; download it first"),
