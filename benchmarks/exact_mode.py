@@ -20,8 +20,8 @@ import torch
 from benchmarks.pocket_pair import FIRST_SEED, load
 from saccade.bench.check import first_difference
 from saccade.pocket import draft_path, draw, target_path
-from saccade.pocket.tasks.followup import FIRST_TASKS
 from saccade.vlm import VLM
+from tools.pocket.world.followup import FIRST_TASKS
 
 GROUP = 8
 """Prompts of a group, and rows of a batch."""

@@ -34,8 +34,8 @@ from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.methods.compositions import Parts
 from saccade.pocket import draw
-from saccade.pocket.tasks.followup import FIRST_TASKS
 from saccade.target.adapter import Target
+from tools.pocket.world.followup import FIRST_TASKS
 
 BOUND = 1.02
 """Times of plain decoding that `auto` may take over any window."""

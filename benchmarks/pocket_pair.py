@@ -14,7 +14,7 @@ from saccade.cpu import suitable_dtype
 from saccade.inputs.batching import join
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
-from saccade.pocket.tasks.followup import FIRST_TASKS
+from tools.pocket.world.followup import FIRST_TASKS
 
 FIRST_SEED = 300_000
 """Pictures are drawn from here on; training and evaluation use other seeds."""

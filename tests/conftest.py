@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import tools.pocket.world  # noqa: F401  # tests draw from the whole world
 from pairwise import cover, some
 from processes import share
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from saccade.evaluators.pocket_tasks import FIRST, write_lmms_tasks, write_vlmevalkit_tables
 from saccade.pocket import draw
 from saccade.vlm import load
+from tools.pocket.evaluator_tasks import FIRST, write_lmms_tasks, write_vlmevalkit_tables
 
 LMMS = os.environ.get("SACCADE_LMMS_PYTHON", "")
 """An interpreter with lmms-eval and Saccade; docs/how-to/evaluators.md says how to install both."""

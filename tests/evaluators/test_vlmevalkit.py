@@ -138,7 +138,7 @@ def test_a_skipped_failure_is_one_that_vlmevalkit_asks_again(make: Make) -> None
 
 def test_the_data_set_decides_how_videos_are_sampled(make: Make, vlm: VLM, tmp_path: Path) -> None:
     pytest.importorskip("av")
-    from saccade.pocket.contact_sheet import write_video
+    from tools.pocket.contact_sheet import write_video
 
     sample, path = draw(700_000, "video-question"), tmp_path / "film.mp4"
     assert sample.video is not None

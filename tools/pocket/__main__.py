@@ -1,4 +1,4 @@
-"""`python -m tools.pocket`: train the pocket models, inflate them, and make mixtures of experts of them."""
+"""`python -m tools.pocket`: draw samples; train, measure and inflate the pocket models."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import typer
 
 from saccade.cli import execute, screen
 from saccade.errors import SaccadeError
+from tools.pocket import commands
 
 app = typer.Typer(
     name="tools.pocket",
-    help="Workshop of the pocket models: train them, inflate them, and make mixtures of experts of them.",
+    help="Workshop of the pocket world: draw samples; train, measure and inflate its models.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
 )
+
+app.command("draw")(commands.draw_samples)
+app.command("tasks")(commands.write_tasks)
+app.command("eval")(commands.evaluate_model)
 
 
 @app.command("inflate")

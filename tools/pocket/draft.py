@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import saccade
-from saccade.bench.pocket_accuracy import answer
 from saccade.pocket.sample import Sample, draw
 from saccade.train.precision import fast_products
+from tools.pocket.accuracy import answer
 from tools.pocket.batches import FIRST_TRAINING_SEED, Batch, batch_of, length_of, sorted_batch, thinned
 from tools.pocket.language import padded_vocabulary, true_answers
 from tools.pocket.loop import save, train

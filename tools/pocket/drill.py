@@ -13,8 +13,8 @@ from saccade.pocket.film import film
 from saccade.pocket.labels import no_labels
 from saccade.pocket.sample import WORLD, Sample
 from saccade.pocket.shapes import Thing, key, render, scatter
-from saccade.pocket.tasks import count, existence, video_question
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
+from tools.pocket.world import count, existence, video_question
 
 _TURNS = 7
 _SHORT = "In short."

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
 import saccade
-from saccade.bench.pocket_accuracy import measure, table
 from saccade.files import write_folder
 from saccade.pocket.sample import WORLD
+from tools.pocket.accuracy import measure, table
 from tools.pocket.batches import FIRST_TRAINING_SEED
 from tools.pocket.models import CONTEXT, PocketModel
 from tools.pocket.processor import BEGIN, END, PAD, write_processor
@@ -47,7 +47,7 @@ and tested without a download, and is of no use outside that world.
 
 ## Accuracy
 
-Greedy answers in the dense grammar on {samples} fresh samples per task (`saccade pocket eval`). *chance* scores
+Greedy answers in the dense grammar on {samples} fresh samples per task (`python -m tools.pocket eval`). *chance* scores
 the same answers against another sample's facts; *shuffled image* shows another picture with every fourth question.
 
 {table}

@@ -22,7 +22,6 @@ from saccade.cli import (
     generate,
     inspect,
     methods,
-    pocket,
     predict,
     report,
     serve,
@@ -57,7 +56,6 @@ app.command("inspect")(inspect.inspect)
 app.command("export")(export.export)
 app.command("predict")(predict.predict)
 app.command("doctor")(doctor.doctor)
-app.add_typer(pocket.app)
 
 
 @app.callback(invoke_without_command=True)

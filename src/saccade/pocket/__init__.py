@@ -8,10 +8,8 @@ from pathlib import Path
 from saccade.errors import ModelError
 from saccade.pocket import tasks  # noqa: F401  # registers them
 from saccade.pocket.sample import WORLD, Sample, Task, draw, lacks, score
-from saccade.pocket.tasks.caption import CAPTION_PROMPT
 
 __all__ = [
-    "CAPTION_PROMPT",
     "WORLD",
     "Sample",
     "Task",

@@ -184,7 +184,10 @@ def register(name: str, task: Task) -> None:
 def lacks(task: str, grammar: str = "dense") -> str:
     """Return why a task cannot be drawn in a grammar, as a sentence; empty when it can."""
     if task not in WORLD:
-        return f"There is no pocket task {task!r}; the tasks are {', '.join(WORLD)}."
+        return (
+            f"There is no pocket task {task!r}; the tasks are {', '.join(WORLD)}. In a checkout of the repository, "
+            "`python -m tools.pocket.world` runs every command of saccade with more of them."
+        )
     if grammar not in WORLD[task].grammars:
         return f"The pocket task {task!r} has no grammar {grammar!r}; it has {', '.join(WORLD[task].grammars)}."
     return ""

@@ -45,14 +45,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda")
 
 
-MAKE = partial(draw, task="count")  # so that workers import the world and PyTorch alone
+MAKE = partial(draw, task="chart")  # so that workers import the world and PyTorch alone
 
 
 def test_workers_make_the_batches_of_this_process_and_end_when_no_more_are_wanted(gpu: torch.device) -> None:
     here, ahead = prefetch(MAKE, 5, 30, torch.device("cpu")), prefetch(MAKE, 5, 10**9, gpu)
     for number in range(5, 30):
         made, expected = ahead.take((number,)), here.take((number,))
-        assert made == expected == draw(number, "count")
+        assert made == expected == draw(number, "chart")
         assert made.image.tobytes() == expected.image.tobytes()
     ahead.close()  # would wait for ever if the workers continued
 

@@ -5,8 +5,8 @@ from random import Random
 
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap, sentences
-from saccade.pocket.tasks.followup import earlier, second
 from saccade.pocket.words import DAYS, a, sentence, shuffled
+from tools.pocket.world.followup import earlier, second
 
 _CAPITALS = {
     "Egypt": "Cairo",

@@ -1,4 +1,4 @@
-"""`saccade pocket`: the built-in world and its models."""
+"""Commands that draw samples of the pocket world, write them for evaluators, and measure models on them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ import typer
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
 
-app = typer.Typer(
-    name="pocket",
-    help="The built-in world of generated pictures and videos, and its models.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-)
 
-
-@app.command("draw")
 def draw_samples(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Output folder.")],
     tasks: Annotated[
@@ -33,10 +24,10 @@ def draw_samples(
 ) -> None:
     """Draw samples of the pocket world into a folder, with a page that shows them.
 
-    Example: `saccade pocket draw --task story --count 4 --out stories`
+    Example: `python -m tools.pocket draw --task story --count 4 --out stories`
     """
     from saccade.pocket import draw
-    from saccade.pocket.contact_sheet import write_sheet
+    from tools.pocket.contact_sheet import write_sheet
 
     chosen = _checked(tasks, grammar)
     with screen.waiting("Drawing"):
@@ -51,7 +42,6 @@ def draw_samples(
         print(path)
 
 
-@app.command("tasks")
 def write_tasks(
     evaluator: Annotated[str, typer.Argument(metavar="EVALUATOR", help="`lmms-eval` or `vlmevalkit`.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Output folder.")],
@@ -64,9 +54,9 @@ def write_tasks(
 ) -> None:
     """Write tasks of the pocket world for an evaluator, to try its plug-in without a download.
 
-    Example: `saccade pocket tasks lmms-eval --task scene --count 8 --out pocket-tasks`
+    Example: `python -m tools.pocket tasks lmms-eval --task scene --count 8 --out pocket-tasks`
     """
-    from saccade.evaluators.pocket_tasks import write_lmms_tasks, write_vlmevalkit_tables
+    from tools.pocket.evaluator_tasks import write_lmms_tasks, write_vlmevalkit_tables
 
     writers = {"lmms-eval": write_lmms_tasks, "vlmevalkit": write_vlmevalkit_tables}
     if evaluator not in writers:
@@ -75,18 +65,6 @@ def write_tasks(
         written = writers[evaluator](out, tasks or ["scene", "difference"], count, seed)
     for path in written:
         print(path)
-
-
-@app.command("train", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def train_pair() -> None:
-    """Moved to the repository's tools."""
-    raise _moved("train")
-
-
-@app.command("inflate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def inflate_model() -> None:
-    """Moved to the repository's tools."""
-    raise _moved("inflate")
 
 
 def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
@@ -104,14 +82,6 @@ def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
     return chosen
 
 
-def _moved(command: str) -> SaccadeError:
-    return SaccadeError(
-        f"`saccade pocket {command}` has moved out of the package; in a checkout of the repository, run "
-        f"`python -m tools.pocket {command}` with the same options."
-    )
-
-
-@app.command("eval")
 def evaluate_model(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="`target`, `draft`, or the folder of a trained one.")
@@ -136,11 +106,11 @@ def evaluate_model(
 
     Every fourth sample is also evaluated with the wrong picture.
 
-    Example: `saccade pocket eval target --task chart --samples 1000`
+    Example: `python -m tools.pocket eval target --task chart --samples 1000`
     """
     import saccade
-    from saccade.bench.pocket_accuracy import measure, table
     from saccade.pocket import WORLD, draft_path, draw, target_path
+    from tools.pocket.accuracy import measure, table
 
     chosen = _checked(tasks, grammar)
     folder = {"target": target_path(), "draft": draft_path()}.get(model, Path(model))

@@ -7,7 +7,7 @@ from typing import Any
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import CONCLUSION, mentioned, overlap, sentences
 from saccade.pocket.shapes import at, name, relation
-from saccade.pocket.tasks import chart, document, receipt, scene
+from saccade.pocket.tasks import chart, receipt, scene
 from saccade.pocket.words import (
     COLOURS,
     GOODS,
@@ -19,6 +19,7 @@ from saccade.pocket.words import (
     sentence,
     shuffled,
 )
+from tools.pocket.world import document
 
 _EDGES = {"furthest left": ("x", 1), "furthest right": ("x", -1), "highest": ("y", 1), "lowest": ("y", -1)}
 _CLEAR = 6  # pixels between the shape in question and the next one, so that the answer is unambiguous

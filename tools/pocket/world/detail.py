@@ -6,8 +6,8 @@ from random import Random
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, overlap
 from saccade.pocket.shapes import Thing, at, label, name, relation, render, scatter, unplaced
-from saccade.pocket.tasks.prose import read_shapes, true_shape
 from saccade.pocket.words import BACKGROUNDS, NUMBERS, SIZES, a, sentence
+from tools.pocket.world.prose import read_shapes, true_shape
 
 _ORDERS = {
     "from left to right": ("x", False),

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import saccade
-from saccade.bench.pocket_accuracy import answer
 from saccade.pocket import draft_path, draw, head_paths, score, target_path
+from tools.pocket.accuracy import answer
 
 FOLDERS = {"target": target_path(), "draft": draft_path()}
 HELD_OUT = range(90_000, 90_012)

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from saccade.cli.pocket import app
 from saccade.errors import SaccadeError
 from saccade.inputs.media import load_video
 from saccade.pocket import WORLD, draw
-from saccade.pocket.contact_sheet import LEAST_PSNR, psnr, write_video
 from saccade.pocket.film import FPS
+from tools.pocket.__main__ import app
+from tools.pocket.contact_sheet import LEAST_PSNR, psnr, write_video
 
 
 def _run(*arguments: str) -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap
 from saccade.pocket.shapes import name, named
-from saccade.pocket.tasks import chart, document, line, receipt, scene
+from saccade.pocket.tasks import chart, line, receipt, scene
 from saccade.pocket.words import COLOURS, DAYS, GOODS, NAMES, NUMBERS, TOWNS, joined, sentence, shuffled
+from tools.pocket.world import document
 
 CAPTION_PROMPT = "Caption this picture."
 """Prompt for captions, also of captioners for drafting with captions."""

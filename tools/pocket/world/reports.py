@@ -12,7 +12,6 @@ from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, only, overlap, sentences
 from saccade.pocket.shapes import at, label, name, render, scatter
 from saccade.pocket.tasks import receipt
-from saccade.pocket.tasks.prose import flowing, on_shape, plainly_on_shape, read_shapes, true_shape
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,
@@ -26,6 +25,7 @@ from saccade.pocket.words import (
     plural,
     sentence,
 )
+from tools.pocket.world.prose import flowing, on_shape, plainly_on_shape, read_shapes, true_shape
 
 HEADS = {
     "A": "This is form A, and it is to be read in full by everyone who has to know what the picture of the week shows",

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageChops
+from typer.testing import CliRunner
 
-from saccade.cli import main
 from saccade.errors import InputError
-from saccade.evaluators import pocket_tasks
 from saccade.pocket import draw
+from tools.pocket import evaluator_tasks as pocket_tasks
+from tools.pocket.__main__ import app
 
 
 def docs_of(folder: Path, name: str) -> list[dict[str, object]]:
@@ -32,7 +33,7 @@ def test_right_answers_score_one_and_others_less(tmp_path: Path) -> None:
 def test_task_files_name_functions_and_fields_that_exist(tmp_path: Path) -> None:
     for path in pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], count=4):
         lines = path.read_text().splitlines()
-        named = [line.rpartition(".")[2] for line in lines if "!function saccade.evaluators.pocket_tasks." in line]
+        named = [line.rpartition(".")[2] for line in lines if "!function tools.pocket.evaluator_tasks." in line]
         assert named
         assert all(hasattr(pocket_tasks, name) for name in named)
         (doc, *_) = docs_of(tmp_path, "scene")
@@ -95,11 +96,8 @@ def test_tasks_without_a_form_are_refused(tmp_path: Path) -> None:
         pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], 3)
 
 
-def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["pocket", "tasks", "vlmevalkit", "--task", "scene", "--count", "1", "--out", str(tmp_path)])
-    assert end.value.code in (0, None)
-    assert capsys.readouterr().out.split() == [str(tmp_path / "saccade_scene.tsv")]
-    with pytest.raises(SystemExit) as end:
-        main(["pocket", "tasks", "helm", "--out", str(tmp_path)])
-    assert end.value.code == 2
+def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
+    arguments = ["tasks", "vlmevalkit", "--task", "scene", "--count", "1", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments).stdout.split() == [str(tmp_path / "saccade_scene.tsv")]
+    with pytest.raises(InputError, match="no evaluator 'helm'"):
+        CliRunner().invoke(app, ["tasks", "helm", "--out", str(tmp_path)], catch_exceptions=False)

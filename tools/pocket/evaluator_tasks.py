@@ -22,8 +22,8 @@ from PIL import Image
 from saccade.errors import InputError
 from saccade.files import write_file
 from saccade.pocket import WORLD, Sample, draw, lacks, score
-from saccade.pocket.contact_sheet import write_video
 from saccade.pocket.sample import IMAGE_MARK
+from tools.pocket.contact_sheet import write_video
 
 FIRST = 600_000
 """Number of the first sample; neither training nor the suites draw from there on."""
@@ -36,12 +36,12 @@ dataset_kwargs:
   data_files: {{test: {data}}}
 test_split: test
 output_type: generate_until
-doc_to_visual: !function saccade.evaluators.pocket_tasks.doc_to_visual
+doc_to_visual: !function tools.pocket.evaluator_tasks.doc_to_visual
 doc_to_text: question
 doc_to_target: answer
-doc_to_messages: !function saccade.evaluators.pocket_tasks.doc_to_messages
+doc_to_messages: !function tools.pocket.evaluator_tasks.doc_to_messages
 generation_kwargs: {{max_new_tokens: {longest}, temperature: 0, do_sample: false, until: []}}
-process_results: !function saccade.evaluators.pocket_tasks.process_results
+process_results: !function tools.pocket.evaluator_tasks.process_results
 metric_list:
   - {{metric: facts, aggregation: mean, higher_is_better: true}}
 """
@@ -51,11 +51,11 @@ dataset_kwargs:
   data_files: {{test: {data}}}
 test_split: test
 output_type: multiple_choice
-doc_to_visual: !function saccade.evaluators.pocket_tasks.doc_to_visual
+doc_to_visual: !function tools.pocket.evaluator_tasks.doc_to_visual
 doc_to_text: question
 doc_to_choice: choices
 doc_to_target: label
-process_results: !function saccade.evaluators.pocket_tasks.process_choices
+process_results: !function tools.pocket.evaluator_tasks.process_choices
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
 """

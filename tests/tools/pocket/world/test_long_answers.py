@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from saccade.pocket import WORLD, Sample, draw, score, target_path
-from saccade.pocket.tasks.album import PICTURES
-from saccade.pocket.tasks.prose import ASIDES, read_shapes
-from saccade.pocket.tasks.reports import FEET, HEADS, REMARKS
 from tools.pocket.tokens import content_weights
+from tools.pocket.world.album import PICTURES
+from tools.pocket.world.prose import ASIDES, read_shapes
+from tools.pocket.world.reports import FEET, HEADS, REMARKS
 
 GRAMMARS = ("dense", "verbose")
 

@@ -9,11 +9,12 @@ from statistics import mean
 
 import pytest
 
-from saccade.pocket import CAPTION_PROMPT, WORLD, Sample, draw, score
+from saccade.pocket import WORLD, Sample, draw, score
 from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK
 from saccade.pocket.scoring import chance
-from saccade.pocket.tasks.followup import FIRST_TASKS
+from tools.pocket.world.caption import CAPTION_PROMPT
+from tools.pocket.world.followup import FIRST_TASKS
 
 NEW = [task for task in WORLD if task not in FIRST_TASKS]
 GRAMMARS = ("dense", "verbose")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from saccade.bench import pocket_accuracy
 from saccade.pocket import Sample, draw
+from tools.pocket import accuracy as pocket_accuracy
 
 PER_TASK = 6
 TASKS = ("receipt", "scene", "video")

@@ -5,8 +5,8 @@ from typing import Any
 
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import numbers, overlap, sentences
-from saccade.pocket.tasks.followup import earlier, second
 from saccade.pocket.words import NAMES, NUMBERS, plural, sentence
+from tools.pocket.world.followup import earlier, second
 
 _COUNTED = ("cake", "pear", "plum")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import overlap, sentences
-from saccade.pocket.tasks import caption
 from saccade.pocket.words import NUMBERS, joined, sentence, shuffled
+from tools.pocket.world import caption
 
 PICTURES = 5
 
