@@ -11,11 +11,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 
 class Clock:
-    """Seconds of wall time or of processor time, all work on the device done.
-
-    Args:
-        name: a key of ``CLOCKS``.
-    """
+    """Seconds of wall time or of processor time, all work on the device done."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._read = CLOCKS[name]

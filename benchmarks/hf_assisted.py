@@ -12,14 +12,7 @@ from benchmarks.pocket_pair import Inputs
 
 @contextmanager
 def assistant(draft: Any, inputs: Inputs, *, sees: bool, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Arguments of `generate` that make ``draft`` the assistant for one prompt.
-
-    Args:
-        sees: give the assistant its own picture features. By itself transformers 5.23 treats the assistant's first
-            call as a later one and gives it no picture at all.
-        settings: options of the assistant's generation configuration; transformers' own are 20 guesses that end
-            where the assistant's confidence falls below 0.4.
-    """
+    """Arguments of `generate` that make ``draft`` the assistant for one prompt."""
     before = copy.deepcopy(draft.generation_config)
     draft.generation_config.update(**settings)
     if sees:

@@ -30,19 +30,12 @@ TASKS = ("scene", "chart", "receipt", "video", "prose", "long-video")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One draft token behind the target's own answer.
+    """One draft token behind the target's own answer."""
 
-    Attributes:
-        differs: whether it is not the target's own token.
-        content: whether it or the target's own token is a content word.
-        relevance: similarity of the verifying state with those of visual tokens, -1 to 1.
-        entropy: of the target's distribution, as a share of the largest possible.
-    """
-
-    differs: bool
-    content: bool
-    relevance: float
-    entropy: float
+    differs: bool  # whether it is not the target's own token
+    content: bool  # whether it or the target's own token is a content word
+    relevance: float  # similarity of the verifying state with those of visual tokens, -1 to 1
+    entropy: float  # of the target's distribution, as a share of the largest possible
 
 
 @torch.inference_mode()

@@ -48,21 +48,13 @@ _NOISE = 0.01
 
 @dataclass(frozen=True)
 class Setting:
-    """One kind of work.
+    """One kind of work."""
 
-    Attributes:
-        drafters: of the first and the second half of the answers.
-        answers: number of prompts.
-        new_tokens: longest answer.
-        rows: prompts at once.
-        tasks: of the prompts, in turn.
-    """
-
-    drafters: tuple[str, str] = ("pair", "pair")
-    answers: int = 12
-    new_tokens: int = 96
-    rows: int = 1
-    tasks: tuple[str, ...] = FIRST_TASKS
+    drafters: tuple[str, str] = ("pair", "pair")  # of the first and the second half of the answers
+    answers: int = 12  # number of prompts
+    new_tokens: int = 96  # longest answer
+    rows: int = 1  # prompts at once
+    tasks: tuple[str, ...] = FIRST_TASKS  # of the prompts, in turn
 
 
 SETTINGS = {
@@ -98,17 +90,12 @@ class Course:
 
 @dataclass
 class Measured:
-    """Courses of plain decoding, `auto`, and plain decoding again, one of each per repeat.
-
-    Attributes:
-        unequal: answers of `auto` whose tokens are not plain decoding's.
-        drafted, accepted: tokens of `auto`.
-    """
+    """Courses of plain decoding, `auto`, and plain decoding again, one of each per repeat."""
 
     plain: list[Course] = field(default_factory=list)
     auto: list[Course] = field(default_factory=list)
     again: list[Course] = field(default_factory=list)
-    unequal: int = 0
+    unequal: int = 0  # answers of `auto` whose tokens are not plain decoding's
     drafted: int = 0
     accepted: int = 0
 
@@ -148,11 +135,7 @@ def measure(
     clock: Clock,
     repeats: int,
 ) -> Measured:
-    """Run a setting; one group of prompts warms up and is not counted.
-
-    Args:
-        make: engine of `auto` with a cost model of its own, and its drafter, by the drafter's name.
-    """
+    """Run a setting; one group of prompts warms up and is not counted."""
     measured = Measured()
     for number in range(repeats + 1):
         engine, first = make(setting.drafters[0])
@@ -184,8 +167,7 @@ def measure(
 def worst(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
     """The largest of the windows' medians over repeats, with its 95 % bootstrap interval.
 
-    Args:
-        ratios: ``[R, W]`` by repeat and window.
+    Shapes: ratios ``[R, W]``.
     """
     picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
     low, high = np.percentile(np.median(ratios[picked], axis=1).max(1), [2.5, 97.5])

@@ -81,14 +81,7 @@ def actors(process: int) -> list[int]:
 
 
 def interrupted(words: Sequence[str], out: Path, count: int, kills: Sequence[tuple[float, str]]) -> int:
-    """Run a command to its end, killed and begun again on the way.
-
-    Args:
-        kills: share of the records, and ``command`` or ``actor``, in rising order.
-
-    Returns:
-        Kills that met the work.
-    """
+    """Run a command to its end, killed and begun again on the way."""
     met, left = 0, list(kills)
     while True:
         process = subprocess.Popen(words)

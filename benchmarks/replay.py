@@ -19,30 +19,18 @@ from saccade.target.layout import Layout, Span
 
 @dataclass
 class Call:
-    """One forward of a single row with the tensors that the engine prepared for it.
-
-    Attributes:
-        tokens: ``[1, n]``.
-        positions: ``[3 or 1, n]``.
-        wanted: which tokens' logits the engine asked for; None for all.
-        slots: of the arena.
-    """
+    """One forward of a single row with the tensors that the engine prepared for it."""
 
     model: Target
-    tokens: Tensor
-    positions: Tensor
-    wanted: Tensor | None
+    tokens: Tensor  # `[1, n]`
+    positions: Tensor  # `[3 or 1, n]`
+    wanted: Tensor | None  # which tokens' logits the engine asked for; None for all
     layout: Layout
-    slots: int
+    slots: int  # of the arena
 
 
 class Replay:
-    """Writes down the forwards of a step and runs them again without the engine.
-
-    Args:
-        models: whose forwards; each must run on its lean decoder.
-        clock: what to time them with.
-    """
+    """Writes down the forwards of a step and runs them again without the engine."""
 
     def __init__(self, models: Sequence[Target], clock: Clock) -> None:
         if not all(model.is_lean for model in models):

@@ -36,21 +36,13 @@ HEURISTIC = {**CONSTANT, "num_assistant_tokens_schedule": "heuristic"}
 
 @dataclass
 class Measured:
-    """One contestant's answers.
+    """One contestant's answers."""
 
-    Attributes:
-        seconds: of the whole call, per prompt.
-        tokens: new ones, per prompt.
-        passes: target forwards, prefill included, per prompt.
-        stages: seconds by stage, summed over prompts; Saccade only.
-        decoded: tokens after prefill, summed over prompts; Saccade only.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    stages: dict[str, float] = field(default_factory=dict)
-    decoded: int = 0
+    seconds: list[float] = field(default_factory=list)  # of the whole call, per prompt
+    tokens: list[list[int]] = field(default_factory=list)  # new ones, per prompt
+    passes: list[int] = field(default_factory=list)  # target forwards, prefill included, per prompt
+    stages: dict[str, float] = field(default_factory=dict)  # seconds by stage, summed over prompts; Saccade only
+    decoded: int = 0  # tokens after prefill, summed over prompts; Saccade only
 
     @property
     def per_token(self) -> list[float]:
@@ -63,12 +55,7 @@ class Measured:
 
 
 class Stock:
-    """`generate` of a stock model, its target passes counted.
-
-    Args:
-        draft: assistant model.
-        settings: of the assistant (see `hf_assisted`) if there is one, else options of `generate`.
-    """
+    """`generate` of a stock model, its target passes counted."""
 
     def __init__(self, model: Any, draft: Any = None, **settings: Any) -> None:
         self._model, self._draft, self._settings = model, draft, settings
@@ -160,11 +147,7 @@ def measure(
 
 
 def ratio(slow: Measured, fast: Measured, repeats: int = 1, draws: int = 2000) -> tuple[float, float, float]:
-    """Median of per-prompt ratios of seconds per token, with its 95 % bootstrap interval over prompts.
-
-    Args:
-        repeats: of all prompts, which follow each other.
-    """
+    """Median of per-prompt ratios of seconds per token, with its 95 % bootstrap interval over prompts."""
     ratios = np.median((np.array(slow.per_token) / np.array(fast.per_token)).reshape(repeats, -1), axis=0)
     picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
     low, high = np.percentile(np.median(ratios[picked], axis=1), [2.5, 97.5])

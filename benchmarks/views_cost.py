@@ -54,18 +54,14 @@ class Timed:
 class Result:
     """Of every step seconds of its drafting, of the draft model's forwards and the search for weights therein, and of
     all of it; of every prompt the drafter's prefill.
-
-    Attributes:
-        alone: of every step, whether one view had all the weight.
-        tokens: that every step emitted.
     """
 
     drafting: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
     search: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
-    alone: list[bool] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)  # of every step, whether one view had all the weight
+    tokens: list[int] = field(default_factory=list)  # that every step emitted
     prefill: list[float] = field(default_factory=list)
 
     def end_answer(self, steps: int) -> None:
@@ -75,11 +71,7 @@ class Result:
 
 
 class Watched:
-    """One answer of one method, timed step by step.
-
-    Attributes:
-        prefill: seconds that the drafter took to read the prompt.
-    """
+    """One answer of one method, timed step by step."""
 
     def __init__(self, engine: Engine, inputs: Inputs, new_tokens: int, clock: Clock, forwards: Timed) -> None:
         asked = split(engine.target.config, inputs)

@@ -19,15 +19,7 @@ _ANSWER = {True: "lossless", False: "**lossy**: the answer may differ from the t
 
 
 def filled(text: str, results: Path) -> str:
-    """Return a page with its generated blocks written anew.
-
-    Args:
-        text: of the page; a block is ``<!-- generated: KIND WORDS -->`` to ``<!-- end -->``.
-        results: folder of measured pages, for figures.
-
-    Raises:
-        SaccadeError: a block that nothing here makes.
-    """
+    """Return a page with its generated blocks written anew."""
     kinds: dict[str, Callable[[str], Iterator[str]]] = {
         "facts": _facts,
         "options": _options,

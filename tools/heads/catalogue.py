@@ -22,23 +22,14 @@ FILE = Path(__file__).with_name("recipes.toml")
 
 @dataclass(frozen=True, slots=True)
 class AnswerSet:
-    """Answers of the target to pocket prompts.
+    """Answers of the target to pocket prompts."""
 
-    Attributes:
-        name: of its folder.
-        tasks: comma-separated; ``all`` for those that drafters are trained on.
-        without: tasks left out of them.
-        count: samples of every task.
-        as_many_as: name of another set whose number of prompts it has, in place of ``count``.
-        max_new_tokens: longest answer.
-    """
-
-    name: str
-    tasks: str
-    without: str = ""
-    count: int = 0
-    as_many_as: str = ""
-    max_new_tokens: int = 256
+    name: str  # of its folder
+    tasks: str  # comma-separated; `all` for those that drafters are trained on
+    without: str = ""  # tasks left out of them
+    count: int = 0  # samples of every task
+    as_many_as: str = ""  # name of another set whose number of prompts it has, in place of `count`
+    max_new_tokens: int = 256  # longest answer
 
     @property
     def source(self) -> str:
@@ -61,19 +52,12 @@ class AnswerSet:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """A head to train.
+    """A head to train."""
 
-    Attributes:
-        name: of its folder, and in the suites.
-        kind: of the head.
-        data: name of its answers.
-        settings: that differ from the kind's recipe, as of `saccade train --set`.
-    """
-
-    name: str
-    kind: str
-    data: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of its folder, and in the suites
+    kind: str  # of the head
+    data: str  # name of its answers
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that differ from the kind's recipe
 
     @property
     def recipe(self) -> Recipe:
@@ -102,11 +86,7 @@ class Catalogue:
     heads: Mapping[str, HeadPlan]
 
     def chosen(self, names: Iterable[str]) -> Catalogue:
-        """Return the heads of these names, all without any, and the answers that they learn from.
-
-        Raises:
-            InputError: there is no such head.
-        """
+        """Return the heads of these names, all without any, and the answers that they learn from."""
         wanted = list(dict.fromkeys(names)) or list(self.heads)
         for name in wanted:
             if name not in self.heads:
@@ -133,11 +113,7 @@ class Catalogue:
 
 
 def read(path: Path = FILE) -> Catalogue:
-    """Read a catalogue; settings of all heads, of the kind and of the head itself, later ones preferred.
-
-    Raises:
-        SaccadeError: a key is unknown, or a head names answers or a kind that do not exist.
-    """
+    """Read a catalogue; settings of all heads, of the kind and of the head itself, later ones preferred."""
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     check_keys(content, ("answers", "settings", "kinds", "heads"), path.name)
     answers = {

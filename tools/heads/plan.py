@@ -23,34 +23,21 @@ _COPIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Expected cost of one set of answers or one head.
+    """Expected cost of one set of answers or one head."""
 
-    Attributes:
-        name: of it.
-        what: in words.
-        seconds: of the whole.
-        kept: bytes that remain.
-        passing: bytes of features that it is the first to read, removed when no later head reads them.
-    """
-
-    name: str
-    what: str
-    seconds: float
-    kept: float
-    passing: float = 0.0
+    name: str  # of it
+    what: str  # in words
+    seconds: float  # of the whole
+    kept: float  # bytes that remain
+    passing: float = 0.0  # bytes of features that it is the first to read, removed when no later head reads them
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Expected cost of everything that is not finished.
+    """Expected cost of everything that is not finished."""
 
-    Attributes:
-        parts: answers, then heads, in their order.
-        there: names of what is finished.
-    """
-
-    parts: tuple[Expected, ...]
-    there: tuple[str, ...]
+    parts: tuple[Expected, ...]  # answers, then heads, in their order
+    there: tuple[str, ...]  # names of what is finished
 
     @property
     def seconds(self) -> float:
@@ -80,12 +67,7 @@ def forecast(
     finished: Callable[[AnswerSet | HeadPlan], bool],
     say: Callable[[str], None] = lambda _: None,
 ) -> Forecast:
-    """Answer one prompt of every task, try a step of every kind of head, and estimate the rest.
-
-    Args:
-        finished: whether answers or a head are there.
-        say: takes lines of progress.
-    """
+    """Answer one prompt of every task, try a step of every kind of head, and estimate the rest."""
     answers = [a for a in catalogue.answers.values() if not finished(a)]
     heads = [h for h in catalogue.heads.values() if not finished(h)]
     left = {*(f"answers {a.name}" for a in answers), *(h.name for h in heads)}

@@ -27,25 +27,14 @@ from tools.heads.state import (
 
 
 class Workshop:
-    """Answers and heads of one target in one folder.
-
-    Args:
-        vlm: the target, with the drafter that answers faster.
-        catalogue: what to make.
-        out: folder; ``answers`` and ``heads`` are made in it.
-        say: takes lines of progress.
-    """
+    """Answers and heads of one target in one folder."""
 
     def __init__(self, vlm: VLM, catalogue: Catalogue, out: Path, say: Callable[[str], None] = print) -> None:
         self._vlm, self._catalogue, self._out, self._say = vlm, catalogue, out, say
         self._target = fingerprint(vlm.target.model)
 
     def finished(self, part: AnswerSet | HeadPlan) -> bool:
-        """Whether answers or a head are there.
-
-        Raises:
-            SaccadeError: it was made by another recipe or for another target.
-        """
+        """Whether answers or a head are there."""
         if isinstance(part, HeadPlan):
             return is_finished(self._out, part, self._target)
         return are_answered(self._out, part, self._target)
@@ -55,14 +44,7 @@ class Workshop:
         return forecast(self._vlm, self._catalogue, self.finished, self._say)
 
     def run(self, expected: Forecast) -> None:
-        """Make what is missing, in order.
-
-        Args:
-            expected: costs, for the time left.
-
-        Raises:
-            SaccadeError: as of `distill` and `Trainer.run`; what is finished stays.
-        """
+        """Make what is missing, in order."""
         costs = {part.name: part.seconds for part in expected.parts}
         parts: list[AnswerSet | HeadPlan] = [*self._catalogue.answers.values(), *self._catalogue.heads.values()]
         left = [part for part in parts if not self.finished(part)]

@@ -22,19 +22,12 @@ _TRANSIENT = ("features", "checkpoints")  # features are the head's own where an
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What is recorded of a trained head.
+    """What is recorded of a trained head."""
 
-    Attributes:
-        settings: of its recipe.
-        target: fingerprint of the target.
-        best: folder of the head, relative to its run's; the last one where too few answers were held out to tell.
-        efficiency: block efficiency on held-out samples; None if it was not measured.
-    """
-
-    settings: Mapping[str, Any]
-    target: str
-    best: str
-    efficiency: float | None
+    settings: Mapping[str, Any]  # of its recipe
+    target: str  # fingerprint of the target
+    best: str  # folder of the head, relative to its run's; the last one where too few answers were held out to tell
+    efficiency: float | None  # block efficiency on held-out samples; None if it was not measured
 
 
 def answers_folder(out: Path, name: str) -> Path:
@@ -65,11 +58,7 @@ def finish_answers(folder: Path, answers: AnswerSet, target: str) -> None:
 
 
 def are_answered(out: Path, answers: AnswerSet, target: str) -> bool:
-    """Whether all answers of a set are there.
-
-    Raises:
-        SaccadeError: they are those of other prompts or of another target.
-    """
+    """Whether all answers of a set are there."""
     folder = answers_folder(out, answers.name)
     if not (folder / MARK).is_file():
         return False
@@ -119,11 +108,7 @@ def finish(folder: Path, plan: HeadPlan, target: str, best: Path, efficiency: fl
 
 
 def read_finished(folder: Path) -> Finished | None:
-    """The record of a trained head; None while there is none.
-
-    Raises:
-        SaccadeError: it cannot be read.
-    """
+    """The record of a trained head; None while there is none."""
     path = folder / MARK
     if not path.is_file():
         return None
@@ -132,11 +117,7 @@ def read_finished(folder: Path) -> Finished | None:
 
 
 def is_finished(out: Path, plan: HeadPlan, target: str) -> bool:
-    """Whether the head is trained as planned.
-
-    Raises:
-        SaccadeError: it was trained by another recipe or for another target.
-    """
+    """Whether the head is trained as planned."""
     folder = head_folder(out, plan.name)
     found = read_finished(folder)
     if found is None:
@@ -153,13 +134,6 @@ def usable_head(out: Path, name: str, target: str) -> Path | None:
     """Folder of a trained head to draft with; None if there is none, or its training has not ended.
 
     A folder that is itself a head, made elsewhere, is taken as it is.
-
-    Args:
-        out: folder of answers and heads.
-        target: fingerprint of the target that it must have been trained for.
-
-    Raises:
-        SaccadeError: it was trained for another target.
     """
     folder = head_folder(out, name)
     if folder.is_dir() and kind_in(str(folder)) is not None:

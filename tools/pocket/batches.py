@@ -39,11 +39,7 @@ def thinned(rng: Random, sample: Sample) -> Sample:
 
 
 def positions(samples: Sequence[Sample], ids: Tensor) -> Tensor | None:
-    """Position ids, `[B, N]`, with those of left-out frames skipped; None if no frame is left out.
-
-    Args:
-        ids: token ids of the samples, `[B, N]`.
-    """
+    """Position ids, `[B, N]`, with those of left-out frames skipped; None if no frame is left out."""
     if not any("kept" in sample.facts for sample in samples):
         return None
     rows = torch.arange(ids.shape[1]).repeat(len(samples), 1)
@@ -99,30 +95,17 @@ def labels(samples: Sequence[Sample]) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with answers, padded on the right.
+    """Prompts with answers, padded on the right."""
 
-    Attributes:
-        ids: `[B, N]`.
-        targets: ids of answer tokens, not shifted, `IGNORED` elsewhere: `[B, N]`.
-        pictures: pictures of all rows, in order: `[P, 3, 96, 96]`; None if there are none.
-        counts: number of pictures of each row.
-        frames: video frames of all rows, in order: `[F, 3, 96, 96]`; None if there are none.
-        lengths: number of frames of each row.
-        tiled: whether single pictures are tiled.
-        weights: loss weight of each target, `[B, N]`; None for equal weights.
-        positions: position ids, `[B, N]`, if frames of long videos are left out, else None.
-        searches, frame_events: labels of the lessons (`tools.pocket.lessons`); None without lessons.
-    """
-
-    ids: Tensor
-    targets: Tensor
-    pictures: Tensor | None = None
-    counts: tuple[int, ...] = ()
-    frames: Tensor | None = None
-    lengths: tuple[int, ...] = ()
-    tiled: bool = True
-    weights: Tensor | None = None
-    positions: Tensor | None = None
+    ids: Tensor  # `[B, N]`
+    targets: Tensor  # ids of answer tokens, not shifted, `IGNORED` elsewhere: `[B, N]`
+    pictures: Tensor | None = None  # pictures of all rows, in order: `[P, 3, 96, 96]`; None if there are none
+    counts: tuple[int, ...] = ()  # number of pictures of each row
+    frames: Tensor | None = None  # video frames of all rows, in order: `[F, 3, 96, 96]`; None if there are none
+    lengths: tuple[int, ...] = ()  # number of frames of each row
+    tiled: bool = True  # whether single pictures are tiled
+    weights: Tensor | None = None  # loss weight of each target, `[B, N]`; None for equal weights
+    positions: Tensor | None = None  # position ids, `[B, N]`, if frames of long videos are left out, else None
     searches: Tensor | None = None
     frame_events: Tensor | None = None
 
@@ -135,13 +118,7 @@ def batch_of(
     tiled: bool = True,
     weights: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """Prompts with answers as tensors; earlier answers of a conversation are targets as well.
-
-    Args:
-        answers: token ids without the end token, one list per sample.
-        media, tiled: as in `prompt_ids`.
-        weights: loss weight of each token of the answers; earlier answers and end tokens weigh 1.
-    """
+    """Prompts with answers as tensors; earlier answers of a conversation are targets as well."""
     rows, targets = [], []
     for sample, answer in zip(samples, answers, strict=True):
         head, is_answer = prompt_ids(tokenizer, sample, media, tiled)

@@ -52,11 +52,7 @@ def _plan(recipe: Recipe, shares: Mapping[str, float]) -> list[tuple[int, str, s
 
 
 def target_answers(recipe: Recipe, target: Path, drafter: Path, folder: Path, single: bool = False) -> list[Answered]:
-    """Answers of the target to fresh samples, generated with a drafter; resumes from `answers.pt` in `folder`.
-
-    Args:
-        single: they are for a draft that sees single pictures alone (`drafting`).
-    """
+    """Answers of the target to fresh samples, generated with a drafter; resumes from `answers.pt` in `folder`."""
     path = folder / "answers.pt"
     plan = _plan(recipe, drafting(single))
     rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
@@ -81,11 +77,7 @@ _BLIND_EVERY = 3  # every third batch has no media, so that the draft also works
 
 
 def _has_media(number: int, samples: Sequence[Sample], single: bool) -> bool:
-    """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers.
-
-    Args:
-        single: the draft sees single pictures alone, so that no batch with anything else has media.
-    """
+    """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers."""
     if single:
         blind = any(len(sample.images) > 1 or sample.video is not None for sample in samples)
     else:
@@ -119,11 +111,7 @@ def train_draft(
     device: torch.device,
     single: bool = False,
 ) -> tuple[PocketModel, float]:
-    """Train the draft on ground truth in a mixture of tasks; return it and the minutes of training.
-
-    Args:
-        single: show it single pictures alone; of all else it learns the language only.
-    """
+    """Train the draft on ground truth in a mixture of tasks; return it and the minutes of training."""
     torch.manual_seed(recipe.seed)
     model = build(recipe.draft, recipe.tower, padded_vocabulary(tokenizer)).to(device)
     model.model.vision_tower.load_state_dict(tower)
@@ -149,11 +137,7 @@ def train_follower(
     folder: Path,
     single: bool = False,
 ) -> float:
-    """Train the draft further, half of it on answers of the target; return the minutes of training.
-
-    Args:
-        single: as in `train_draft`.
-    """
+    """Train the draft further, half of it on answers of the target; return the minutes of training."""
     schedule = recipe.follow_schedule
     order = sorted(answered, key=lambda row: length_of(row.sample()))
 

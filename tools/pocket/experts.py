@@ -34,19 +34,6 @@ def upcycle(source: Path, out: Path, experts: int = 8, per_token: int = 2, *, se
 
     The weights of a token's experts add up to one, and all experts are alike (sparse upcycling, Komatsuzaki et al.
     2023, Section 3, before any training).
-
-    Args:
-        source: a Llava-type checkpoint with a Llama language model.
-        out: a new or empty folder.
-        experts: per layer.
-        per_token: experts that a token is sent to.
-        seed: of the routers.
-
-    Returns:
-        A sentence on the size of the checkpoint.
-
-    Raises:
-        ModelError: the source is of another kind, the numbers do not fit, or `out` is not empty.
     """
     if not 1 <= per_token <= experts:
         raise ModelError(f"A token is sent to 1 to {experts} experts of {experts}, not to {per_token}.")

@@ -70,11 +70,7 @@ def _report(done: int, of: int) -> None:
 
 
 def card(folder: Path, recipe: Recipe, provenance: Provenance, drafter: Path | None = None) -> str:
-    """Model card of a written folder, with accuracy measured now.
-
-    Args:
-        drafter: folder of a draft model, which makes the measurement faster.
-    """
+    """Model card of a written folder, with accuracy measured now."""
     place = "cuda" if torch.cuda.is_available() else None
     vlm = saccade.load(folder, drafter, method="chain" if drafter else "plain", device_map=place)
     tasks = list(recipe.evaluation_tasks or WORLD)

@@ -171,22 +171,7 @@ vocabulary of {vocabulary} tokens and the vision tower are those of the small mo
 def inflate(
     source: Path, out: Path, like: str, *, dtype: str = "bfloat16", shard_gb: float = 4.0, seed: int = 0
 ) -> str:
-    """Write a checkpoint of shape `like` that computes the function of the one in `source`.
-
-    Args:
-        source: a Llava-type checkpoint with a Llama language model.
-        out: a new or empty folder.
-        like: see `parse_shape`.
-        dtype: dtype of the weights: float32, bfloat16 or float16.
-        shard_gb: largest size of a file in gigabytes, and about the memory needed.
-        seed: seed of the new weights.
-
-    Returns:
-        A sentence on size and exactness of the checkpoint.
-
-    Raises:
-        ModelError: the source is of another kind or does not fit, or `out` is not empty.
-    """
+    """Write a checkpoint of shape `like` that computes the function of the one in `source`."""
     shape = parse_shape(like)
     number_format = FORMATS.get(dtype)
     if number_format is None:

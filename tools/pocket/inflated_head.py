@@ -22,16 +22,6 @@ def inflate_head(head: Path, out: Path, like: str, *, dtype: torch.dtype = torch
     """Write a head for the inflated target that drafts what `head` drafts for the small one.
 
     Its blocks have the wide target's shape, MLP included, as published heads have their target's.
-
-    Args:
-        head: a folder of a head.
-        out: a new folder.
-        like: shape of the inflated target, as for `inflate`.
-        dtype: of the weights.
-        seed: seed of the new weights.
-
-    Raises:
-        ModelError: the head is of a kind or form that cannot be inflated, or does not fit.
     """
     config, shape = checked(head, like)
     small = config.hidden_size
@@ -55,11 +45,7 @@ def inflate_head(head: Path, out: Path, like: str, *, dtype: torch.dtype = torch
 
 
 def checked(folder: Path, like: str) -> tuple[HeadConfig, Shape]:
-    """Return a head's configuration and a shape that it can be inflated to.
-
-    Raises:
-        ModelError: the head is of a kind or form that cannot be inflated, or does not fit.
-    """
+    """Return a head's configuration and a shape that it can be inflated to."""
     config, shape = read_config(folder), parse_shape(like)
     if config.kind not in INFLATABLE:
         raise ModelError(f"{folder} holds a {config.kind} head; only {' and '.join(INFLATABLE)} heads can be inflated.")

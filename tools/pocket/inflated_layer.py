@@ -35,11 +35,7 @@ _ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # frequencies that do not 
 
 
 def parse_shape(like: str) -> Shape:
-    """A shape by name, or from `WIDTHxLAYERSxHEADS`.
-
-    Raises:
-        ModelError: `like` is neither.
-    """
+    """A shape by name, or from `WIDTHxLAYERSxHEADS`."""
     if like in SHAPES:
         return SHAPES[like]
     numbers = like.lower().split("x")
@@ -62,14 +58,7 @@ def copies_of(small: int, wide: int) -> int:
 
 
 def check(folder: Path, config: Any, shape: Shape) -> None:
-    """Check that a model can be inflated to a shape.
-
-    Args:
-        folder: folder of the model, for messages.
-
-    Raises:
-        ModelError: the language model is of another kind, or does not fit.
-    """
+    """Check that a model can be inflated to a shape."""
     text = getattr(config, "text_config", None)
     if text is None or text.model_type != "llama":
         kind = getattr(text, "model_type", config.model_type)
@@ -165,11 +154,7 @@ class Rows:
 
 
 def rotary_rows(text: Any, shape: Shape) -> Rows:
-    """Rows by which every small head keeps its key-value head and its rotary frequencies.
-
-    Args:
-        text: configuration of the small language model.
-    """
+    """Rows by which every small head keeps its key-value head and its rotary frequencies."""
     heads, kv_heads, size = text.num_attention_heads, text.num_key_value_heads, text.head_dim
     times, half = shape.head_dim // size, size // 2
     turning = torch.tensor([j * times for j in range(half)] + [shape.head_dim // 2 + j * times for j in range(half)])
@@ -198,12 +183,7 @@ def wide_layer(
     small: Callable[[str], Tensor] | None,
     zero_values: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the wide layer by name, one at a time.
-
-    Args:
-        small: weights of the small layer by name; None for a layer that adds nothing.
-        zero_values: in such a layer, zero the projections nearer to the input (values, gate) rather than the outputs.
-    """
+    """Weights of the wide layer by name, one at a time."""
     wide, live, d = widths.wide, widths.live, widths.small
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if small is None:

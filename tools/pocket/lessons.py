@@ -40,12 +40,7 @@ def _places(row: Tensor, mark: int, count: int, each: int, between: int) -> Tens
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Pairs of a patch and the same patch one picture before.
-
-    Returns:
-        Rows, positions, positions one picture before, and whether the two patches differ, `[n]` each; None if no row
-        has several pictures or frames without text between them.
-    """
+    """Pairs of a patch and the same patch one picture before."""
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     kinds = (
         (batch.pictures, batch.counts, IMAGE, PATCHES, NEWLINE, GRID),
@@ -77,12 +72,7 @@ class Relating(nn.Module):
         self.before = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy of the changes plus squared error of the embeddings; 0 without pairs.
-
-        Args:
-            hidden: `[B, N, d]`.
-            embeddings: input embeddings `[B, N, d]`.
-        """
+        """Cross-entropy of the changes plus squared error of the embeddings; 0 without pairs."""
         found = pairs(batch)
         if found is None:
             return hidden.new_zeros(())
@@ -116,14 +106,7 @@ def _searched(sample: Sample) -> list[list[Thing] | None]:
 
 
 def searches(samples: Sequence[Sample], ids: Tensor) -> Tensor:
-    """Labels of all questions that ask for things: row, position of the answer, counts of nine cells, total.
-
-    Args:
-        ids: token ids of the samples, `[B, N]`.
-
-    Returns:
-        `[Q, 2 + 9 + 1]`.
-    """
+    """Labels of all questions that ask for things: row, position of the answer, counts of nine cells, total."""
     told = []
     for row, sample in enumerate(samples):
         begins = (ids[row] == ASSISTANT).nonzero()[:, 0].tolist()
@@ -145,12 +128,7 @@ class Searching(nn.Module):
         self.total = nn.Linear(width, _MOST + 1)
 
     def forward(self, hidden: Tensor, deeper: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of counts and weighted total; 0 without searches.
-
-        Args:
-            hidden, deeper: hidden states for cells and for totals, `[B, N, d]`.
-            labels: from `searches`.
-        """
+        """Cross-entropy of counts and weighted total; 0 without searches."""
         if not len(labels):
             return hidden.new_zeros(())
         labels = labels.to(hidden.device)
@@ -192,14 +170,7 @@ def _event_frames_by_span(facts: Facts) -> list[tuple[int, int]]:
 
 
 def frame_events(samples: Sequence[Sample], ids: Tensor) -> Tensor:
-    """Labels of all frames that show an event: row, position of the frame's last token, event, colour and form.
-
-    Args:
-        ids: token ids of the samples, `[B, N]`.
-
-    Returns:
-        `[E, 5]`.
-    """
+    """Labels of all frames that show an event: row, position of the frame's last token, event, colour and form."""
     told = []
     for row, sample in enumerate(samples):
         if not sample.video or "events" not in sample.facts:
@@ -223,12 +194,7 @@ class Watching(nn.Module):
         self.readers = nn.ModuleList(nn.Linear(width, len(kind)) for kind in _KINDS)
 
     def forward(self, hidden: Tensor, events: Tensor) -> Tensor:
-        """Mean cross-entropy of event, colour and form; 0 without events.
-
-        Args:
-            hidden: `[B, N, d]`.
-            events: from `frame_events`.
-        """
+        """Mean cross-entropy of event, colour and form; 0 without events."""
         if not len(events):
             return hidden.new_zeros(())
         events = events.to(hidden.device)
@@ -254,12 +220,7 @@ class Lessons(nn.Module):
         self._weights = (relating, searching, watching)
 
     def forward(self, states: Sequence[Tensor], embeddings: Tensor, batch: Batch) -> Tensor:
-        """Weighted loss.
-
-        Args:
-            states: hidden states after each layer, `[B, N, d]` each.
-            embeddings: input embeddings `[B, N, d]`.
-        """
+        """Weighted loss."""
         third, half = states[(len(states) - 1) // 3], states[len(states) // 2]
         deeper = states[3 * len(states) // 4]
         assert batch.searches is not None

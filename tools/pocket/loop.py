@@ -31,11 +31,7 @@ _CLIP = 1.0
 
 
 def save(value: Any, path: Path) -> None:
-    """Write a file with `torch.save`, atomically.
-
-    Raises:
-        TrainingError: the disk is full, or the file cannot be written.
-    """
+    """Write a file with `torch.save`, atomically."""
     write_file(path, partial(torch.save, value), error=TrainingError)
 
 
@@ -47,11 +43,7 @@ def optimisers_for(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> li
 
 
 def prefetch(make: Callable[[int], _Batch], first: int, last: int, device: torch.device) -> Prefetch[_Batch]:
-    """Batches `first` to `last - 1`, made by spare cores; beside a model that trains on the CPU there are none.
-
-    Args:
-        make: the batch of a number, as a picklable function of nothing else.
-    """
+    """Batches `first` to `last - 1`, made by spare cores; beside a model that trains on the CPU there are none."""
     workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 2) - 2)
     # Spawned, because a process that has used CUDA cannot be forked.
     pool = partial(ProcessPoolExecutor, workers, get_context("spawn"), torch.set_num_threads, (1,))
@@ -74,17 +66,6 @@ def train(
     """Train a stage to its end, or resume it from its checkpoint, and leave `<name>.pt` in `folder`.
 
     Trains the parameters that require gradients.
-
-    Args:
-        make: as in `prefetch`; all randomness comes from the number, so a resumed run repeats the same batches.
-        loss_of: the loss of a batch.
-        check: a line on the quality of the model, printed every ten minutes.
-
-    Returns:
-        Minutes of training, over all resumes of the stage.
-
-    Raises:
-        TrainingError: the disk is full, or a checkpoint cannot be written.
     """
     complete, resume = folder / f"{name}.pt", folder / f"{name}.checkpoint.pt"
     if complete.exists():

@@ -140,13 +140,7 @@ def loss_of(
     token_weights: Tensor | None = None,
     lesson: Callable[[Sequence[Tensor], Tensor, Batch], Tensor] | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over the answer tokens, weighted by token (`token_weights`) and by place (`Batch.weights`).
-
-    Args:
-        token_weights: `[V]`.
-        lesson: a loss to add, computed from the hidden states after each layer and the input embeddings (all
-            `[B, N, d]`), and the batch.
-    """
+    """Mean cross-entropy over the answer tokens, weighted by token (`token_weights`) and by place (`Batch.weights`)."""
     inputs = embed(model, batch, train_tower)
     language = model.model.language_model
     states: list[Tensor] = []
@@ -178,9 +172,6 @@ def grow(model: PocketModel, layers: int) -> PocketModel:
 
     Each layer is followed by copies of itself with zeroed output projections, which add nothing to the residual stream
     until they are trained (stacking with zero-initialised outputs, as in LLaMA Pro, arXiv:2401.02415, section 3.2).
-
-    Raises:
-        ValueError: `layers` is not a multiple of the model's number of layers.
     """
     here = model.config.text_config.num_hidden_layers
     times, rest = divmod(layers, here)

@@ -67,13 +67,7 @@ def _part(tokenizer: Tokenizer, part: dict[str, Any], sample: Sample, media: boo
 def prompt_ids(
     tokenizer: Tokenizer, sample: Sample, media: bool = True, tiled: bool = True
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation up to the answer, and flags of those in earlier answers.
-
-    Args:
-        media: include the tokens of pictures and videos; else a line break replaces each, as in the text-only prompts
-            of drafters.
-        tiled: tile single pictures, as the class does; else encode them once, at half the cost.
-    """
+    """Token ids of a conversation up to the answer, and flags of those in earlier answers."""
     ids, answers = [BEGIN], [False]
     for message in sample.messages(media=False):
         is_answer = message["role"] == "assistant"

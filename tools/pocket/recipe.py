@@ -32,37 +32,23 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length, learning rate and data of a stage.
+    """Length, learning rate and data of a stage."""
 
-    Attributes:
-        steps: optimiser steps, each on `parts` batches of `batch` samples.
-        rate: peak of the learning rate, reached after `warmup` steps.
-        final: learning rate at the end, relative to the peak.
-        decay: last share of the steps, in which the learning rate falls linearly.
-        content: loss weight of words that state a fact of the picture; other words weigh 1.
-        verbose: share of samples in the verbose grammar.
-        tiled: last share of the steps, in which single pictures are tiled as the class does; before, they are encoded
-            once, at half the cost.
-        decisive: loss weight of the words that decide an answer.
-        relating, searching, watching: loss weights of the lessons (`tools.pocket.lessons`).
-        drill: share of batches that are drills (`tools.pocket.drill`).
-    """
-
-    steps: int
+    steps: int  # optimiser steps, each on `parts` batches of `batch` samples
     batch: int
-    rate: float
+    rate: float  # peak of the learning rate, reached after `warmup` steps
     warmup: int
-    final: float = 0.02
-    decay: float = 0.6
-    content: float = 1.0
-    verbose: float = 0.2
-    tiled: float = 1.0
+    final: float = 0.02  # learning rate at the end, relative to the peak
+    decay: float = 0.6  # last share of the steps, in which the learning rate falls linearly
+    content: float = 1.0  # loss weight of words that state a fact of the picture; other words weigh 1
+    verbose: float = 0.2  # share of samples in the verbose grammar
+    tiled: float = 1.0  # last share of the steps, in which single pictures are tiled as the class does
     parts: int = 1
-    decisive: float = 1.0
+    decisive: float = 1.0  # loss weight of the words that decide an answer
     relating: float = 0.0
     searching: float = 0.0
     watching: float = 0.0
-    drill: float = 0.0
+    drill: float = 0.0  # share of batches that are drills (`tools.pocket.drill`)
 
     @property
     def has_lessons(self) -> bool:
@@ -136,11 +122,7 @@ class Recipe:
     checkpoint_seconds: float = 120.0
 
     def with_steps(self, stage: str, steps: int) -> "Recipe":
-        """The same recipe with other steps in one stage.
-
-        Raises:
-            ValueError: the stage has no steps.
-        """
+        """The same recipe with other steps in one stage."""
         name = f"{stage}_schedule"
         if name not in vars(self):
             known = [known.removesuffix("_schedule") for known in vars(self) if known.endswith("_schedule")]

@@ -108,11 +108,7 @@ def _training_of(model: Path) -> str:
 
 
 def pair_digest(pair: Path) -> str:
-    """Return a digest of both models' weights, 16 hexadecimal digits.
-
-    Raises:
-        TrainingError: the folder holds no pair.
-    """
+    """Return a digest of both models' weights, 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name in _MODELS:
         weights = pair / name / "model.safetensors"
@@ -126,11 +122,7 @@ def pair_digest(pair: Path) -> str:
 
 
 def _check_recipe(recipe: Recipe, folder: Path, start: str | None) -> None:
-    """Record the recipe and earlier pair of a folder's stage files, or refuse those of another.
-
-    Raises:
-        TrainingError: the folder has stage files of another recipe or another pair.
-    """
+    """Record the recipe and earlier pair of a folder's stage files, or refuse those of another."""
     path = folder / "recipe.json"
     ours = {name: value for name, value in json.loads(json.dumps(asdict(recipe))).items() if name not in _FREE}
     if start is not None:
@@ -159,11 +151,7 @@ def _tokenizer(recipe: Recipe, folder: Path, pair: Path | None) -> Tokenizer:
 
 
 def _begin(recipe: Recipe, folder: Path, pair: Path | None, start: str | None) -> tuple[Recipe, Tokenizer]:
-    """Check the folder, and return the recipe with the seed of the run, and the tokenizer.
-
-    Args:
-        start: name of the kind of run and its pair in `recipe.json`; its last 16 digits are the pair's digest.
-    """
+    """Check the folder, and return the recipe with the seed of the run, and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     _check_recipe(recipe, folder, start)
     if start is not None:
@@ -180,15 +168,7 @@ def _hardware() -> tuple[torch.device, str]:
 
 
 def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None) -> None:
-    """Run every stage up to `until`, resuming from what is in `folder`.
-
-    Args:
-        pair: folder of a finished pair whose target is trained further; None trains one from scratch.
-
-    Raises:
-        TrainingError: the folder has stage files of another recipe or pair, `pair` has no models, or `until` is one of
-            `PAIR_STAGES` in a run from a pair.
-    """
+    """Run every stage up to `until`, resuming from what is in `folder`."""
     if pair is not None and until in PAIR_STAGES:
         left = ", ".join(stage for stage in STAGES if stage not in PAIR_STAGES)
         raise TrainingError(f"A run from a pair has no stage {until!r}; choose from {left}.")
@@ -230,9 +210,6 @@ def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]
     Of tasks with several pictures or videos it learns the language without them: as in TABED, section 4, a language
     model that knows many texts learns to see from single pictures, and five of them are out of its distribution.
     It is written to `folder / "draft"`; the target does not change.
-
-    Raises:
-        TrainingError: the folder has stage files of another recipe or pair, or there is no such stage.
     """
     if until not in SINGLE_STAGES:
         raise TrainingError(

@@ -1,1 +1,3 @@
 """Measurement of every suite on one revision, and the pages of docs/results."""
+
+from tools.pocket import world  # noqa: F401  # whose tasks the suites draw

@@ -23,17 +23,11 @@ SHORT_TASKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One page of docs/results.
+    """One page of docs/results."""
 
-    Attributes:
-        name: of the page.
-        suite: what is run.
-        variant: key of `VARIANTS`; empty for the target itself.
-    """
-
-    name: str
-    suite: Suite
-    variant: str = ""
+    name: str  # of the page
+    suite: Suite  # what is run
+    variant: str = ""  # key of `VARIANTS`; empty for the target itself
 
     @property
     def shipped(self) -> bool:
@@ -97,11 +91,7 @@ three lengths, of which the whole one is the suite's own."""
 
 
 def measurements(names: Iterable[str] = ()) -> list[Measurement]:
-    """Return the measurements of these names, all without any.
-
-    Raises:
-        InputError: there is no measurement of a name.
-    """
+    """Return the measurements of these names, all without any."""
     known = {
         name: Measurement(name, library.load(name), _VARIANT_OF.get(name, ""))
         for name in library.names()

@@ -40,12 +40,7 @@ _DONE = "done.json"
 
 
 class Folder:
-    """Records and pages of one revision.
-
-    Args:
-        path: folder.
-        say: takes lines of progress.
-    """
+    """Records and pages of one revision."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path, self._say = path, say
@@ -61,14 +56,7 @@ class Folder:
         return found
 
     def write(self, measurement: Measurement, run: Run, place: Place, heads: Mapping[str, str]) -> None:
-        """Write the page of a complete run.
-
-        Args:
-            measurement: what was run.
-            run: its records.
-            place: where it was measured.
-            heads: name -> digest of the weights.
-        """
+        """Write the page of a complete run."""
         name = measurement.name
         drawings = figures_of(measurement, run)
         text = page(measurement, run, place, drawings)
@@ -87,12 +75,7 @@ class Folder:
         write_file(self.page(name), text)
 
     def render(self, chosen: Sequence[Measurement]) -> None:
-        """Write the pages of all that is measured anew from the records, by the present sources.
-
-        Raises:
-            SaccadeError: the folder holds no results; the sources are modified; or a page was written by a revision
-                that did not keep what another page of it needs.
-        """
+        """Write the pages of all that is measured anew from the records, by the present sources."""
         if not (self.path / MARK).is_file():
             raise SaccadeError(
                 f"{self.path} holds no {MARK}, so nothing was measured there; give the --out of `make results`."
@@ -111,13 +94,7 @@ class Folder:
             self.write(measurement, run, Place(**done["place"]), done["heads"])
 
     def publish(self, docs: Path, known: Sequence[Measurement], left_out: Mapping[str, str]) -> None:
-        """Replace the pages of a folder by those measured, with their index.
-
-        Args:
-            docs: folder.
-            known: measurements in the order of the index.
-            left_out: name -> reason of measurements without a page; others without one are said to be left for later.
-        """
+        """Replace the pages of a folder by those measured, with their index."""
         names = [m.name for m in known if self.page(m.name).is_file()]
         done = {name: self.done(name) for name in names}
         files = [file for name in names for file in (f"{name}.md", *done[name]["figures"])]
@@ -142,20 +119,12 @@ class Folder:
 
 
 def prompts(per_task: int, counts: Mapping[str, int | None]) -> dict[str, int]:
-    """Number of prompts that every task asks for.
-
-    Args:
-        counts: the tasks' own numbers, by name.
-    """
+    """Number of prompts that every task asks for."""
     return {task: count or per_task for task, count in counts.items()}
 
 
 def refuse_modified(revision: str | None) -> None:
-    """Refuse sources that no revision names.
-
-    Raises:
-        SaccadeError: they have changes that are not committed, or are not in a checkout.
-    """
+    """Refuse sources that no revision names."""
     if revision is None or revision.endswith("+"):
         raise SaccadeError(
             "The sources have changes that are not committed, so that no revision would name what is measured; "

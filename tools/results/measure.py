@@ -33,24 +33,15 @@ from tools.results.pages import Place, facts
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Models and folders of a session.
-
-    Attributes:
-        target, drafter: as given by the user; drafter None for the built-in one or none.
-        models: folder of trained heads, as `python -m tools.heads` makes it, and of derived checkpoints.
-        out: results folder.
-        dtype: of the target.
-        threads: CPU threads.
-        short: whether measurements are trials.
-    """
+    """Models and folders of a session."""
 
     target: str
     drafter: str | None
-    models: Path
-    out: Path
-    dtype: str = "auto"
-    threads: int = 1
-    short: bool = False
+    models: Path  # folder of trained heads, as `python -m tools.heads` makes it, and of derived checkpoints
+    out: Path  # results folder
+    dtype: str = "auto"  # of the target
+    threads: int = 1  # CPU threads
+    short: bool = False  # whether measurements are trials
 
     def load(self, target: str | Path, heads: Mapping[str, Path]) -> saccade.VLM:
         """Load a target, the draft model and these heads alone."""
@@ -63,30 +54,15 @@ class Setup:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the measurements.
+    """What became of the measurements."""
 
-    Attributes:
-        measured: names with a page.
-        left_out: name -> reason.
-        failed: name -> error.
-    """
-
-    measured: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    measured: list[str] = field(default_factory=list)  # names with a page
+    left_out: dict[str, str] = field(default_factory=dict)  # name -> reason
+    failed: dict[str, str] = field(default_factory=dict)  # name -> error
 
 
 class Session:
-    """Measurements in one results folder.
-
-    Args:
-        setup: models and folders.
-        say: takes lines of progress.
-
-    Raises:
-        SaccadeError: the folder holds results of another revision, machine, or models; or the sources are modified
-            (trials aside), so that no revision names them.
-    """
+    """Measurements in one results folder."""
 
     def __init__(self, setup: Setup, say: Callable[[str], None] = print) -> None:
         self._setup, self._say = setup, say
@@ -153,11 +129,7 @@ class Session:
         return "\n".join([*lines, f"{total:,} answers are left; about {duration(total * seconds)}."])
 
     def is_measured(self, measurement: Measurement) -> bool:
-        """Whether a page was made with the present heads.
-
-        Raises:
-            SaccadeError: a head has been trained anew since, or the page is of another number of prompts.
-        """
+        """Whether a page was made with the present heads."""
         if not self.folder.page(measurement.name).is_file():
             return False
         suite, done = measurement.suite, self.folder.done(measurement.name)
@@ -288,12 +260,7 @@ def _digest(head: Path) -> str:
 
 
 class _Clock:
-    """Progress over all measurements, in lines; the time left follows from the answers of this session.
-
-    Args:
-        say: takes the lines.
-        measurements: in order.
-    """
+    """Progress over all measurements, in lines; the time left follows from the answers of this session."""
 
     def __init__(self, say: Callable[[str], None], measurements: Sequence[Measurement]) -> None:
         self._say, self._all = say, measurements

@@ -30,17 +30,11 @@ REASONS = "reasons.toml"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run was measured, as a page states it.
+    """Where a run was measured, as a page states it."""
 
-    Attributes:
-        command: that measures it again.
-        machine: see `facts`.
-        models: target and heads in words.
-    """
-
-    command: str
-    machine: str
-    models: str
+    command: str  # that measures it again
+    machine: str  # see `facts`
+    models: str  # target and heads in words
 
 
 def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str, Plot]) -> str:
@@ -124,34 +118,21 @@ def computed_by(measured: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Line of the index.
+    """Line of the index."""
 
-    Attributes:
-        name: of the page.
-        mirrors: the paper's table or figure.
-        title: of the suite.
-        outcome: of its claims in a few words.
-        first: of its first claim alone.
-    """
-
-    name: str
-    mirrors: str
-    title: str
-    outcome: str
-    first: str
+    name: str  # of the page
+    mirrors: str  # the paper's table or figure
+    title: str  # of the suite
+    outcome: str  # of its claims in a few words
+    first: str  # of its first claim alone
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why an order does not hold, written by hand after a measurement that shows it.
+    """Why an order does not hold, written by hand after a measurement that shows it."""
 
-    Attributes:
-        outcome: of the page's first claim, as the page states it; with another one the reason is left out.
-        why: Markdown, with the command of that measurement.
-    """
-
-    outcome: str
-    why: str
+    outcome: str  # of the page's first claim, as the page states it; with another one the reason is left out
+    why: str  # Markdown, with the command of that measurement
 
 
 _INTRODUCTION = """# Results
@@ -173,12 +154,7 @@ make results   # measures every suite and writes these pages; stop at any moment
 
 
 def index(entries: Sequence[Entry], facts_of_all: str, left_out: Mapping[str, str]) -> str:
-    """Markdown of the index.
-
-    Args:
-        facts_of_all: see `facts`.
-        left_out: name -> reason of every measurement without a page.
-    """
+    """Markdown of the index."""
     lines = [
         _INTRODUCTION,
         f"All of {escape(facts_of_all)}",
@@ -195,11 +171,7 @@ def index(entries: Sequence[Entry], facts_of_all: str, left_out: Mapping[str, st
 
 
 def reasons(docs: Path) -> dict[str, Reason]:
-    """Reasons by page, of the file in a folder of pages; none without it.
-
-    Raises:
-        SaccadeError: the file is not valid.
-    """
+    """Reasons by page, of the file in a folder of pages; none without it."""
     path = docs / REASONS
     if not path.is_file():
         return {}
@@ -217,11 +189,7 @@ def with_reason(text: str, reason: Reason) -> str:
 
 
 def publish(pages: Mapping[str, str], docs: Path) -> None:
-    """Replace a folder by these pages, by file name, as a whole.
-
-    Raises:
-        SaccadeError: the folder cannot be written; the old one is intact.
-    """
+    """Replace a folder by these pages, by file name, as a whole."""
 
     def write(part: Path) -> None:
         for name, text in pages.items():

@@ -16,26 +16,7 @@ from saccade.target.adapter import Target
 
 
 class ModelSize:
-    """A model without weights, from its published configuration.
-
-    Args:
-        name: folder or hub id.
-        config: used in place of the folder's; None: the folder's.
-        dtype: of the weights, as in `saccade.loading.load_model` on a GPU.
-
-    Attributes:
-        name: as given.
-        target: the model on torch's meta device, behind the adapter.
-        weights: number of all weights.
-        decoder: weights that every token passes through, without embeddings and LM head.
-        tower: weights that every patch of a picture passes through, the projector included.
-        lm_head: weights of the LM head.
-        width: hidden size of the decoder.
-        each: bytes per weight.
-
-    Raises:
-        ModelError: there is no such configuration, or no model of its kind.
-    """
+    """A model without weights, from its published configuration."""
 
     def __init__(self, name: str | Path, config: Any = None, dtype: str = "auto") -> None:
         self.name = str(name)
@@ -79,11 +60,7 @@ class ModelSize:
         return 2 * self.tower * patches
 
     def picture(self, width: int, height: int) -> tuple[int, int]:
-        """Visual tokens and patches of a picture, by the checkpoint's image settings.
-
-        Raises:
-            ModelError: the checkpoint has no image settings, or its family is not built in.
-        """
+        """Visual tokens and patches of a picture, by the checkpoint's image settings."""
         found: tuple[int, int] = self._picture(width, height)
         return found
 
