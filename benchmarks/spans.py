@@ -16,8 +16,8 @@ from saccade.engine.step_runner import StepRunner
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
 from saccade.target.context import Context
+from saccade.target.forward import MaskPlan
 from saccade.target.lean import LeanDecoder
-from saccade.target.masks import MaskPlan
 from saccade.verify.lossless import Greedy
 from saccade.verify.processing import Processing
 

@@ -19,8 +19,7 @@ import torch
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.target.adapter import Target
-from saccade.target.ranks import TENSOR_PARALLEL, processes
-from saccade.target.sharding import SHARDED, check_processes, sharded
+from saccade.target.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
 
 SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
@@ -41,7 +40,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         dtype: ``auto``: as stored, but on a CPU float32 for the built-in pair and where the stored format is not
             faster; one of ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
         device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate); or ``tp``:
-            split over the processes that `torchrun` started (`saccade.target.ranks`); or ``fsdp``: sharded over them
+            split over the processes that `torchrun` started (`saccade.target.sharding`); or ``fsdp``: sharded over them
             for training (`saccade.target.sharding`).
 
     Raises:
@@ -291,7 +290,7 @@ def adapt(model: Any, exact: bool = False) -> Target:
     """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
 
     Args:
-        exact: whether it runs in exact mode (`saccade.target.exact`).
+        exact: whether it runs in exact mode (`saccade.target.lean`).
 
     Raises:
         ModelError: the model cannot be verified on trees, or cannot be exact.

@@ -86,7 +86,7 @@ def load(
         threads: CPU threads of this process where the target is on the CPU; None: as `saccade.cpu.use_threads`
             chooses, one for a small model, the idle cores for others.
         exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
-            16-bit formats (`saccade.target.exact`); costs time.
+            16-bit formats (`saccade.target.lean`); costs time.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
             ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 

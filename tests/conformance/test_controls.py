@@ -18,8 +18,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
-from saccade.target.forward import ForwardOutput, TokenBlock
-from saccade.target.masks import MaskPlan
+from saccade.target.forward import ForwardOutput, MaskPlan, TokenBlock
 
 NEW = 40
 TREES = ("static", "dynamic")

@@ -29,9 +29,9 @@ from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import METHODS
 from saccade.pocket.sample import draw
-from saccade.target import lean, steady
+from saccade.target import exact, lean
 from saccade.target.adapter import Target
-from saccade.target.steady import SteadyLinear
+from saccade.target.exact import SteadyLinear
 from saccade.vlm import VLM
 
 pytestmark = pytest.mark.formats
@@ -217,7 +217,7 @@ def test_a_model_that_is_hooked_after_it_was_loaded_is_refused() -> None:
 def test_another_number_of_threads_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are divided among threads, and may add up in another order."""
     own = Target(model("llama"), exact=True)
-    monkeypatch.setattr(steady, "agreeing_sizes", lambda product: (1, 16))
+    monkeypatch.setattr(exact, "agreeing_sizes", lambda product: (1, 16))
     assert own.is_lean
     assert own._lean is not None
     assert own._lean._sizes != (1, 16)

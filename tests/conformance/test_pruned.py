@@ -14,8 +14,7 @@ from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.sage import SageTree
 from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
-from saccade.target.context import Context
-from saccade.target.prefill import PrefillResult
+from saccade.target.context import Context, PrefillResult
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 24

@@ -31,7 +31,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Parts
-from saccade.target import cache, exact, graphs, lean
+from saccade.target import cache, graphs, lean
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
 
@@ -236,7 +236,7 @@ def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
 def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(exact, "DEVICES", ("cpu", NAME))
+    monkeypatch.setattr(lean, "DEVICES", ("cpu", NAME))
 
     def tokens(place: str, counted: PretendDevice | None) -> Ran:
         parts = Parts(Target(CASE.model().to(place), exact=True), draft_model(place))

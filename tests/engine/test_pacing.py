@@ -21,7 +21,7 @@ from saccade.engine.step import Clock
 from saccade.engine.step_times import Forwards
 from saccade.errors import MethodError
 from saccade.target.adapter import Target
-from saccade.target.limits import ContextError
+from saccade.target.traits import ContextError
 
 
 @dataclass

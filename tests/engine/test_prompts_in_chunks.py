@@ -16,9 +16,8 @@ from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
-from saccade.target.context import Context
+from saccade.target.context import Context, Prefill
 from saccade.target.forward import TokenBlock
-from saccade.target.prefill import Prefill
 
 NEW = 8
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade.target import exact_attention
-from saccade.target.exact_attention import MAX_KEYS, ExactAttention, grids, on_grid, power_of_two
+from saccade.target import exact
+from saccade.target.exact import MAX_KEYS, ExactAttention, grids, on_grid, power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE = 0.2
@@ -84,7 +84,7 @@ def test_sums_that_round_would_be_noticed(mistake: str, monkeypatch: pytest.Monk
         value = value / 3
     else:
         query, key, value = rounded(query, key, value)
-        monkeypatch.setattr(exact_attention, "power_of_two", lambda x: torch.full_like(x, 2.0**-40))
+        monkeypatch.setattr(exact, "power_of_two", lambda x: torch.full_like(x, 2.0**-40))
     attend = ExactAttention(2048, torch.float32)
     order = torch.randperm(1000)
 
@@ -121,7 +121,7 @@ def test_blocks_of_queries_change_no_bit(dtype: torch.dtype, monkeypatch: pytest
     mask = torch.full((1, 1, 70, 90), torch.finfo(dtype).min, dtype=dtype).triu(21)
     attend = ExactAttention(2048, dtype)
     expected = attend(query, key, value, mask, SCALE)
-    monkeypatch.setattr(exact_attention, "_BLOCK", 1)
+    monkeypatch.setattr(exact, "_BLOCK", 1)
     blocks: list[int] = []
     inner = ExactAttention._attend
     monkeypatch.setattr(ExactAttention, "_attend", lambda *given: blocks.append(given[2].shape[2]) or inner(*given))

@@ -11,7 +11,7 @@ from plain import extended, plain, prompt, target
 from families import FAMILIES, IMAGE
 from saccade.errors import ModelError
 from saccade.target.context import Context
-from saccade.target.hidden_states import FeatureTap
+from saccade.target.stock import FeatureTap
 from saccade.tree import TreeShape, ancestors_of
 
 DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
@@ -121,7 +121,7 @@ def test_a_layer_that_does_not_exist_is_refused(index: int) -> None:
 
 def test_an_unknown_final_norm_is_refused_unless_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     own = target("llama")
-    monkeypatch.setattr("saccade.target.hidden_states.FINAL_NORMS", ("elsewhere",))
+    monkeypatch.setattr("saccade.target.stock.FINAL_NORMS", ("elsewhere",))
     with pytest.raises(ModelError, match="no final norm under a known name"):
         FeatureTap(own, [0, -1])
     FeatureTap(own, [0, 1])

@@ -16,7 +16,7 @@ from saccade.inputs.batching import split
 from saccade.target import lean as lean_module
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.limits import Thresholds
+from saccade.target.traits import Thresholds
 
 LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3"})
 # experts, norms on both sides of each block, and queries that are scaled by position

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from saccade.errors import InputError
-from saccade.target.limits import Limits
+from saccade.target.traits import Limits
 
 POSITIONS = torch.tensor([[7, 8, 9, 10, 11]])
 

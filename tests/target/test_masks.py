@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, trees
 
-from saccade.target.masks import MaskPlan, additive
+from saccade.target.forward import MaskPlan, additive
 from saccade.tree import DraftTree
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)

@@ -15,10 +15,9 @@ from saccade.errors import ModelError
 from saccade.inputs.batching import media_spans, split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target.context import Context, PrefillResult, num_cached, retained_positions, slot_shifts
 from saccade.target.forward import Requirements, replaced_embeddings
-from saccade.target.hidden_states import FeatureTap
-from saccade.target.prefill import PrefillResult, num_cached, retained_positions, slot_shifts
+from saccade.target.stock import FeatureTap
 from saccade.tree import TreeShape, ancestors_of
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}

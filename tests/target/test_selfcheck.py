@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from families import _CLIP, FAMILIES, REFUSED, _text, _vision_language_model
 from saccade.errors import ModelError
 from saccade.loading import adapt
-from saccade.target import adapter, cache, masks, selfcheck
+from saccade.target import adapter, cache, forward, selfcheck
 from saccade.target.adapter import Target
 from saccade.target.selfcheck import self_check, tolerance
 from saccade.target.traits import ordinary_ids
@@ -250,7 +250,7 @@ def test_a_bug_of_our_own_would_be_found(bug: str, monkeypatch: pytest.MonkeyPat
     elif bug == "no cache gather":
         monkeypatch.setattr(cache.RowCache, "_move", lambda *_: None)
     else:
-        monkeypatch.setattr(masks.MaskPlan, "_in_window", lambda *_: torch.tensor(True))
+        monkeypatch.setattr(forward.MaskPlan, "_in_window", lambda *_: torch.tensor(True))
     with pytest.raises(ModelError, match="logits differ"):
         self_check(untested("starcoder2", sliding_window=4))
 

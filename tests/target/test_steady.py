@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.target import steady
-from saccade.target.steady import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces, steady_silu
+from saccade.target import exact
+from saccade.target.exact import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces, steady_silu
 
 pytestmark = pytest.mark.formats
 
@@ -39,7 +39,7 @@ def test_a_row_s_product_is_the_same_alone_and_anywhere_among_others(
 
 
 def test_a_packed_weight_is_steady_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steady, "packed_rows", lambda weight: range(2, 64))
+    monkeypatch.setattr(exact, "packed_rows", lambda weight: range(2, 64))
     for dtype in (torch.float32, torch.bfloat16):
         ours = product(dtype=dtype)
         assert ours._packed is not None

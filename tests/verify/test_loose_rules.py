@@ -21,9 +21,8 @@ from saccade.errors import InputError
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput, Requirements
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.loosening import FLy
 from saccade.verify.lossless import Greedy

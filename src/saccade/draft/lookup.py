@@ -11,9 +11,8 @@ from torch import Tensor
 from saccade.draft.trees.policy import Proposer
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import on_device
-from saccade.target.context import Context
+from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

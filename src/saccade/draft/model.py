@@ -13,9 +13,8 @@ from saccade.draft.trees.policy import Proposer, Signals, Traced, TreePolicy
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
-from saccade.target.context import Context
+from saccade.target.context import Context, Prefill, PrefillResult
 from saccade.target.forward import ForwardOutput, TokenBlock
-from saccade.target.prefill import Prefill, PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

@@ -23,8 +23,7 @@ from saccade.inputs.families import family_of, visual_ids
 from saccade.inputs.families.family import Grid
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.prefill import PrefillResult
+from saccade.target.context import Context, PrefillResult
 
 
 @dataclass(frozen=True)

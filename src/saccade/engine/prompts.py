@@ -13,8 +13,8 @@ from saccade.engine.state import BatchState
 from saccade.engine.step import Clock, PrefillChunk
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
-from saccade.target.limits import ContextError
-from saccade.target.prefill import PrefillResult
+from saccade.target.context import PrefillResult
+from saccade.target.traits import ContextError
 
 _LATE = 8
 """Tokens after which it is considered again whether the drafter is to join a row."""

@@ -9,9 +9,8 @@ from saccade.engine.pacing import Pacer
 from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import SlotAllocator, most_slots
 from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target.context import Context, Prefill
 from saccade.target.media_cache import MediaCache
-from saccade.target.prefill import Prefill
 from saccade.verify.rule import Judge, Rule
 
 

@@ -14,10 +14,9 @@ from torch.nn.functional import pad
 
 from saccade.engine.row import Row
 from saccade.output import TreeTrace
-from saccade.target.context import Context
+from saccade.target.context import Context, Prefill
 from saccade.target.forward import ForwardOutput, TokenBlock
-from saccade.target.prefill import Prefill
-from saccade.target.ranks import Ranks
+from saccade.target.sharding import Ranks
 from saccade.tree import DraftTree
 from saccade.verify.processing import Processing
 from saccade.verify.randomness import Uniforms

@@ -12,9 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache
-from saccade.target.context import Context
+from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Judge, Rows, Rule, Verdict
 

@@ -88,7 +88,7 @@ class RowLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write one row's new entries ``[1, H, n, D]`` and return all its entries; in a packed forward, whose attention
-        function reads the arena itself (`saccade.target.packed`), return the new ones."""
+        function reads the arena itself (`saccade.target.stock`), return the new ones."""
         keys, values = self.write(key_states[0], value_states[0])
         spans = self._owner.layout.spans
         if len(spans) > 1:

@@ -31,10 +31,9 @@ from torch import Tensor
 
 from saccade.errors import SaccadeWarning
 from saccade.target.cache import RowCache, on_device
-from saccade.target.forward import ForwardOutput, Requirements, TokenBlock
+from saccade.target.forward import ForwardOutput, Requirements, TokenBlock, additive
 from saccade.target.layout import Layout, RowGroup, even_runs
 from saccade.target.lean import TOLERANCE, LeanDecoder
-from saccade.target.masks import additive
 from saccade.target.traits import ModelTraits
 
 SWITCH = "SACCADE_CUDA_GRAPHS"

@@ -8,23 +8,34 @@ A lean decoder is used only after its logits equalled the stock model's, and whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, is_
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
+from saccade.errors import ModelError
 from saccade.target.cache import RowCache
-from saccade.target.exact_attention import ExactAttention, grids, on_grid
+from saccade.target.exact import (
+    MAX_DIM,
+    MAX_KEYS,
+    ExactAttention,
+    SteadyLinear,
+    grids,
+    make_steady,
+    on_grid,
+    pieces,
+    steady_silu,
+)
 from saccade.target.forward import Requirements, TokenBlock
 from saccade.target.layout import ALL, Layout
-from saccade.target.limits import Thresholds
 from saccade.target.linear import Linear, pack_where_faster
-from saccade.target.module_guard import ModuleGuard
-from saccade.target.steady import SteadyLinear, make_steady, pieces, steady_silu
-from saccade.target.traits import ordinary_ids
+from saccade.target.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -336,3 +347,122 @@ def _are_fused(weights: list[Tensor]) -> bool:
     ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
     storage = {w.untyped_storage().data_ptr() for w in weights}
     return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
+
+
+_GET: Any = dict.get  # typed for a map over both lists
+
+
+class ModuleGuard:
+    """Snapshot of a model's decoder and head, compared with the model before every forward."""
+
+    def __init__(self, model: nn.Module, replaced: Sequence[nn.Module], fused: Iterable[Tensor]) -> None:
+        inside = {m for root in replaced for m in root.modules()}
+        around = {m for m in model.modules() if any(root in set(m.modules()) for root in replaced)}
+        modules = [*inside, *(around - inside)]
+        # Dictionaries of the modules themselves, compared by C code: a tenth of the time of visiting the modules.
+        self._hooks: list[dict[Any, Any]] = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        # Global hooks would not see the replaced modules, either.
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._attributes = [m.__dict__ for m in modules]
+        parts: list[tuple[dict[str, Any], str, Any]] = [
+            (m._modules, name, child) for m in modules for name, child in m._modules.items() if child in inside | around
+        ]
+        parts += [(m._parameters, name, p) for m in inside for name, p in m._parameters.items()]
+        self._owners, self._names, self._parts = ([part[i] for part in parts] for i in range(3))
+        self._fused = list(fused)
+        self._addresses = [t.data_ptr() for t in self._fused]
+        self._lists = [m._modules for m in inside if isinstance(m, nn.ModuleList)]
+        self._lengths = [len(children) for children in self._lists]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no part was replaced, added, cast, moved, hooked, or given a forward of its own."""
+        return (
+            not any(self._hooks)
+            and not any(map(contains, self._attributes, repeat("forward")))
+            and all(map(is_, map(_GET, self._owners, self._names), self._parts))
+            and [t.data_ptr() for t in self._fused] == self._addresses
+            and list(map(len, self._lists)) == self._lengths
+        )
+
+
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices with float64. The conformance tests run on CPUs."""
+_CONTEXT = 2**17
+"""Longest sequence of models whose configuration names none."""
+_BEYOND = 1024
+"""Most tokens of a tree that may exceed the context before they are cut."""
+_PROMPT, _DEPTH, _WIDTH = 9, 5, 3
+"""Prompt tokens, levels and tokens per level of the trees that are tried at load."""
+
+
+def caveat(target: Any, lossless: bool) -> str:
+    """What may make a greedy answer of a `Target` other than plain decoding's; empty for nothing and lossy methods."""
+    if target.dtype.itemsize > 2 or target.exact or not lossless:
+        return ""
+    name = str(target.dtype).removeprefix("torch.")
+    return (
+        f"In {name}, draft tokens and other answers in a batch change the rounding, "
+        "and with it an answer where two tokens nearly tie; exact mode (--exact) prevents that."
+    )
+
+
+def exact_decoder(target: Any) -> LeanDecoder:
+    """Build the decoder of a `Target` in exact mode."""
+    kind = target.device.type
+    if kind not in DEVICES:
+        raise ModelError(
+            f"Exact mode computes sums in float64, which it expects of {' and '.join(DEVICES)} devices alone, not of "
+            f"{kind}; load the model on the CPU, or leave exact out."
+        )
+    keys = (target.traits.context or _CONTEXT) + _BEYOND
+    if keys > MAX_KEYS:
+        raise ModelError(
+            f"Exact mode sums over at most {MAX_KEYS - _BEYOND} tokens, but the model's context is "
+            f"{target.traits.context}; lower max_position_embeddings in its configuration, or leave exact out."
+        )
+    decoder = None
+    if target.traits.tested:
+        decoder = lean_decoder(target.model, target.decoder, ExactAttention(keys, target.dtype))
+    if decoder is None or decoder.head_dim > MAX_DIM:
+        raise ModelError(
+            f"Exact mode needs a decoder of the Llama, Mistral or Qwen architecture without experts, on one device and "
+            f"without hooks; the decoder of {target.traits.text_type!r} here runs on modules whose sums it does not "
+            "control; leave exact out, or choose float32, where differences are far rarer."
+        )
+    return decoder
+
+
+@torch.inference_mode()
+def is_exact(target: Any) -> bool:
+    """Whether a tree's path gives the bits that its tokens give one by one, behind a prompt in other chunks."""
+    ids = ordinary_ids(target.config, target.vocab_size, _PROMPT + _DEPTH * _WIDTH)
+    prompt, nodes = ids[:_PROMPT], ids[_PROMPT:]
+    path = [level * _WIDTH + level % _WIDTH for level in range(_DEPTH)]  # a root, and one of each level's tokens
+    parents = [path[max(node // _WIDTH - 1, 0)] for node in range(len(nodes))]
+    cache = target.new_cache(2)
+    for row in range(2):
+        cache.reserve(row, len(ids))
+
+    def run(
+        row: int, tokens: list[int], above: torch.Tensor | None = None, depth: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        block = TokenBlock([row], torch.tensor([tokens], device=target.device), above, depth)
+        logits: torch.Tensor = target.forward(cache, [block])[0].logits[0]
+        return logits
+
+    run(0, prompt)
+    cache.commit([0], [range(_PROMPT)])
+    above = ancestors_of(torch.tensor([parents], device=target.device), _DEPTH)
+    depth = torch.tensor([[node // _WIDTH for node in range(len(nodes))]], device=target.device)
+    drafted = run(0, nodes, above, depth)[path]
+    cache.commit([0], [path])
+    for part in (prompt[:4], prompt[4:]):
+        run(1, part)
+        cache.commit([1], [range(len(part))])
+    plain = []
+    for node in path:
+        plain.append(run(1, [nodes[node]]))
+        cache.commit([1], [[0]])
+    ours, theirs = ([part for entry in cache.export(row) for part in entry] for row in range(2))
+    return all(map(torch.equal, ours, theirs)) and torch.equal(drafted, torch.cat(plain))

@@ -14,8 +14,7 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.limits import Thresholds
-from saccade.target.traits import LAYER_TYPES, ordinary_ids
+from saccade.target.traits import LAYER_TYPES, Thresholds, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6

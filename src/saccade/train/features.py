@@ -20,8 +20,8 @@ from saccade.inputs.batching import media_spans, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.target.hidden_states import FeatureTap
 from saccade.target.probe import AttentionProbe
+from saccade.target.stock import FeatureTap
 from saccade.train.batches import forward_passes
 from saccade.train.checkpoint import identity
 from saccade.train.samples import Sample
@@ -70,7 +70,7 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
     """Run the target over prompts and answers, in batches where family and media allow.
 
     Args:
-        layers: of the states besides the last, as in `saccade.target.hidden_states.FeatureTap`.
+        layers: of the states besides the last, as in `saccade.target.stock.FeatureTap`.
     """
     wanted = sorted({0, *layers, len(target.layers)})
     read: list[Features] = []

@@ -24,9 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.loosening import (
     always_strict,

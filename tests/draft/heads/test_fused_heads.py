@@ -163,8 +163,8 @@ def test_a_cross_attention_of_other_positions_is_the_same_fused() -> None:
     own, theirs = Placement(torch.tensor([[1, 2, 4]])), Placement(torch.arange(5)[None])
     reach = torch.arange(5)[None, None] <= own.positions[..., None]
     from saccade.target.cache import RowCache
+    from saccade.target.forward import additive
     from saccade.target.layout import ALL, Layout, Span
-    from saccade.target.masks import additive
 
     with torch.no_grad():
         expected = block(x, features, reach, None, (own, theirs))

@@ -22,8 +22,7 @@ from saccade.inputs.families.family import PoolPoint, side_of
 from saccade.inputs.pixels import half
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.prefill import PrefillResult
+from saccade.target.context import Context, PrefillResult
 
 MAX_HALVED = 16
 """Number of halved pictures cached for later turns."""

@@ -6,8 +6,7 @@ from typing import Protocol
 
 from saccade.draft.model import ModelDraftSession
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
-from saccade.target.prefill import PrefillResult
+from saccade.target.context import Context, PrefillResult
 
 
 class View(Protocol):

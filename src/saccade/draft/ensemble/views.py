@@ -15,8 +15,7 @@ from saccade.inputs.placeholders import without_media
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.prefill import PrefillResult
+from saccade.target.context import Context, PrefillResult
 
 
 def make_views(

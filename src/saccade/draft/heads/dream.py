@@ -19,10 +19,9 @@ from saccade.draft.trees.policy import Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.cache import RowCache
-from saccade.target.context import Context
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import additive
 from saccade.target.layout import ALL, Layout, Span
-from saccade.target.masks import additive
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows
 

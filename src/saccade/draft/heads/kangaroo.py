@@ -17,7 +17,7 @@ from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target.context import Context
-from saccade.target.hidden_states import final_norm
+from saccade.target.stock import final_norm
 from saccade.tree import DraftTree
 
 if TYPE_CHECKING:

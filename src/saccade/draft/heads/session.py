@@ -22,11 +22,9 @@ from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.cache import RowCache
-from saccade.target.context import Context
-from saccade.target.forward import ForwardOutput
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput, MaskPlan
 from saccade.target.logit_map import LogitMap, logit_map
-from saccade.target.masks import MaskPlan
-from saccade.target.prefill import PrefillResult
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows, Verdict
 
