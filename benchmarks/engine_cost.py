@@ -24,7 +24,7 @@ from benchmarks.pocket_pair import Inputs, add_options, add_step_options, load, 
 from benchmarks.replay import Replay
 from benchmarks.spans import Spans
 from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split

@@ -23,7 +23,7 @@ from saccade.pocket import draw
 from saccade.pocket.words import CONTENT
 from saccade.target.adapter import Target
 from saccade.target.context import Context
-from saccade.verify.lvspec import LVSpec
+from saccade.verify.loose import LVSpec
 
 TASKS = ("scene", "chart", "receipt", "video", "prose", "long-video")
 

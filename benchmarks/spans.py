@@ -10,7 +10,7 @@ import saccade.engine.step
 import saccade.engine.step_runner
 from benchmarks.clock import Clock
 from saccade.draft.model import ModelDraftSession
-from saccade.draft.trees.static import _StaticGrowth
+from saccade.draft.trees.policy import _StaticGrowth
 from saccade.engine.batch import RunningBatch
 from saccade.engine.step_runner import StepRunner
 from saccade.target.adapter import Target

@@ -22,7 +22,7 @@ from saccade.draft.ensemble.ensemble import EnsembleDrafter, EnsembleSession
 from saccade.draft.ensemble.views import make_views
 from saccade.draft.ensemble.weights import make_weighting
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split

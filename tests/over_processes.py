@@ -22,7 +22,7 @@ from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.loading import load_model

@@ -10,7 +10,7 @@ from families import FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt

@@ -18,18 +18,13 @@ from torch import Tensor
 
 from families import FAMILIES, pristine, reference_greedy
 from numerals import Numerals
-from saccade.draft.ensemble.captions import Caption
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.mixing import Mixture
-from saccade.draft.ensemble.pooled import pooled
-from saccade.draft.ensemble.view import PlainView, View
-from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Mixture
+from saccade.draft.ensemble.views import Caption, Multimodal, PlainView, Pruned, TextOnly, View, pooled
 from saccade.draft.ensemble.weights import Fixed, Grid, InverseError, Random, Weighting
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.dynamic import WidthTree
-from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.engine import Engine, Request
 from saccade.engine.generation import RowPlan, plan
 from saccade.inputs.prompt import Prompt
@@ -347,7 +342,7 @@ class _OneViewsDistribution(DrawProposer):
 
 @pytest.mark.parametrize("form", ["chain", "static"])
 def test_verifying_with_one_view_s_distribution_is_noticed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from saccade.draft.ensemble import mixing as module
+    from saccade.draft.ensemble import ensemble as module
 
     uniforms: Any = ManyUniforms(ROWS)
     proposer = _OneViewsDistribution(identity, uniforms)

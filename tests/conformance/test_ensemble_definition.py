@@ -15,10 +15,9 @@ from torch import Tensor
 from families import FAMILIES
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.history import TINY, simplex
 from saccade.draft.ensemble.views import Multimodal, TextOnly
-from saccade.draft.ensemble.weights import ERROR_FLOOR, Constant, Grid, InverseError, Weighting
-from saccade.draft.trees.static import Chain
+from saccade.draft.ensemble.weights import ERROR_FLOOR, TINY, Constant, Grid, InverseError, Weighting, simplex
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.prompt import Prompt

@@ -12,7 +12,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.static import Chain, ConfidentChain, StaticTree
+from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree
 from saccade.engine import Engine
 from saccade.target.adapter import Target
 

@@ -16,9 +16,8 @@ from families import FAMILIES, pristine, reference_greedy
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter, union
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

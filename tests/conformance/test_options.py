@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerF
 
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine, reference_greedy
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.target.adapter import Target
 

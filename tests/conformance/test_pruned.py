@@ -11,8 +11,8 @@ from harness import draft, prompts, target, tokens
 
 from families import FAMILIES, pristine, reference_greedy
 from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.target.context import Context, PrefillResult
 

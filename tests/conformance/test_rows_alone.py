@@ -25,15 +25,14 @@ from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.dynamic import WidthTree
+from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.output import Output
 from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
-from saccade.verify.lossless import Sampling
-from saccade.verify.lvspec import RandomLoosening
-from saccade.verify.randomness import Uniforms
+from saccade.verify.loose import RandomLoosening
+from saccade.verify.lossless import Sampling, Uniforms
 from saccade.verify.rule import Verdict
 
 TREES: dict[str, Any] = {

@@ -13,8 +13,7 @@ from torch import Tensor
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.engine import Engine
 from saccade.target.adapter import Target
 from saccade.verify import lossless

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from random_trees import Path, PathModel
 
+from saccade.draft.trees.policy import SPECVLM_TREE
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import SPECVLM_TREE
 
 
 def half_up(value: float) -> int:

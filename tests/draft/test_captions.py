@@ -27,15 +27,15 @@ from checkpoints import picture as gradient
 from checkpoints import ready, tokenizer
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
-from saccade.draft.ensemble.captions import (
+from saccade.draft.ensemble.views import (
     Caption,
     CheckpointCaptions,
     OwnCaptions,
     PictureCaptions,
     PromptMedium,
+    TextOnly,
     picture,
 )
-from saccade.draft.ensemble.views import TextOnly
 from saccade.errors import MethodError, ModelError
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.processor import InputProcessor

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import Path, PathModel, assert_consistent, token_paths
 
-from saccade.draft.trees.policy import TopProposer
-from saccade.draft.trees.static import ConfidentChain
+from saccade.draft.trees.policy import ConfidentChain, TopProposer
 
 VOCAB, BATCH = 7, 3
 ROOTS = torch.tensor([3, 4, 5])

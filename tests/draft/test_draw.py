@@ -10,8 +10,8 @@ import torch
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from saccade.draft.trees.policy import DrawProposer, TopProposer
+from saccade.verify.lossless import Uniforms, draw
 from saccade.verify.processing import Processing
-from saccade.verify.randomness import Uniforms, draw
 
 ROWS = 20_000
 

@@ -12,16 +12,11 @@ from torch import Tensor
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.ensemble.captions import Caption
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.history import LabelledBlock, PendingBlocks, Verified, verified_positions
-from saccade.draft.ensemble.mixing import MixedGrowth, Mixture
-from saccade.draft.ensemble.pooled import pooled
-from saccade.draft.ensemble.views import Multimodal, TextOnly
-from saccade.draft.ensemble.weights import Fixed, Grid
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, MixedGrowth, Mixture
+from saccade.draft.ensemble.views import Caption, Multimodal, TextOnly, pooled
+from saccade.draft.ensemble.weights import Fixed, Grid, LabelledBlock, PendingBlocks, Verified, verified_positions
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-from saccade.draft.trees.policy import TopProposer
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.target.adapter import Target

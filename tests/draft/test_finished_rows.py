@@ -18,8 +18,8 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageSession, SageTree
-from saccade.draft.trees.static import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

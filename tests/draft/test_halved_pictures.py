@@ -14,8 +14,8 @@ from PIL import Image
 
 from checkpoints import picture
 from families import FAMILIES, VISUAL_FAMILIES
-from saccade.draft.ensemble import pooled
-from saccade.draft.ensemble.pooled import HalvedPictures
+from saccade.draft.ensemble import views
+from saccade.draft.ensemble.views import HalvedPictures
 from saccade.errors import InputError
 from saccade.inputs.batching import split
 from saccade.inputs.families import family_of
@@ -51,7 +51,7 @@ def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.Monk
     made: list[str] = []
     halved = Qwen2VL.halved
     monkeypatch.setattr(Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium))
-    monkeypatch.setattr(pooled, "MAX_HALVED", 2)
+    monkeypatch.setattr(views, "MAX_HALVED", 2)
     view, given = HalvedPictures(config("qwen2_vl")), prompts("qwen2_vl")
     assert view.read(given[0]) == view.read(given[0]) == read("qwen2_vl", given[0])
     assert len(made) == 2  # one of them is that of `read`, which has a view of its own

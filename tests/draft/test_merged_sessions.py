@@ -13,7 +13,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import LookupSession, PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

@@ -10,8 +10,8 @@ from checkpoints import picture, ready, vlm
 from families import FAMILIES
 from saccade import InputError, MethodError
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.trees.policy import Chain, branches_of
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import Chain, branches_of
 from saccade.engine import Request
 from saccade.hf import speculate
 from saccade.methods import build

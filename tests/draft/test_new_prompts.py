@@ -17,9 +17,8 @@ from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.model import ModelDrafter, is_later_turn
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-from saccade.draft.trees.policy import Growth, Proposer
+from saccade.draft.trees.policy import Chain, Growth, Proposer, StaticTree
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt

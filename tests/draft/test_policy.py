@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from random_trees import NaiveTree, Path, PathModel, assert_consistent, rank_paths, token_paths, trees
 
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-from saccade.draft.trees.policy import TopProposer, TreePolicy
+from saccade.draft.trees.policy import SPECVLM_TREE, Chain, StaticTree, TopProposer, TreePolicy
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import SPECVLM_TREE, Chain, StaticTree
 
 VOCAB, BATCH = 7, 2
 ROOTS = torch.tensor([3, 4])

@@ -15,11 +15,9 @@ import families
 from checkpoints import picture, vlm
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.pooled import HalvedPictures, PooledFeatures, pool, pooled
-from saccade.draft.ensemble.view import View
+from saccade.draft.ensemble.views import HalvedPictures, PooledFeatures, View, pool, pooled
 from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.trees.policy import TopProposer
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.engine import Engine, Request
 from saccade.errors import MethodError
 from saccade.inputs.batching import join, media_spans, split, visual_mask

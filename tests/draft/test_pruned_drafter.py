@@ -12,9 +12,8 @@ from families import FAMILIES
 from saccade.draft.drafter import DraftSession
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import PrunedDrafter, Pruning
-from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.inputs.batching import split, visual_mask

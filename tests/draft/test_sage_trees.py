@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from naive_sage import NaiveSage, half_up
 from random_trees import PathModel, assert_consistent, token_paths
 
-from saccade.draft.trees.policy import TopProposer
+from saccade.draft.trees.policy import SPECVLM_TREE, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import SPECVLM_TREE, StaticTree
 from saccade.theory.entropy import confidence
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to

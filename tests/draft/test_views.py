@@ -9,8 +9,7 @@ import pytest
 
 from families import FAMILIES, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
-from saccade.draft.ensemble.pooled import pooled
-from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views
+from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views, pooled
 from saccade.errors import MethodError
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt

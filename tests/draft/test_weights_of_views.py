@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.draft.ensemble.history import Verified, simplex
 from saccade.draft.ensemble.weights import (
     ERROR_FLOOR,
     AdaBoost,
@@ -19,8 +18,10 @@ from saccade.draft.ensemble.weights import (
     Grid,
     InverseError,
     Random,
+    Verified,
     Weighting,
     make_weighting,
+    simplex,
 )
 
 BATCH, POSITIONS, VOCAB, BLOCKS = 3, 4, 7, 9

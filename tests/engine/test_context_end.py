@@ -12,7 +12,7 @@ from families import FamilyCase, _language_model, reference_greedy
 from saccade.draft.drafter import Drafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt

@@ -6,7 +6,7 @@ import pytest
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split

@@ -15,7 +15,7 @@ from families import FAMILIES
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, RunningBatch
 from saccade.engine.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError

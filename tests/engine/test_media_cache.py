@@ -13,7 +13,7 @@ from kit import add, alone, drain, prompts
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
 from saccade.target.adapter import Target
 from saccade.target.media_cache import tower_of

@@ -14,7 +14,7 @@ from saccade.engine import Engine
 from saccade.errors import InputError, ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
-from saccade.verify.loosening import FLy
+from saccade.verify.loose import FLy
 
 METHOD = pytest.mark.parametrize("method", METHODS)
 

@@ -120,7 +120,7 @@ def test_the_first_guesses_are_verified_in_the_pass_that_ends_the_prompt(
 
 def test_a_draft_prompt_that_is_too_long_fails_its_row_alone() -> None:
     from saccade.draft.model import ModelDrafter
-    from saccade.draft.trees.static import Chain
+    from saccade.draft.trees.policy import Chain
     from saccade.engine import Engine, Request
     from saccade.engine.generation import plan
     from saccade.inputs.prompt import Prompt

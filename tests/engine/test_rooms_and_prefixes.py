@@ -9,7 +9,7 @@ from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, RunningBatch
 from saccade.errors import InputError
 from saccade.inputs.batching import media_spans

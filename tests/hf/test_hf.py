@@ -23,7 +23,7 @@ import saccade.hf.speculation as speculation_module
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
 from processes import exit_code_of, run_anew
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
 from saccade.methods import METHODS, build

@@ -16,7 +16,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from families import FamilyCase
-from saccade.draft.ensemble.pooled import pooled
+from saccade.draft.ensemble.views import pooled
 from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
 from saccade.errors import InputError

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast, VipLlavaConfig
 
 from saccade import load
 from saccade.errors import InputError
-from saccade.inputs.chat import normalise, render
-from saccade.inputs.literal import Controls, LiteralText
+from saccade.inputs.chat import Controls, LiteralText, normalise, render
 from saccade.inputs.processor import InputProcessor
 
 PICTURE = Image.new("RGB", (30, 20), (200, 10, 10))

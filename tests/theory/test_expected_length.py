@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outcomes import chain_length, tree_length, trees
 
 from saccade import Stats, theory
-from saccade.draft.trees.static import SPECVLM_TREE
+from saccade.draft.trees.policy import SPECVLM_TREE
 
 probabilities = st.floats(0, 1)
 ROUNDING = 1e-12

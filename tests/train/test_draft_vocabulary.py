@@ -19,7 +19,7 @@ from saccade.draft.heads.block import Placement
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.train import Trainer

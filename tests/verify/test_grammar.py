@@ -19,7 +19,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from families import FAMILIES, FIRST_WORD, VOCAB, reference_greedy
 from saccade import hf
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema

@@ -15,7 +15,7 @@ from random_trees import judged as judged_by
 from families import FAMILIES
 from saccade.draft.lookup import chains
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.batching import split, visual_mask
@@ -24,10 +24,8 @@ from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput, Requirements
 from saccade.tree import DraftTree
-from saccade.verify.loosening import FLy
-from saccade.verify.lossless import Greedy
-from saccade.verify.lvspec import LVSpec, RandomLoosening
-from saccade.verify.randomness import Uniforms
+from saccade.verify.loose import FLy, LVSpec, RandomLoosening
+from saccade.verify.lossless import Greedy, Uniforms
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Rule, Verdict
 
 VOCAB = 9
@@ -237,7 +235,7 @@ def test_lvspec_compares_with_the_visual_tokens_of_the_row_s_own_prompt_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a slot's earlier prompt only what is reused counts, whatever was read of it beyond."""
-    monkeypatch.setattr("saccade.verify.lvspec.visual_mask", lambda _, ids: torch.tensor(ids) == 1)
+    monkeypatch.setattr("saccade.verify.loose.visual_mask", lambda _, ids: torch.tensor(ids) == 1)
     generator = torch.Generator().manual_seed(0)
     judge = LVSpec().open(Still(torch.zeros(0), [torch.zeros(0)] * 2))
 

@@ -14,13 +14,12 @@ from test_loose_rules import EOS, VOCAB, Still, chain_of, engine, judged, lvspec
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.policy import branches_of
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import branches_of
 from saccade.engine import Engine
 from saccade.target.adapter import Target
 from saccade.tree import DraftTree
-from saccade.verify.loosening import FLy
-from saccade.verify.lvspec import LVSpec
+from saccade.verify.loose import FLy, LVSpec
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT
 
 RULES = st.builds(

@@ -13,7 +13,7 @@ from saccade.draft.lookup import chains
 from saccade.pocket import draw
 from saccade.pocket.words import CONTENT
 from saccade.target.context import Context
-from saccade.verify.lvspec import LVSpec
+from saccade.verify.loose import LVSpec
 
 Position = Literal["own"] | None
 """None: as the rule chooses it, which is the verifying state's."""

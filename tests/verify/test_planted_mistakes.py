@@ -12,8 +12,7 @@ from enumeration import ManyUniforms, Table, Trial
 from many_rows import LENGTH, LIKELY, ROWS, UNLIKELY, VOCAB, p_of, target, warped_p
 from torch import Tensor
 
-from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify import lossless

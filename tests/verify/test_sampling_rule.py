@@ -18,8 +18,7 @@ from random_trees import NaiveTree, draft_tree, judged, rank_paths, trees
 from torch import Tensor
 
 from saccade.draft.lookup import chains
-from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.draft.trees.static import Chain, StaticTree
+from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
 

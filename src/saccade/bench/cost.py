@@ -17,8 +17,7 @@ from saccade.bench.preparing import Prepared
 from saccade.bench.suite import BASELINE
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.trees.policy import TopProposer
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context

@@ -54,7 +54,7 @@ def generate(
 
     `torchrun --nproc-per-node 2 --no-python saccade generate -t Qwen/Qwen2.5-VL-72B-Instruct --device tp "Hello."`
     """
-    from saccade.inputs.literal import check_unicode
+    from saccade.inputs.chat import check_unicode
 
     if target is None:
         raise InputError(

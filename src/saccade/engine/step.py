@@ -18,8 +18,8 @@ from saccade.target.context import Context, Prefill
 from saccade.target.forward import ForwardOutput, TokenBlock
 from saccade.target.sharding import Ranks
 from saccade.tree import DraftTree
+from saccade.verify.lossless import Uniforms
 from saccade.verify.processing import Processing
-from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Judge, Rule, Verdict
 
 

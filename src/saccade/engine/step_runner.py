@@ -28,8 +28,8 @@ from saccade.output import DRAFTED
 from saccade.processors import name_of
 from saccade.target.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.tree import DraftTree
+from saccade.verify.lossless import Uniforms
 from saccade.verify.processing import Processing
-from saccade.verify.randomness import Uniforms
 from saccade.verify.rule import Rule
 
 Owner = PrefillChunk | VerificationGroup

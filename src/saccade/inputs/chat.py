@@ -1,12 +1,22 @@
-"""Chat messages rendered to text with one placeholder per image or video."""
+"""Chat messages rendered to text with a placeholder per image or video; their text never becomes control tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import json
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Literal
 
 from jinja2 import TemplateError
+from tokenizers import Encoding, Tokenizer
+from transformers import BatchEncoding
 
 from saccade.errors import InputError
 
@@ -172,3 +182,299 @@ def _source(item: Mapping[str, Any], name: str) -> Any:
             bare = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
             return f"data:{name}/*;base64,{value}" if bare else value
     return None
+
+
+_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Noncharacters of Unicode, of which each prompt uses one that its text lacks."""
+
+_PASSES = 8
+
+_TYPES = ("text", "image", "video")
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Controls:
+    """Control tokens of one tokenizer and chat template.
+
+    These are its special tokens, the placeholders and wrappers of media, and other added tokens that the template
+    writes, such as ``<think>`` or ``<tool_call>``. The last keep their meaning in messages of the assistant.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        template: source of the chat template; None without one.
+        words: placeholders and wrappers of media.
+    """
+
+    tokenizer: Any
+    template: str | None
+    words: tuple[str, ...]
+
+    @cached_property
+    def special(self) -> dict[str, int | None]:
+        """Ids of special tokens and media words; None for words that are no token."""
+        added = self._added
+        found: dict[str, int | None] = {word: None for word in self.words if word.strip()}
+        found |= {token.content: i for i, token in added.items() if token.special or token.content in found}
+        return found
+
+    @cached_property
+    def all(self) -> dict[str, int | None]:
+        """Ids of all control tokens."""
+        template = self.template or ""
+        written = {token.content: i for i, token in self._added.items() if token.content in template}
+        return {**written, **self.special}
+
+    @cached_property
+    def ids(self) -> frozenset[int]:
+        """Ids of `all`."""
+        return frozenset(i for i in self.all.values() if i is not None)
+
+    @cached_property
+    def heads(self) -> frozenset[str]:
+        """Proper beginnings of control tokens."""
+        return frozenset(word[:n] for word in self.all for n in range(1, len(word)))
+
+    @cached_property
+    def tails(self) -> frozenset[str]:
+        """Proper ends of control tokens."""
+        return frozenset(word[n:] for word in self.all for n in range(1, len(word)))
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest control token."""
+        return max(map(len, self.all), default=0)
+
+    def dropping(self, mark: str) -> Iterator[Tokenizer]:
+        """Copies of the tokenizer that drop a mark after the search for added tokens.
+
+        The first drops it before text is divided into words, so that its pieces are those of the text without it.
+        Where the vocabulary itself has a control token, the second divides the text there.
+        """
+        for number in (0, 1):
+            if mark != _MARKS[0]:  # only by text that has noncharacters itself
+                yield self._copy(mark, number)
+            else:
+                if number not in self._copies:
+                    self._copies[number] = self._copy(mark, number)
+                yield self._copies[number]
+
+    def _copy(self, mark: str, number: int) -> Tokenizer:
+        content = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        content |= {"truncation": None, "padding": None}
+        pattern = {"String": mark}
+        if number == 0:
+            drop = {"type": "Replace", "pattern": pattern, "content": ""}
+            content["normalizer"] = {"type": "Sequence", "normalizers": _joined(drop, content["normalizer"])}
+            content["added_tokens"] = [{**token, "normalized": False} for token in content["added_tokens"]]
+        else:
+            divide = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": False}
+            words = {"type": "Sequence", "pretokenizers": _joined(divide, content["pre_tokenizer"])}
+            content["pre_tokenizer"] = words
+        return Tokenizer.from_str(json.dumps(content))
+
+    @cached_property
+    def _copies(self) -> dict[int, Tokenizer]:
+        return {}
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return {i: t for i, t in self.tokenizer.added_tokens_decoder.items() if t.content.strip()}
+
+
+class LiteralText:
+    """Encoder of one prompt whose messages are text.
+
+    `mark` puts a noncharacter into every control token in the text of messages, so that neither the chat template
+    nor the search for placeholders meets it; `encode` takes the marks out again. Text without control tokens passes
+    unchanged, and has the ids that it has without this class.
+
+    Args:
+        controls: of the tokenizer and chat template.
+        messages: of the prompt, media taken out, or a string.
+
+    Raises:
+        InputError: the text has every noncharacter that could mark it.
+    """
+
+    def __init__(self, controls: Controls, messages: Any) -> None:
+        self._controls = controls
+        self._tokenizer = controls.tokenizer
+        used = set().union(*strings_of(messages))
+        self.character = next((mark for mark in _MARKS if mark not in used), "")
+        if not self.character:
+            raise InputError("The text has all 32 noncharacters of Unicode; take them out.")
+
+    def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with the control tokens in their text marked.
+
+        Raises:
+            InputError: a control token is a single character, which cannot be marked.
+        """
+        return [_map_strings(m, partial(self.mark_text, role=m["role"])) for m in messages]
+
+    def mark_text(self, text: str, role: str = "user") -> str:
+        """Text of one message with its control tokens marked, and its ends where they could become part of one."""
+        names = self._controls.special if role == "assistant" else self._controls.all
+        for _ in range(_PASSES):
+            places = [0, *sorted({start + 1 for start, _ in self._matches(text, names)}), len(text)]
+            if len(places) == 2:
+                return self._mark_ends(text)
+            text = self.character.join(text[a:b] for a, b in pairwise(places))
+        raise self._refusal(text)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a rendered prompt.
+
+        Args:
+            text: with its marks.
+            add_special_tokens: whether the tokenizer adds its own.
+
+        Raises:
+            InputError: the tokenizer cannot encode a control token as text.
+        """
+        clean = text.replace(self.character, "")
+        breaks = [(place - n, place - n) for n, place in enumerate(self._places(text))]
+        if not self._tokenizer.is_fast:  # without the places of tokens
+            if any(_covers(span, breaks) for span in _find(clean, self._controls.all)):
+                raise self._refusal(clean)
+            return list(self._tokenizer(clean, add_special_tokens=add_special_tokens)["input_ids"])
+        made = self._tokenizer(clean, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        if self._has_control(clean, made["input_ids"], made["offset_mapping"], breaks):
+            return list(self._encoding(text, add_special_tokens).ids)
+        return list(made["input_ids"])
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        """Encoding of a marked text by a tokenizer that drops the marks."""
+        breaks = [(place, place + 1) for place in self._places(text)]
+        for backend in self._controls.dropping(self.character):
+            made = backend.encode(text, add_special_tokens=add_special_tokens)
+            if not self._has_control(text, made.ids, made.offsets, breaks):
+                return made
+        raise self._refusal(text)
+
+    def _places(self, text: str) -> list[int]:
+        return [i for i, sign in enumerate(text) if sign == self.character]
+
+    def through(self, processor: Any) -> Any:
+        """A copy of a Hugging Face processor that encodes its text, placeholders expanded, by `encode`."""
+        processor = copy.copy(processor)
+        processor.tokenizer = _LiteralTokenizer(self._tokenizer, self)
+        return processor
+
+    def _matches(self, text: str, names: Mapping[str, int | None]) -> Iterator[Span]:
+        """Places of control tokens; a tokenizer can also see some in other signs, which it normalises."""
+        if not self._tokenizer.is_fast:
+            yield from _find(text, names)
+            return
+        yield from _find(text, [name for name, i in names.items() if i is None])
+        made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = set(names.values())
+        for i, span in zip(made["input_ids"], made["offset_mapping"], strict=True):
+            if i in ids:
+                yield _stripped(text, span)
+
+    def _mark_ends(self, text: str) -> str:
+        core = text.strip()
+        head, tail = (unicodedata.normalize("NFKC", part) for part in (core[: self._longest], core[-self._longest :]))
+        lengths = range(1, self._longest)
+        if any(head[:n] in self._controls.tails for n in lengths):
+            core = self.character + core
+        if any(tail[-n:] in self._controls.heads for n in lengths):
+            core += self.character
+        start = len(text) - len(text.lstrip())
+        return text[:start] + core + text[len(text.rstrip()) :] if core else text
+
+    @property
+    def _longest(self) -> int:
+        return self._controls.longest
+
+    def _has_control(self, text: str, ids: Sequence[int], spans: Sequence[Span], breaks: Sequence[Span]) -> bool:
+        """Whether a control token reaches over a mark."""
+        pairs = zip(ids, spans, strict=True)
+        return any(i in self._controls.ids and _covers(_stripped(text, span), breaks) for i, span in pairs)
+
+    def _refusal(self, text: str) -> InputError:
+        names = [name for name in self._controls.all if name in text.replace(self.character, "")]
+        return InputError(
+            f"The text contains the control token {max(names, key=len, default='of the model')}, which this tokenizer "
+            "cannot encode as text; take it out."
+        )
+
+
+class _LiteralTokenizer:
+    """A tokenizer for a Hugging Face processor; all but the call is the original's."""
+
+    def __init__(self, tokenizer: Any, literal: LiteralText) -> None:
+        self._tokenizer, self._literal = tokenizer, literal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool = True, return_tensors: Any = None, **_: Any
+    ) -> BatchEncoding:
+        texts = [text] if isinstance(text, str) else text
+        encodings = None
+        if self._tokenizer.is_fast:
+            encodings = [self._literal._encoding(row, add_special_tokens) for row in texts]
+            rows = [list(made.ids) for made in encodings]
+        else:
+            rows = [self._literal.encode(row, add_special_tokens) for row in texts]
+        made = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        return BatchEncoding(made, encodings, tensor_type=return_tensors)
+
+
+def check_unicode(messages: Any) -> None:
+    """Raise `InputError` for text that UTF-8 cannot represent, which tokenizers refuse with an error of their own."""
+    for text in strings_of(messages):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"The text is not valid UTF-8 at character {error.start + 1}; give whole characters."
+            ) from None
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings in nested lists and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from strings_of(key)
+            yield from strings_of(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from strings_of(entry)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Nested lists and dictionaries with changed strings; the types of message parts remain."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: v if k == "type" and v in _TYPES else _map_strings(v, change) for k, v in value.items()}
+    return [_map_strings(entry, change) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _find(text: str, names: Iterable[str]) -> Iterator[Span]:
+    for name in names:
+        yield from (found.span() for found in re.finditer(re.escape(name), text))
+
+
+def _stripped(text: str, span: Span) -> Span:
+    """A token's place without the white space around it, which some control tokens swallow."""
+    piece = text[slice(*span)]
+    return span[0] + len(piece) - len(piece.lstrip()), span[1] - (len(piece) - len(piece.rstrip()))
+
+
+def _covers(span: Span, breaks: Sequence[Span]) -> bool:
+    """Whether one of the breaks, which are in order, is inside the span."""
+    first = bisect_right(breaks, span[0], key=itemgetter(0))
+    return first < len(breaks) and breaks[first][1] < span[1]
+
+
+def _joined(first: Mapping[str, Any], rest: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    return [first] if rest is None else [first, rest]

@@ -1,33 +1,37 @@
-"""Prompts of one model from messages, images and videos."""
+"""Prompts of one model from messages, with the images and videos that fill their placeholders."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
-from saccade.errors import InputError, ModelError
-from saccade.inputs.batching import media_spans
-from saccade.inputs.chat import Message, Slot, as_text, normalise, render, with_sources
-from saccade.inputs.families import family_of
-from saccade.inputs.literal import Controls, LiteralText, check_unicode
-from saccade.inputs.media import LOCAL, SERVER, MediaLimits
-from saccade.inputs.parts import (
-    Parts,
-    clean_video_settings,
-    load_parts,
-    read_eos,
-    save_parts,
-    settings_digest,
+from saccade.errors import InputError, ModelError, SaccadeError
+from saccade.inputs.batching import media_spans, without_media
+from saccade.inputs.chat import (
+    Controls,
+    LiteralText,
+    Message,
+    Slot,
+    as_text,
+    check_unicode,
+    normalise,
+    render,
+    with_sources,
 )
-from saccade.inputs.placeholders import without_media
+from saccade.inputs.families import family_of
+from saccade.inputs.families.family import Family, Features, Words
+from saccade.inputs.families.other import Unknown
+from saccade.inputs.media import LOCAL, SERVER, MediaLimits, Video, load_image, load_video
+from saccade.inputs.parts import Parts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.visuals import Visuals, composite_prompt, load_slots
 
 
 class InputProcessor:
@@ -370,3 +374,188 @@ def _miscounted(found: Sequence[str], wanted: Sequence[str], names: Mapping[str,
 
 def _counted(n: int, kind: str) -> str:
     return f"{n} {kind}{'' if n == 1 else 's'}"
+
+
+_TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Replacement of one placeholder in the text.
+
+    Attributes:
+        text: all placeholders and wrappers.
+        media: one medium; for a video that the family takes as images, one per frame.
+    """
+
+    text: str
+    media: tuple[Medium, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Visuals:
+    """Maker of the media of one row.
+
+    Attributes:
+        parts: of the checkpoint.
+        family: bound to its configuration.
+        words: the family's placeholders.
+    """
+
+    parts: Parts
+    family: Family
+    words: Words
+
+    def images(self, images: Sequence[Image.Image]) -> list[Placed]:
+        """Make all images of the row together, because their number can change what each becomes.
+
+        Raises:
+            InputError: an image has a shape that the family does not take.
+        """
+        return [self._image(f) for f in self.family.prepare_images(self._features, images)]
+
+    def video(self, video: Video, sampling: Mapping[str, Any]) -> Placed:
+        """Make one video of its sampled frames.
+
+        Args:
+            video: from `load_slots`.
+            sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
+        """
+        family = self.family
+        settings = family.video_settings(self.parts.video_settings, sampling)
+        tensors = family.video_tensors(video, settings)
+        text = family.expand_video(self.words, tensors, video, settings)
+        if family.frames_as_images:
+            frames = enumerate(family.medium("image", t) for t in tensors)
+            return Placed(text, tuple(replace(medium, frame=(i, len(tensors))) for i, medium in frames))
+        return Placed(text, tuple(family.medium("video", t) for t in tensors))
+
+    def _image(self, features: Features) -> Placed:
+        tensors = {name: value for name, value in features.items() if name in self.family.visual_keys}
+        return Placed(self.family.expand_image(self.words, features), (self.family.medium("image", tensors),))
+
+    def _features(self, given: Any) -> Features:
+        """Output of the image processor for images, in the nesting that the family wants."""
+        try:
+            return dict(self.parts.image_processor(given, return_tensors="pt", **self.family.settings()))
+        except (ValueError, ZeroDivisionError, TypeError, OSError) as error:
+            if isinstance(error, SaccadeError):
+                raise
+            sizes = ", ".join(f"{image.width}x{image.height}" for image in _flat(given))
+            raise InputError(
+                f"The image of {sizes} pixels cannot be prepared for {self.family.name} ({_reason(error)}); scale or "
+                "crop it."
+            ) from error
+
+
+def load_slots(
+    family: Family, parts: Parts, slots: Sequence[Slot], sampling: Mapping[str, Any], limits: MediaLimits
+) -> list[Slot]:
+    """Load the images of a conversation and those frames of its videos that a family uses.
+
+    Args:
+        slots: places with their sources, as for :func:`~saccade.inputs.media.load_image` and
+            :func:`~saccade.inputs.media.load_video`.
+        sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
+        limits: of the reader.
+
+    Returns:
+        The places with RGB images and `Video` as sources.
+
+    Raises:
+        InputError: a medium cannot be read, or they are too many or too large together.
+    """
+    if len(slots) > limits.media:
+        raise InputError(f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted.")
+    loaded = []
+    pixels = 0
+    for slot in slots:
+        source: Image.Image | Video
+        if slot.kind == "image":
+            source = load_image(slot.source, limits)
+            pixels += source.width * source.height
+        else:
+            source = sampled_video(family, parts, slot.source, sampling, limits)
+            pixels += source.frames.size // 3
+        if pixels > limits.total_pixels:
+            raise InputError(
+                f"The images and sampled frames have more than {limits.total_pixels} pixels together; send fewer or "
+                "smaller ones."
+            )
+        loaded.append(Slot(slot.kind, source))
+    return loaded
+
+
+def sampled_video(
+    family: Family, parts: Parts, source: Any, sampling: Mapping[str, Any], limits: MediaLimits = LOCAL
+) -> Video:
+    """Load a video with the frames that a family uses; all of them where its own processor samples.
+
+    Args:
+        source, sampling, limits: as in `load_slots`.
+
+    Raises:
+        InputError: the video cannot be read.
+    """
+    if family.is_composite:
+        return load_video(source, limits=limits)
+    settings = family.video_settings(parts.video_settings, sampling)
+    return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings), limits)
+
+
+def composite_prompt(
+    parts: Parts,
+    text: str,
+    slots: Sequence[Slot],
+    add_special_tokens: bool,
+    literal: LiteralText | None = None,
+) -> Prompt:
+    """One row of a family outside the registry, through its own Hugging Face processor.
+
+    All images and videos of the row become one medium; its tensors are the processor's output besides ids and masks.
+
+    Args:
+        parts: of a checkpoint with a composite processor.
+        text: the rendered prompt, one placeholder per image or video.
+        slots: images and videos of the placeholders, loaded.
+        add_special_tokens: whether the tokenizer adds its own.
+        literal: has marked the text of messages; None without marks.
+
+    Raises:
+        ModelError: the family was not loaded from a checkpoint.
+        InputError: the processor refuses the row.
+    """
+    family = family_of(parts.config)
+    assert isinstance(family, Unknown)
+    if parts.composite is None:
+        raise ModelError(f"The family {family.name} is not built in; load its processor from a checkpoint.")
+    media = {
+        "images": [s.source for s in slots if s.kind == "image"],
+        "videos": [s.source.frames for s in slots if s.kind == "video"],
+    }
+    try:
+        processor = parts.composite
+        if literal is not None and literal.character in text:
+            processor = literal.through(processor)
+        made = processor(
+            text=[text],
+            return_tensors="pt",
+            add_special_tokens=add_special_tokens,
+            **{kind: given for kind, given in media.items() if given},
+        )
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        raise InputError(
+            f"The processor of {family.name} refuses the prompt ({_reason(error)}); check its images."
+        ) from error
+    ids = tuple(made["input_ids"][0].tolist())
+    tensors = {k: v for k, v in made.items() if k not in _TEXT_KEYS and hasattr(v, "shape")}
+    return Prompt(ids, (family.whole_medium(ids, tensors),) if tensors else ())
+
+
+def _flat(images: Any) -> list[Image.Image]:
+    return [image for nested in images for image in _flat(nested)] if isinstance(images, list) else [images]
+
+
+def _reason(error: Exception) -> str:
+    """First line of a foreign error, without its full stop."""
+    return "".join(str(error).strip().rstrip(".").splitlines()[:1])

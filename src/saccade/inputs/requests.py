@@ -12,9 +12,8 @@ from numpy import integer
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
 from saccade.inputs.media import LOCAL, MediaLimits
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, sampled_video
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.visuals import sampled_video
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""

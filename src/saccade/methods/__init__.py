@@ -1,7 +1,7 @@
 """Methods: named settings of one composition of drafter, tree, rule and pruning."""
 
-from saccade.methods.fitting import Needs, fit, needs
 from saccade.methods.registry import METHODS, Method, build, default, get, is_lossless, options, special_ids
+from saccade.methods.settings import Needs, fit, needs
 
 __all__ = [
     "METHODS",

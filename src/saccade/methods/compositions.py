@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from saccade.draft.drafter import Drafter
-    from saccade.draft.ensemble.captions import Captioner
+    from saccade.draft.ensemble.views import Captioner
     from saccade.draft.heads.head import Head
     from saccade.draft.trees.policy import TreePolicy
     from saccade.engine import Engine
@@ -46,7 +46,7 @@ class Parts:
 
 
 def compose(parts: Parts, values: Values) -> Engine:
-    """Return the engine of resolved options, of parts that `saccade.methods.fitting.fit` has accepted.
+    """Return the engine of resolved options, of parts that `saccade.methods.settings.fit` has accepted.
 
     Raises:
         ValueError: options that do not go together.
@@ -177,8 +177,8 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
         ValueError: values that do not go together.
     """
     from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+    from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, branches_of
     from saccade.draft.trees.sage import SageTree
-    from saccade.draft.trees.static import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, branches_of
     from saccade.methods.groups import TREES
 
     makers: dict[str, Callable[..., TreePolicy]] = {
@@ -198,8 +198,7 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     """Lossy rule of the options; None for the lossless ones, selected by decoding."""
     from saccade.methods.groups import LOSSLESS_RULE, RULES
-    from saccade.verify.loosening import FLy
-    from saccade.verify.lvspec import LVSpec, RandomLoosening
+    from saccade.verify.loose import FLy, LVSpec, RandomLoosening
 
     rule = values["rule"]
     if rule == LOSSLESS_RULE:
@@ -217,7 +216,7 @@ def pruning_of(values: Values) -> Any:
 
 def captioner_of(given: Any, model: Target, processor: InputProcessor) -> Captioner | None:
     """Captioner of the option `captioner`; None for the draft model itself."""
-    from saccade.draft.ensemble.captions import GivenCaptions, PictureCaptions, from_checkpoint
+    from saccade.draft.ensemble.views import GivenCaptions, PictureCaptions, from_checkpoint
 
     if not given:
         return None

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
-from saccade.methods.fitting import Needs, fit, needs
 from saccade.methods.groups import LOSSLESS_RULE
-from saccade.methods.settings import ALIASES, resolved
+from saccade.methods.settings import ALIASES, Needs, fit, needs, resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine

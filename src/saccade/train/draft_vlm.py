@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor

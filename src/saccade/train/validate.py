@@ -8,8 +8,7 @@ from typing import Any
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.trees.policy import TreePolicy
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain, TreePolicy
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype

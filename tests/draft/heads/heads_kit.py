@@ -18,9 +18,8 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import Frontier
+from saccade.draft.trees.policy import Chain, Frontier, StaticTree
 from saccade.draft.trees.sage import SageTree
-from saccade.draft.trees.static import Chain, StaticTree
 from saccade.engine import Engine, Request, RunningBatch
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split, visual_mask

@@ -17,8 +17,7 @@ from families import FAMILIES
 from saccade import methods
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.cross import CrossBlock
-from saccade.draft.heads.dream import Dream, DreamDraftSession
+from saccade.draft.heads.dream import CrossBlock, Dream, DreamDraftSession
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head

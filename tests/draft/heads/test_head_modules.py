@@ -13,10 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from saccade.draft.heads.block import Block, Placement, Rotary
+from saccade.draft.heads.block import Block, FusedHead, Placement, Rotary
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.fused import FusedHead
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.session import MASKS
 from saccade.errors import ModelError

@@ -28,7 +28,7 @@ from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.store import load_head, save_head
-from saccade.draft.trees.static import ConfidentChain
+from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build

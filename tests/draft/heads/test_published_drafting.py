@@ -21,7 +21,7 @@ from saccade.draft.heads.store import kind_in, load_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
 from saccade.target.logit_map import LogitMap
-from saccade.verify.randomness import Uniforms
+from saccade.verify.lossless import Uniforms
 
 
 def requests(name: str) -> list[Request]:

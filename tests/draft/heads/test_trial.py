@@ -9,7 +9,7 @@ import torch
 from heads_kit import POLICIES, engine, prompts, random_head, target, trained_head
 
 from families import FAMILIES
-from saccade.draft.heads.trial import STEPS, Trial
+from saccade.draft.heads.session import STEPS, Trial
 from saccade.engine import Request
 from saccade.errors import SaccadeWarning
 from saccade.train.validate import EngineMeasure

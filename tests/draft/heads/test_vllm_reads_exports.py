@@ -16,7 +16,7 @@ from families import _sharpen
 from saccade.checkpoints import export_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head
-from saccade.draft.trees.static import Chain
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target

@@ -1,21 +1,435 @@
-"""Views: forms in which one draft model gets a prompt (TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2)."""
+"""Views: forms in which one draft model gets a prompt (TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2).
+
+The prompt unchanged, without pictures, with captions, pooled to a quarter of the visual tokens, or pruned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
-from saccade.draft.ensemble.captions import Caption, Captioner, OwnCaptions
-from saccade.draft.ensemble.pooled import pooled
-from saccade.draft.ensemble.view import PlainView, View
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
 from saccade.draft.model import ModelDraftSession
-from saccade.draft.pruning import Pruning, positions_to_drop, request_attention
-from saccade.errors import MethodError
-from saccade.inputs.placeholders import without_media
+from saccade.draft.pruning import Pruning, places_of, positions_to_drop, request_attention
+from saccade.errors import InputError, MethodError, ModelError
+from saccade.inputs.batching import spans_with_wrappers, without_media
+from saccade.inputs.families import family_of, visual_ids
+from saccade.inputs.families.family import PoolPoint, side_of
+from saccade.inputs.pixels import half
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.loading import adapt, check_checkpoint, load_model
 from saccade.target.adapter import Target
 from saccade.target.context import Context, PrefillResult
+
+
+class View(Protocol):
+    """One form of a prompt."""
+
+    name: str  # the paper's letter
+    seconds: float  # time spent on captions so far; 0 for views without
+
+    @property
+    def early(self) -> bool:
+        """Whether it can be loaded before the target's prefill."""
+        ...
+
+    def open(self, target: Context) -> None:
+        """Start a session; a view that needs the target's attention requests it here."""
+        ...
+
+    def read(self, prompt: Prompt) -> Prompt:
+        """Return the draft model's form of the prompt."""
+        ...
+
+    def load(
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+    ) -> None:
+        """Prefill a row of the draft session with the prompt that `read` returned."""
+        ...
+
+
+class PlainView:
+    """Base of views that are prefilled as any other prompt."""
+
+    name = ""
+    early = True
+    seconds = 0.0
+
+    def open(self, target: Context) -> None:
+        """Nothing is requested of the target."""
+
+    def load(
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+    ) -> None:
+        own.load(row, prompt, prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMedium:
+    """An image or a video in a prompt."""
+
+    media: tuple[Medium, ...]  # one; of a video that the family takes as images, all its frames
+    ids: tuple[int, ...]  # placeholders, with the tokens between and around them
+
+    @property
+    def kind(self) -> Literal["image", "video"]:
+        return "video" if self.medium.is_of_video else "image"
+
+    @property
+    def medium(self) -> Medium:
+        """The only one, or the middle frame."""
+        return self.media[len(self.media) // 2]
+
+    @property
+    def digest(self) -> str:
+        return " ".join(medium.digest for medium in self.media)
+
+
+Captioner = Callable[[PromptMedium], str]
+"""Short caption of an image or a video."""
+
+
+class Caption(PlainView):
+    """C: ``image: `` and a caption in the place of every image (``video: `` for a video)."""
+
+    name = "C"
+
+    def __init__(self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._captioner = captioner
+        self._device = device
+        self.captions: dict[str, str] = {}  # by the digest of the image or video
+        self.seconds = 0.0  # spent on captions so far
+
+    def read(self, prompt: Prompt) -> Prompt:
+        if not prompt.media:
+            return prompt
+        spans = iter(spans_with_wrappers(self._config, self._tokenizer, prompt))
+        ids: list[int] = []
+        end = 0
+        for media in prompt.given:
+            places = [next(spans) for _ in media]
+            start, stop = places[0][0], places[-1][1]
+            shown = PromptMedium(media, prompt.ids[start:stop])
+            words = f"{shown.kind}: {self._caption(shown)}"
+            ids += [*prompt.ids[end:start], *self._tokenizer.encode(words, add_special_tokens=False)]
+            end = stop
+        return Prompt((*ids, *prompt.ids[end:]))
+
+    def _caption(self, shown: PromptMedium) -> str:
+        digest = shown.digest
+        if digest not in self.captions:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            started = time.perf_counter()
+            self.captions[digest] = " ".join(self._captioner(shown).split())
+            self.seconds += time.perf_counter() - started
+        return self.captions[digest]
+
+
+class OwnCaptions:
+    """Greedy captions by a VLM that Saccade runs, such as the draft model itself."""
+
+    def __init__(
+        self,
+        model: Target,
+        processor: InputProcessor,
+        max_new_tokens: int = 32,
+        question: str = "Describe the {kind} in one sentence.",
+    ) -> None:
+        self._model = model
+        self._processor = processor
+        self._max_new_tokens = max_new_tokens
+        self._question = question
+
+    def prompt(self, shown: PromptMedium) -> Prompt:
+        """The caption's prompt: that of an empty picture, with the media in its place."""
+        question = self._question.format(kind=shown.kind)
+        if shown.kind == "image":
+            empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
+        else:
+            count = len(shown.media) if shown.medium.frame else 4
+            empty = self._processor.prompt(question, videos=[np.zeros((count, 32, 32, 3), np.uint8)])
+        spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
+        start, stop = spans[0][0], spans[-1][1]
+        return Prompt((*empty.ids[:start], *shown.ids, *empty.ids[stop:]), shown.media)
+
+    def __call__(self, shown: PromptMedium) -> str:
+        return self._answer(self.prompt(shown))
+
+    def of_picture(self, image: Image.Image) -> str:
+        """The caption of a picture, which this VLM's own processor prepares."""
+        return self._answer(self._processor.prompt(self._question.format(kind="image"), images=[image]))
+
+    @torch.inference_mode()
+    def _answer(self, prompt: Prompt) -> str:
+        context = Context(self._model, 1)
+        context.cache.reserve(0, len(prompt) + self._max_new_tokens)
+        logits = context.load(0, prompt).logits
+        assert logits is not None
+        token = int(logits.argmax())
+        answer: list[int] = []
+        while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
+            answer.append(token)
+            output = context.forward([0], torch.tensor([[token]], device=self._model.device))
+            context.commit([0], [[0]], [[token]])
+            token = int(output.logits.argmax())
+        return self._processor.decode(answer)
+
+
+class PictureCaptions:
+    """Captions by any function of a PIL image: BLIP, Florence-2, or one's own."""
+
+    def __init__(self, processor: InputProcessor, caption: Callable[[Image.Image], str]) -> None:
+        self._processor = processor
+        self._caption = caption
+
+    def __call__(self, shown: PromptMedium) -> str:
+        return self._caption(picture(self._processor, shown.medium))
+
+
+class GivenCaptions:
+    """Captions given in advance."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def __call__(self, shown: PromptMedium) -> str:
+        digest = " ".join(part.partition("/")[0] for part in shown.digest.split())  # without salts
+        if digest not in self._texts:
+            raise InputError(
+                f"No caption was given for the {shown.kind} with the digest {digest}; add it to captioner, or "
+                "let a checkpoint or the draft model caption."
+            )
+        return self._texts[digest]
+
+
+@lru_cache(maxsize=1)
+def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], str]:
+    """A function from pictures to captions: a VLM of a known family, or any image-to-text model of transformers.
+
+    The last one stays loaded.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    config = check_checkpoint(path)
+    if visual_ids(config):
+        model = load_model(path, device_map=None if device.type == "cpu" else device)
+        return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        raise ModelError(
+            f"The captioner {path} is a language model, which takes no images; give an image-to-text model."
+        )
+    return CheckpointCaptions(path, device=device)
+
+
+class CheckpointCaptions:
+    """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words."""
+
+    def __init__(self, path: str, max_new_tokens: int = 32, device: str | torch.device | None = None) -> None:
+        from transformers import AutoProcessor
+
+        self._model = load_model(path, device_map=device).eval()
+        try:
+            self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as problem:
+            raise ModelError(f"The captioner {path} has no usable processor: {problem}") from problem
+        self._max_new_tokens = max_new_tokens
+
+    @torch.inference_mode()
+    def __call__(self, image: Image.Image) -> str:
+        text = family_of(self._model.config).caption_prompt
+        task = {} if text is None else {"text": text}
+        inputs = self._processor(images=image, return_tensors="pt", **task)
+        for name, value in inputs.items():
+            dtype = self._model.dtype if value.is_floating_point() else None
+            inputs[name] = value.to(device=self._model.device, dtype=dtype)
+        ids = self._model.generate(**inputs, max_new_tokens=self._max_new_tokens, do_sample=False, num_beams=1)
+        return str(self._processor.batch_decode(ids, skip_special_tokens=True)[0])
+
+
+def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
+    """The picture of a medium's tensors: the whole image even if it also has tiles, the middle frame of a video."""
+    pixels = family_of(processor.config).picture(medium)
+    mean, std = (torch.tensor(v)[:, None, None] for v in processor.colour_scale(medium.kind))
+    values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255
+    return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+MAX_HALVED = 16
+"""Number of halved pictures cached for later turns."""
+
+
+def pooled(model: Target) -> View:
+    """View P for the draft model's family."""
+    family = family_of(model.config)
+    if family.is_resizable:
+        return HalvedPictures(model.config)
+    if family.pool_point is not None:
+        return PooledFeatures(model, family.pool_point)
+    raise MethodError(
+        f"The draft model is of the family {family.name}, which takes no images or whose visual features are unknown "
+        "here; leave view P out, or use a drafter of a known VLM family."
+    )
+
+
+class HalvedPictures(PlainView):
+    """P for families that take pictures of any size (Qwen-VL, Pixtral): every picture at half its resolution.
+
+    The number of features follows from the picture's size, so this corresponds to the paper's 2x2 averages in a form
+    that the model was trained on: grid, row breaks and positions are those of a smaller picture, and the tower has a
+    quarter of the work. A side with an odd number of visual tokens is rounded up; a video keeps its frames and their
+    timestamps.
+    """
+
+    name = "P"
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._halved: dict[str, Medium] = {}  # the last `MAX_HALVED`, by the digest of the whole picture
+
+    def read(self, prompt: Prompt) -> Prompt:
+        dropped: set[int] = set()
+        media = []
+        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
+            small = self._half(medium)
+            dropped.update(self._surplus(places, medium, small))
+            media.append(small)
+        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
+
+    def _half(self, medium: Medium) -> Medium:
+        """The medium at half its resolution, cached because every turn of a conversation repeats its pictures."""
+        small = self._halved.pop(medium.digest, None) or family_of(self._config).halved(medium)
+        self._halved[medium.digest] = small
+        if len(self._halved) > MAX_HALVED:
+            del self._halved[next(iter(self._halved))]
+        return small
+
+    def _surplus(self, places: list[int], medium: Medium, small: Medium) -> Iterator[int]:
+        """Positions of placeholders and row breaks that the smaller medium does not need."""
+        before, after = (family_of(self._config).grid(m) for m in (medium, small))
+        assert before is not None
+        assert after is not None
+        (_, rows, columns), (_, rows_left, columns_left) = before, after
+        end = 0
+        for number, first in enumerate(range(0, len(places), columns)):
+            line = places[first : first + columns]
+            if number % rows >= rows_left:
+                yield from range(end, line[-1] + 1)
+            else:
+                yield from line[columns_left:]
+            end = line[-1] + 1
+
+
+class PooledFeatures(PlainView):
+    """P for families whose towers take squares of one size: features averaged 2x2 just before the projector.
+
+    A side with an odd number of features is closed by averages of fewer; a class token stays. Where the projector
+    itself averages (Gemma 3), this is a second average behind its own.
+    """
+
+    name = "P"
+
+    def __init__(self, model: Target, point: PoolPoint) -> None:
+        self._model = model
+        self._point = point
+        self._config: Any = model.config
+        self._patch: int | None = None
+        if family_of(model.config).unpads:
+            vision = model.config.vision_config
+            side = half(side_of(vision))
+            self._patch = int(vision.image_size) // side
+            if int(vision.image_size) // self._patch != side:
+                raise MethodError(
+                    f"A grid of {vision.image_size}/{vision.patch_size} features cannot be pooled in the family "
+                    f"{family_of(model.config).name}; leave view P out."
+                )
+            self._config = copy.deepcopy(model.config)
+            self._config.vision_config.patch_size = self._patch
+
+    def read(self, prompt: Prompt) -> Prompt:
+        dropped: set[int] = set()
+        media = []
+        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
+            grid, left = self._sizes(medium)
+            dropped.update(place for n, place in enumerate(places) if n % grid >= left)
+            media.append(replace(medium, n_tokens=medium.n_tokens // grid * left))
+        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
+
+    def load(
+        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+    ) -> None:
+        with self._pooling():
+            own.load(row, prompt, prefill)
+
+    def _sizes(self, medium: Medium) -> tuple[int, int]:
+        """Number of placeholders of one grid of a medium, and of those that remain."""
+        family = family_of(self._config)
+        if self._patch is not None:
+            return medium.n_tokens, family.count(medium.kind, medium.tensors)
+        tiles = family.tiles(medium)
+        side, others = _square(medium.n_tokens // tiles)
+        return medium.n_tokens // tiles, half(side) ** 2 + others
+
+    @contextmanager
+    def _pooling(self) -> Iterator[None]:
+        """Average the model's features inside this context."""
+        base: Any = getattr(self._model.model, "base_model", self._model.model)
+        module = base.get_submodule(self._point.module)
+        if self._point.at_output:
+            hook = module.register_forward_hook(lambda m, i, out: _averaged(out))
+        else:
+            hook = module.register_forward_pre_hook(_pool_first)
+        vision = self._model.config.vision_config
+        patch = vision.patch_size
+        try:
+            if self._patch is not None:
+                vision.patch_size = self._patch
+            yield
+        finally:
+            vision.patch_size = patch
+            hook.remove()
+
+
+def pool(features: Tensor) -> Tensor:
+    """Average features of n square grids 2x2.
+
+    Shapes: features ``[n, s * s, C]``; returns ``[n, s' * s', C]``.
+    """
+    side, others = _square(features.shape[1])
+    grid = features[:, others:].transpose(1, 2).unflatten(2, (side, side))
+    return torch.cat([features[:, :others], _averaged(grid).flatten(2).transpose(1, 2)], 1)
+
+
+def _averaged(grid: Tensor) -> Tensor:
+    """``[n, C, h, w]`` to ``[n, C, h', w']``; an average over an odd edge counts only what is there."""
+    return functional.avg_pool2d(grid, 2, ceil_mode=True, count_include_pad=False)
+
+
+def _pool_first(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (pool(args[0]), *args[1:])
+
+
+def _square(tokens: int) -> tuple[int, int]:
+    """Side of a square grid of visual tokens, and how many class tokens are before it: none or one."""
+    side = math.isqrt(tokens)
+    others = tokens - side * side
+    if others > 1:
+        raise MethodError(f"An image of {tokens} visual tokens is not on a square grid; leave view P out.")
+    return side, others
 
 
 def make_views(

@@ -1,7 +1,8 @@
-"""A trained head as drafter, with any tree policy."""
+"""A trained head as drafter, with any tree policy, and a warning when its drafts are accepted near chance."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,14 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.drafter import DraftSession, TreeDrafter
-from saccade.draft.heads.block import Placement
+from saccade.draft.heads.block import FusedHead, Placement
 from saccade.draft.heads.config import TargetShape, check_fit
-from saccade.draft.heads.fused import FusedHead
 from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.registry import session_class
-from saccade.draft.heads.trial import Trial
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
-from saccade.errors import ModelError
+from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
@@ -56,7 +55,7 @@ class HeadDrafter(TreeDrafter):
         return session
 
     def watch(self, verdict: Verdict) -> None:
-        """Warn if the first drafts are accepted no more often than chance (`saccade.draft.heads.trial`)."""
+        """Warn if the first drafts are accepted no more often than chance (`saccade.draft.heads.session`)."""
         if self._trial is not None:
             self._trial.observe(verdict)
 
@@ -378,3 +377,42 @@ def _padded(new: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the rows' tokens one after the other, each row padded to the longest."""
     width = max(map(len, new))
     return tuple(token for tokens in new for token in (*tokens, *[0] * (width - len(tokens))))
+
+
+STEPS = 32
+"""Drafts that are judged."""
+LEAST = 0.1
+"""Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
+
+
+class Trial:
+    """Acceptance of a head's first drafts, over all rows.
+
+    A head for another target, with norms, layers or positions read wrongly, or with another prompt format, drafts
+    nonsense, and nothing but the speed shows it. Loading stays cheap: the check reads the verdicts of the first drafts
+    that are verified anyway, and costs one transfer.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._drafts = 0
+        self._accepted: Tensor | None = None
+
+    def observe(self, verdict: Verdict) -> None:
+        """Count a step's accepted tokens, and warn once if too few of the first drafts' were accepted."""
+        if self._drafts >= STEPS:
+            return
+        self._drafts += len(verdict.count)
+        count = verdict.count.sum()
+        self._accepted = count if self._accepted is None else self._accepted + count
+        if self._drafts < STEPS:
+            return
+        accepted = int(self._accepted)
+        if accepted < LEAST * self._drafts:
+            warnings.warn(
+                f"Of the first {self._drafts} drafts of this {self._kind} head {accepted or 'no'} tokens were "
+                "accepted, which is near chance: it belongs to another target or prompt format, or is read wrongly. "
+                "Answers are right, but slow; `saccade inspect HEAD -t TARGET` compares the two.",
+                SaccadeWarning,
+                stacklevel=2,
+            )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.block import Block, Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.cross import CrossBlock
+from saccade.draft.heads.dream import CrossBlock
 from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError

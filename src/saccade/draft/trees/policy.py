@@ -1,17 +1,20 @@
-"""Tree policy protocol, and the choice of children from a draft distribution."""
+"""Tree policy protocol, children from a draft distribution, and policies of fixed shape: chains and static trees."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from saccade.tree import DraftTree
+from saccade.target.cache import on_device, to_device
+from saccade.tree import DraftTree, TreeShape, ancestors_of
+from saccade.verify.lossless import Uniforms, draw
 from saccade.verify.processing import Warp
-from saccade.verify.randomness import Uniforms, draw
 from saccade.verify.rule import Verdict
 
 
@@ -172,3 +175,254 @@ class DrawProposer:
             drawn.append(draw(left, self._uniforms.take(parents).flatten().to(left.device)))  # maybe from another
         tokens = drawn[0] if width == 1 else torch.stack(drawn, 1)
         return tokens.view(batch, parents, width), q.view(batch, parents, vocab)
+
+
+_SPECVLM_PATHS = """
+    0 1 2 3
+    00 01 02 10 11 20 21 30
+    000 001 002 010 011 020 021 100
+    0000 0001 0002
+    00000 00001
+"""
+SPECVLM_TREE = tuple(tuple(map(int, path)) for path in _SPECVLM_PATHS.split())
+"""The 25-node tree of SpecVLM (4, 8, 8, 3, 2 nodes per level), as paths of child ranks."""
+
+
+class FixedShape(StatelessPolicy, ABC):
+    """Base of policies whose trees all have one shape, so that children may be drawn."""
+
+    can_sample = True
+
+    @property
+    @abstractmethod
+    def shape(self) -> TreeShape:
+        """The shape of every tree."""
+
+    @property
+    def max_nodes(self) -> int:
+        return len(self.shape.paths) + 1
+
+    @property
+    def max_run(self) -> int:
+        return sum(len(level.run) for level in self.plan("cpu").levels)
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.max_depth
+
+    @property
+    def max_children(self) -> int:
+        return self.shape.max_children
+
+    @cached_property
+    def _plans(self) -> dict[str, _Plan]:
+        return {}
+
+    def plan(self, device: torch.device | str) -> _Plan:
+        """Return the shape's constants on a device, made once."""
+        key = str(device)
+        if key not in self._plans:
+            self._plans[key] = _Plan.of(self.shape, torch.device(device))
+        return self._plans[key]
+
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+        return _StaticGrowth(self.plan(roots.device), roots, proposer)
+
+
+@dataclass(frozen=True)
+class StaticTree(FixedShape):
+    """A tree of fixed shape, given as child-rank paths (EAGLE's and Medusa's notation)."""
+
+    paths: Sequence[Sequence[int]] = SPECVLM_TREE
+
+    def __post_init__(self) -> None:
+        self.shape  # noqa: B018  (checks the paths now, not at the first step)
+
+    @cached_property
+    def shape(self) -> TreeShape:
+        return TreeShape.of(self.paths)
+
+
+def branches_of(count: int, gamma: int) -> StaticTree:
+    """A tree of ``count`` chains of ``gamma`` draft tokens that branch at the root."""
+    if count < 1 or gamma < 1:
+        raise ValueError(f"branches and gamma must be at least 1, not {count} and {gamma}.")
+    return StaticTree([(branch, *(0,) * below) for branch in range(count) for below in range(gamma)])
+
+
+@dataclass(frozen=True)
+class Chain(FixedShape):
+    """gamma draft tokens in a row: the tree of width one (Leviathan et al. 2023)."""
+
+    gamma: int = 5
+
+    def __post_init__(self) -> None:
+        require_positive(gamma=self.gamma)
+
+    @cached_property
+    def shape(self) -> TreeShape:
+        return TreeShape.of([(0,) * (i + 1) for i in range(self.gamma)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Constants of one level of a static tree."""
+
+    width: int  # children proposed per expanded parent
+    pick: Tensor  # `[n]` which of the `W * width` candidates become nodes
+    run: list[int]  # places, within the new nodes, of those that have children themselves
+    run_index: Tensor  # the same on the device
+    run_nodes: Tensor  # their node indices, on the device
+    attention_mask: Tensor | None  # `[1, W', F + W']` of the next frontier
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Constants of a shape on one device; the tensors are those of `DraftTree`."""
+
+    levels: tuple[_Level, ...]
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    valid: Tensor
+    max_children: int
+
+    @classmethod
+    def of(cls, shape: TreeShape, device: torch.device) -> _Plan:
+        nodes = [(), *shape.paths]
+        index = {path: i for i, path in enumerate(nodes)}
+        parents = torch.tensor([shape.parents])
+        matrix = ancestors_of(parents, shape.max_depth)
+        has_children = {p[:-1] for p in shape.paths}
+        frontier: list[tuple[int, ...]] = [()]
+        ran: list[int] = []
+        levels = []
+        for depth in range(1, shape.max_depth + 1):
+            new = [p for p in shape.paths if len(p) == depth]
+            width = max(p[-1] for p in new) + 1
+            pick = [frontier.index(p[:-1]) * width + p[-1] for p in new]
+            run = [i for i, p in enumerate(new) if p in has_children]
+            frontier = [new[i] for i in run]
+            run_nodes = [index[p] for p in frontier]
+            ran += run_nodes
+            mask = matrix[:, run_nodes][:, :, ran]
+            levels.append(
+                _Level(
+                    width=width,
+                    pick=on_device(pick, device),
+                    run=run,
+                    run_index=to_device(torch.tensor(run, dtype=torch.long), device),
+                    run_nodes=to_device(torch.tensor(run_nodes, dtype=torch.long), device),
+                    attention_mask=None if bool(mask.all()) else to_device(mask, device),
+                )
+            )
+        return cls(
+            levels=tuple(levels),
+            parents=to_device(parents, device),
+            depth=on_device([[len(p) for p in nodes]], device),
+            ancestors=to_device(matrix, device),
+            valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
+            max_children=shape.max_children,
+        )
+
+
+class _StaticGrowth:
+    def __init__(self, plan: _Plan, roots: Tensor, proposer: Proposer) -> None:
+        self._plan = plan
+        self._proposer = proposer
+        self._tokens = [roots[:, None]]
+        self._q: list[tuple[Tensor, Tensor]] = []  # (node indices, [B, W, V] distributions)
+        self._depth = 0
+        self._expanding = torch.zeros(1, dtype=torch.long, device=roots.device)
+
+    def expand(self, logits: Tensor) -> Frontier | None:
+        level = self._plan.levels[self._depth]
+        candidates, q = self._proposer.children(logits, level.width)  # [B, W, width]
+        if q is not None:
+            self._q.append((self._expanding, q))
+        is_chain = level.width == 1 and len(level.pick) == 1
+        new = candidates[:, 0] if is_chain else candidates.flatten(1)[:, level.pick]
+        self._tokens.append(new)
+        self._depth += 1
+        if not level.run:
+            return None
+        self._expanding = level.run_nodes
+        tokens = new if len(level.run) == new.shape[1] else new[:, level.run_index]
+        return Frontier(tokens, level.attention_mask, self._depth)
+
+    def tree(self) -> DraftTree:
+        plan, tokens = self._plan, torch.cat(self._tokens, 1)
+        count = tokens.shape[1]  # fewer than the plan's where growth stopped early
+        return DraftTree(
+            tokens=tokens,
+            parents=plan.parents[:, :count],
+            depth=plan.depth[:, :count],
+            ancestors=plan.ancestors[:, :count, :count],
+            valid=plan.valid[:, :count],
+            max_depth=self._depth,
+            max_children=plan.max_children,
+            q=self._gather_q(count),
+        )
+
+    def _gather_q(self, count: int) -> Tensor | None:
+        if not self._q:
+            return None
+        first = self._q[0][1]
+        q = first.new_zeros(first.shape[0], count, first.shape[2])
+        for nodes, values in self._q:
+            q[:, nodes] = values
+        return q
+
+
+@dataclass(frozen=True)
+class ConfidentChain(Chain):
+    """A chain that stops when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
+
+    A draft token of less confidence is still verified, but none is drafted behind it. Every row ends by itself; the
+    drafter stops once all have. Confidence is the drafter's largest probability, before temperature or any other
+    processing. It is known before a token is drawn and depends on the tokens above alone, so that sampling with drawn
+    tokens stays exact.
+    """
+
+    gamma: int = 6  # most draft tokens
+    confidence: float = 0.6  # smallest confidence at which drafting continues; 0 is the plain chain
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.confidence <= 1:
+            raise ValueError(f"confidence must be from 0 to 1, not {self.confidence}.")
+
+    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> ConfidentGrowth:
+        return ConfidentGrowth(self, roots, proposer)
+
+
+class ConfidentGrowth:
+    """One step's chains."""
+
+    def __init__(self, policy: ConfidentChain, roots: Tensor, proposer: Proposer) -> None:
+        self._policy, self._proposer = policy, proposer
+        self._tokens = [roots[:, None]]
+        self._continues = torch.ones_like(roots, dtype=torch.bool)[:, None]  # [B, 1] rows still drafting
+        self._valid = [self._continues]
+        self._q: list[Tensor] = []
+
+    def expand(self, logits: Tensor) -> Frontier | None:
+        tokens, q = self._proposer.children(logits, 1)  # [B, 1, 1]
+        self._tokens.append(tokens[:, 0])
+        self._valid.append(self._continues)
+        if q is not None:
+            self._q.append(q)
+        depth = len(self._tokens) - 1
+        if depth == self._policy.gamma:
+            return None
+        if self._policy.confidence:
+            confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
+            self._continues = self._continues & (confidence >= self._policy.confidence)
+            # One host sync per draft token: stopping once no row is confident any more saves forwards.
+            if not self._continues.any():
+                return None
+        return Frontier(self._tokens[-1], None, depth)
+
+    def tree(self) -> DraftTree:
+        q = torch.cat([*self._q, torch.zeros_like(self._q[0])], 1) if self._q else None  # a last node has no children
+        return DraftTree.chains(torch.cat(self._tokens, 1), torch.cat(self._valid, 1), q)

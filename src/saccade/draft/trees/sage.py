@@ -16,9 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from saccade.draft.trees.policy import Growth, Proposer, Signals, require_positive
+from saccade.draft.trees.policy import SPECVLM_TREE, Growth, Proposer, Signals, require_positive
 from saccade.draft.trees.sage_growth import UNREACHABLE, GrowthConstants, LevelBounds, SageGrowth, StepShape
-from saccade.draft.trees.static import SPECVLM_TREE
 from saccade.target.cache import on_device
 from saccade.tree import TreeShape
 from saccade.verify.rule import Verdict
