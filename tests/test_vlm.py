@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 
-import saccade
 from checkpoints import picture, saved_picture, says, text, vlm
 from saccade import VLM, InputError, MethodError, load
 from saccade.processors import stateless
@@ -184,12 +183,6 @@ def test_models_go_to_a_gpu_unless_a_device_is_given(
     with pytest.raises(KeyError):
         load(target, device_map=given)
     assert places == [place]
-
-
-@pytest.mark.parametrize("name", ["batch", "asking", "options", "compositions", "drafters", "builtin"])
-def test_former_modules_are_named_with_their_new_place(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"saccade\.{name} has moved; use "):
-        getattr(saccade, name)
 
 
 # -- streams -----------------------------------------------------------------------------------------------

@@ -41,16 +41,6 @@ _HOME = {
     "Stats": "output",
 }
 _MODULES = ("grammar", "processors")
-_MOVED = {
-    "asking": "saccade.inputs.requests",
-    "batch": "VLM.batch, or saccade.tickets",
-    "builtin": "saccade.methods.drafters",
-    "compositions": "saccade.methods.compositions",
-    "drafters": "saccade.methods.drafters",
-    "options": "saccade.methods.groups",
-    "parts": "saccade.methods.compositions",
-}
-"""Former modules -> their places now."""
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +51,4 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"saccade.{_HOME[name]}"), name)
     if name in _MODULES:
         return import_module(f"saccade.{name}")
-    if name in _MOVED:
-        raise AttributeError(f"saccade.{name} has moved; use {_MOVED[name]}.")
     raise AttributeError(f"module 'saccade' has no attribute {name!r}")

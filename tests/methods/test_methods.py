@@ -61,12 +61,6 @@ def test_options_are_of_their_defaults_type() -> None:
 @pytest.mark.parametrize(
     ("method", "given", "message"),
     [
-        ("sage", {"images": 0.5}, "Option images is called keep_images now (method sage); give keep_images"),
-        ("sage", {"videos": 0.5}, "Option videos is called keep_videos now"),
-        ("hivis", {"depth": 3}, "Option depth is called max_depth now"),
-        ("tabed", {"window": 4}, "Option window is called history now"),
-        ("fly", {"window": 4}, "Option window is called deferred now"),
-        ("kangaroo", {"threshold": 0.5}, "Option threshold is called confidence now"),
         ("chain", {"width": 3}, "has the option width with tree=width only"),
         ("chain", {"share": 0.5}, "has the option share with rule=lvspec or rule=random only"),
         ("chain", {"tree": "oak"}, "tree of method chain must be one of chain, branches"),

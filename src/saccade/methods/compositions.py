@@ -184,8 +184,8 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
     makers: dict[str, Callable[..., TreePolicy]] = {
         "chain": Chain,
         "paced": Chain,
-        "branches": lambda branches, gamma: branches_of(branches, gamma),
-        "confident": lambda gamma, confidence: ConfidentChain(gamma, confidence),
+        "branches": branches_of,
+        "confident": ConfidentChain,
         "static": lambda: StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach]),
         "dynamic": DynamicTree,
         "width": WidthTree,

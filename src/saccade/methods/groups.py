@@ -1,4 +1,4 @@
-"""Options of the parts of a method as documented dataclasses: names, defaults, ranges and meanings.
+"""Options of every choice that a method makes, and the groups of them that each choice brings.
 
 Drafter, tree, rule and pruning are chosen independently of each other. Each choice has options of its own (a group), so
 that every accepted option has an effect.
@@ -6,199 +6,51 @@ that every accepted option has an effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from saccade.draft.heads.registry import HEAD_KINDS
-from saccade.errors import MethodError
+from saccade.options import (
+    BranchesOptions,
+    ChainOptions,
+    ConfidentOptions,
+    DynamicOptions,
+    ExactOptions,
+    FLyOptions,
+    LVSpecOptions,
+    Option,
+    PacedOptions,
+    RandomOptions,
+    SageOptions,
+    StaticOptions,
+    WidthOptions,
+    option,
+    options_of,
+)
 
 LOSSLESS_RULE = "exact"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option."""
-
-    default: Any  # its type is the option's
-    meaning: str  # one line
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()  # of a word
-    takes: Callable[[Any], bool] | None = None  # predicate of values of other types that are accepted too
-    beyond_low: bool = False  # the lowest value itself is out of range
-
-    @property
-    def range(self) -> str:
-        """The accepted values as text; empty for any value of the type."""
-        if self.choices:
-            return " | ".join(self.choices)
-        if self.high is not None:
-            return f"{'above ' * self.beyond_low}{self.low:g} to {self.high:g}"
-        return "" if self.low is None else f"{self.low:g} or more"
-
-    def check(self, name: str, method: str, value: Any) -> None:
-        """Raise `MethodError` unless a value is of the right type and in range."""
-        if self.takes is not None and self.takes(value):
-            return
-        kind = type(self.default)
-        if not (type(value) is kind or (kind is float and type(value) is int)):
-            raise MethodError(f"Option {name} of method {method} must be {_WORDS[kind]}, not {value!r}.")
-        if self.choices and value not in self.choices:
-            raise MethodError(
-                f"Option {name} of method {method} must be one of {', '.join(self.choices)}, not {value!r}."
-            )
-        is_low = self.low is not None and (value < self.low or (self.beyond_low and value == self.low))
-        if is_low or not (self.high is None or value <= self.high):
-            words = f"in the range {self.range}" if self.high is not None else f"at least {self.low:g}"
-            raise MethodError(f"Option {name} of method {method} must be {words}, not {value!r}.")
-
-
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 
 
 def _makes_captions(value: Any) -> bool:
     return callable(value) or isinstance(value, Mapping)
 
 
-def option(default: Any, meaning: str, low: float | None = None, high: float | None = None, **limits: Any) -> Any:
-    """Return a dataclass field with an `Option`."""
-    return field(default=default, metadata={"option": Option(default, meaning, low, high, **limits)})
-
-
-def options_of(group: Any) -> dict[str, Option]:
-    """Return the options of a group by name."""
-    return {entry.name: entry.metadata["option"] for entry in fields(group)}
-
-
-@dataclass(frozen=True)
-class ChainTree:
-    """A chain of draft tokens."""
-
-    gamma: int = option(5, "tokens of a chain", 1)
-
-
-@dataclass(frozen=True)
-class PacedTree:
-    """A chain of as many draft tokens as pay, by measured costs and acceptance; none where no number does."""
-
-    gamma: int = option(8, "most tokens of a chain", 1)
-
-
-@dataclass(frozen=True)
-class BranchesTree:
-    """Chains that branch at the root (LVSpec, Appendix E)."""
-
-    branches: int = option(2, "chains that branch at the root", 1)
-    gamma: int = option(5, "tokens of a chain", 1)
-
-
-@dataclass(frozen=True)
-class ConfidentTree:
-    """A chain that ends at low draft probability (Kangaroo, Section 3)."""
-
-    gamma: int = option(5, "tokens of a chain", 1)
-    confidence: float = option(0.6, "least draft probability at which drafting continues; 0 never stops early", 0, 1)
-
-
-@dataclass(frozen=True)
-class StaticTree:
-    """SpecVLM's tree of 25 nodes over 5 levels."""
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """EAGLE-2's tree: expand the likeliest nodes, verify the likeliest of all (Section 4)."""
-
-    top: int = option(10, "children of a node, and nodes expanded per level", 1)
-    max_depth: int = option(6, "levels", 1)
-    total: int = option(60, "verified nodes, without the root", 1)
-
-
-@dataclass(frozen=True)
-class WidthTree:
-    """TABED's token tree: the likeliest paths at each depth (Section 6.1)."""
-
-    width: int = option(2, "nodes per depth, those of the likeliest paths", 1)
-    max_depth: int = option(5, "levels", 1)
-
-
-@dataclass(frozen=True)
-class SageTree:
-    """SAGE's tree, shaped by the entropy of the draft distribution (Sections 3.1 to 3.3)."""
-
-    d_min: int = option(3, "levels at confidence 0", 1)
-    d_max: int = option(8, "levels at confidence 1, where the history starts", 1)
-    ceiling: int = option(12, "largest d_max that the history may reach", 1)
-    w_min: int = option(2, "children of the root at confidence 1", 1)
-    w_max: int = option(10, "children of the root at confidence 0", 1)
-    total: int = option(64, "verified nodes, without the root", 1)
-    k: int = option(10, "number of most likely tokens whose entropy counts", 2)
-    threshold: float = option(0.1, "a node of level l needs a probability above threshold * l / D", 0)
-    probability: str = option("path", "of a node: of its path, or its own", choices=("path", "own"))
-    signal: str = option("entropy", "confidence from entropy or the top token", choices=("entropy", "top"))
-    alpha_of: str = option(
-        "root",
-        "draft distribution of the confidence: after the step's root or its last accepted node",
-        choices=("root", "accepted"),
-    )
-    lookahead: bool = option(True, "a step's confidence shapes the next step's tree; false: its own")
-    window: int = option(10, "steps over which accepted lengths are averaged; 0: d_max never moves", 0)
-    low: float = option(2.0, "an average below it lowers d_max by one", 0)
-    high: float = option(3.0, "an average above it raises d_max by one", 0)
-
-
-@dataclass(frozen=True)
-class ExactRule:
-    """Greedy matching or speculative sampling, both lossless."""
-
-
-@dataclass(frozen=True)
-class LVSpecRule:
-    """LOSSY: loose acceptance of the least visual draft tokens (LVSpec, Section 3)."""
-
-    share: float = option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)
-    nearest: int = option(10, "number of most similar visual tokens that are averaged (N)", 1)
-    shift: bool = option(True, "accept a token if the target's token occurs elsewhere in the draft")
-    space: str = option("hidden", "compared states", choices=("hidden", "embedding"))
-    position: str = option(
-        "verifying",
-        "state that represents a draft token: its parent's or its own",
-        choices=("verifying", "own"),
-    )
-    entropy: float = option(0.0, "least entropy of the target at a loosened token, as in fly; 0: none", 0, 1)
-
-
-@dataclass(frozen=True)
-class FLyRule:
-    """LOSSY: forgiven mismatches at high target entropy (FLy)."""
-
-    entropy: float = option(0.2, "least entropy of the target at a forgiven mismatch, as a share of the largest", 0, 1)
-    deferred: int = option(4, "following draft tokens that must match (FLy's window W)", 0)
-
-
-@dataclass(frozen=True)
-class RandomRule:
-    """LOSSY: a random share of the draft tokens is accepted loosely (LVSpec, Figure 7)."""
-
-    share: float = option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)
-
-
 TREE_OPTIONS: dict[str, type] = {
-    "chain": ChainTree,
-    "branches": BranchesTree,
-    "confident": ConfidentTree,
-    "static": StaticTree,
-    "dynamic": DynamicTree,
-    "width": WidthTree,
-    "sage": SageTree,
-    "paced": PacedTree,
+    "chain": ChainOptions,
+    "branches": BranchesOptions,
+    "confident": ConfidentOptions,
+    "static": StaticOptions,
+    "dynamic": DynamicOptions,
+    "width": WidthOptions,
+    "sage": SageOptions,
+    "paced": PacedOptions,
 }
 RULE_OPTIONS: dict[str, type] = {
-    LOSSLESS_RULE: ExactRule,
-    "lvspec": LVSpecRule,
-    "fly": FLyRule,
-    "random": RandomRule,
+    LOSSLESS_RULE: ExactOptions,
+    "lvspec": LVSpecOptions,
+    "fly": FLyOptions,
+    "random": RandomOptions,
 }
 
 

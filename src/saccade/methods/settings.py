@@ -7,18 +7,8 @@ from typing import Any, Literal
 
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
-from saccade.methods.groups import CHOICE_OPTIONS, CHOICES, GROUPS, RULE_OPTIONS, TREE_OPTIONS, Option
-
-RENAMED: dict[str, tuple[str, ...]] = {
-    "images": ("keep_images",),
-    "videos": ("keep_videos",),
-    "depth": ("max_depth",),
-    "window": ("deferred", "history"),
-    "threshold": ("confidence",),
-    "total": ("merged_total",),
-}
-"""Names of earlier versions -> present names, where the old name has no other meaning."""
-
+from saccade.methods.groups import CHOICE_OPTIONS, CHOICES, GROUPS, RULE_OPTIONS, TREE_OPTIONS
+from saccade.options import Option
 
 ALIASES = {
     "num_assistant_tokens": "gamma",
@@ -129,9 +119,6 @@ def _translated(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
-    now = next((new for new in RENAMED.get(name, ()) if new in known), None)
-    if now is not None:
-        return f"Option {name} is called {now} now (method {method}); give {now} instead."
     needed = [group for group, options in GROUPS.items() if name in options and "=" in group]
     if known and needed:
         groups = " or ".join(needed)

@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
+from saccade.options import FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target.context import Context, PrefillResult
 from saccade.target.forward import ForwardOutput
 from saccade.tree import DraftTree
@@ -97,25 +97,17 @@ def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FLy(StatelessRule):
+class FLy(FLyOptions, StatelessRule):
     """Training-free loosely speculative decoding (Li et al. 2025, FLy), as LVSpec's baseline describes it.
 
     A mismatch within the last W positions of its chain lacks a full window and is rejected. In a tree every branch is
     judged as a chain, and the longest accepted one wins.
     """
 
-    entropy: float = 0.2  # h
-    deferred: int = 4  # W, how many draft tokens after it must all match; 0 is the variant without window
     special_ids: tuple[int, ...] = ()  # tokens that are never loosened
 
     lossless = False
     samples = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.entropy <= 1:
-            raise ValueError(f"entropy must be a share from 0 to 1, not {self.entropy}.")
-        if self.deferred < 0:
-            raise ValueError(f"deferred must be at least 0, not {self.deferred}.")
 
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
@@ -142,35 +134,17 @@ def _window_complete(tree: DraftTree, match: Tensor, loose: Tensor, deferred: in
 
 
 @dataclass(frozen=True)
-class LVSpec:
+class LVSpec(LVSpecOptions):
     """The rule and its settings.
 
     Guards that the paper leaves out: special tokens and tokens that a logits processor forbids are never loosened, and
     a row without visual tokens is strict.
     """
 
-    share: float = 0.7  # lambda, the share of draft tokens that are loose
-    nearest: int = 10  # N, how many of the most similar visual tokens are averaged
-    shift: bool = True  # position-shift tolerance
-    space: Literal["hidden", "embedding"] = "hidden"  # vectors that are compared
     special_ids: tuple[int, ...] = ()  # tokens that are never loosened, neither as draft token nor as the target's own
-    position: Literal["verifying", "own"] = "verifying"  # whose hidden state verifies a draft token
-    entropy: float = 0.0  # FLy's condition on top, which the paper lacks
 
     lossless = False
     samples = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share (lambda) must be from 0 to 1, not {self.share}.")
-        if self.nearest < 1:
-            raise ValueError(f"nearest (N) must be at least 1, not {self.nearest}.")
-        if self.space not in ("hidden", "embedding"):
-            raise ValueError(f"space must be hidden or embedding, not {self.space!r}.")
-        if self.position not in ("verifying", "own"):
-            raise ValueError(f"position must be verifying or own, not {self.position!r}.")
-        if not 0 <= self.entropy <= 1:
-            raise ValueError(f"entropy must be a share from 0 to 1, not {self.entropy}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         return 0, 0
@@ -253,21 +227,16 @@ class LVSpecJudge:
 
 
 @dataclass(frozen=True)
-class RandomLoosening(StatelessRule):
+class RandomLoosening(RandomOptions, StatelessRule):
     """Control for LVSpec: the same number of draft tokens of every branch is loose, chosen at random. LOSSY.
 
     One random number per level of a tree.
     """
 
-    share: float = 0.7  # share of draft tokens that are loose
     special_ids: tuple[int, ...] = ()  # tokens that are never loosened
 
     lossless = False
     samples = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must be from 0 to 1, not {self.share}.")
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         return max_depth, 1

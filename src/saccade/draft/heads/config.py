@@ -119,7 +119,7 @@ class HeadConfig:
 
     @classmethod
     def from_json(cls, text: str) -> HeadConfig:
-        """Parse the text of `to_json`; options newer than it have their former value (`Head.former`) or default."""
+        """Parse the text of `to_json`; options that it lacks have their default."""
         try:
             values = dict(json.loads(text))
         except (ValueError, TypeError):
@@ -129,7 +129,7 @@ class HeadConfig:
         values["kind"] = values.pop(MARK)
         if isinstance(values.get("options"), dict):
             kind = head_class(values["kind"])
-            values["options"] = {**kind.defaults, **kind.former, **values["options"]}
+            values["options"] = {**kind.defaults, **values["options"]}
         known = {f.name for f in fields(cls)}
         odd = sorted(set(values) ^ known)
         if odd:

@@ -70,7 +70,6 @@ class Dream(Head):
         "form": "own",
     }
     loaded_only: ClassVar[tuple[str, ...]] = ("form",)
-    former: ClassVar[Mapping[str, Any]] = {"rotary": False, "direct": False}
     default_steps: ClassVar[int] = 2
 
     def __init__(self, config: HeadConfig) -> None:

@@ -35,7 +35,6 @@ class Head(nn.Module, ABC):
 
     kind: ClassVar[str]  # its name in the registry
     defaults: ClassVar[Mapping[str, Any]] = {}  # options of the kind with their defaults
-    former: ClassVar[Mapping[str, Any]] = {}  # newer options -> their value in heads written earlier
     loaded_only: ClassVar[tuple[str, ...]] = ()  # options that may differ from their defaults in published heads alone
     default_steps: ClassVar[int] = 1  # draft steps of training
     gated: ClassVar[bool] = True  # has a gated MLP of the width `HeadConfig.intermediate_size`

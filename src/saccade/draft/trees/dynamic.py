@@ -15,28 +15,21 @@ from saccade.draft.trees.policy import (
     Proposer,
     StatelessPolicy,
     extend_mask,
-    require_positive,
 )
+from saccade.options import DynamicOptions, WidthOptions
 from saccade.target.cache import on_device
 from saccade.tree import DraftTree, ancestors_of, reindexed_parents
 
 
 @dataclass(frozen=True)
-class DynamicTree(StatelessPolicy):
+class DynamicTree(DynamicOptions, StatelessPolicy):
     """Context-aware tree (Li et al. 2024, EAGLE-2, Section 4).
 
     Its form depends on the drafter's probabilities of the draft tokens, so children are the likeliest tokens, never
     draws: under sampling each is verified as a point mass, which stays exact.
     """
 
-    top: int = 10  # children per expanded node, and nodes expanded per level
-    max_depth: int = 6  # levels
-    total: int = 60  # nodes that are verified, the root not counted
-
     can_sample = False
-
-    def __post_init__(self) -> None:
-        require_positive(top=self.top, max_depth=self.max_depth, total=self.total)
 
     @property
     def max_nodes(self) -> int:
@@ -113,7 +106,7 @@ def _depths(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class WidthTree(StatelessPolicy):
+class WidthTree(WidthOptions, StatelessPolicy):
     """A beam of d paths, all of whose nodes are verified.
 
     TABED gives d = 2 and 3 without defining which draft tokens a width of d retains; here the d nodes of highest path
@@ -121,13 +114,7 @@ class WidthTree(StatelessPolicy):
     draft probabilities, so children are the likeliest tokens, never draws.
     """
 
-    width: int = 2  # d
-    max_depth: int = 5  # levels
-
     can_sample = False
-
-    def __post_init__(self) -> None:
-        require_positive(width=self.width, max_depth=self.max_depth)
 
     @property
     def max_nodes(self) -> int:

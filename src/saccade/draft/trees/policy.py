@@ -11,6 +11,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from saccade.options import BranchesOptions, ChainOptions, ConfidentOptions
 from saccade.target.cache import on_device, to_device
 from saccade.tree import DraftTree, TreeShape, ancestors_of
 from saccade.verify.lossless import Uniforms, draw
@@ -118,13 +119,6 @@ class StatelessPolicy:
 
     def restart(self, row: int) -> None:
         """There is no history to discard."""
-
-
-def require_positive(**values: int) -> None:
-    """Raise `ValueError` unless all values are at least 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}.")
 
 
 def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
@@ -243,21 +237,15 @@ class StaticTree(FixedShape):
         return TreeShape.of(self.paths)
 
 
-def branches_of(count: int, gamma: int) -> StaticTree:
-    """A tree of ``count`` chains of ``gamma`` draft tokens that branch at the root."""
-    if count < 1 or gamma < 1:
-        raise ValueError(f"branches and gamma must be at least 1, not {count} and {gamma}.")
-    return StaticTree([(branch, *(0,) * below) for branch in range(count) for below in range(gamma)])
+def branches_of(branches: int, gamma: int) -> StaticTree:
+    """A tree of ``branches`` chains of ``gamma`` draft tokens that branch at the root."""
+    BranchesOptions(branches, gamma)
+    return StaticTree([(branch, *(0,) * below) for branch in range(branches) for below in range(gamma)])
 
 
 @dataclass(frozen=True)
-class Chain(FixedShape):
+class Chain(ChainOptions, FixedShape):
     """gamma draft tokens in a row: the tree of width one (Leviathan et al. 2023)."""
-
-    gamma: int = 5
-
-    def __post_init__(self) -> None:
-        require_positive(gamma=self.gamma)
 
     @cached_property
     def shape(self) -> TreeShape:
@@ -375,7 +363,7 @@ class _StaticGrowth:
 
 
 @dataclass(frozen=True)
-class ConfidentChain(Chain):
+class ConfidentChain(ConfidentOptions, Chain):
     """A chain that stops when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
 
     A draft token of less confidence is still verified, but none is drafted behind it. Every row ends by itself; the
@@ -383,14 +371,6 @@ class ConfidentChain(Chain):
     processing. It is known before a token is drawn and depends on the tokens above alone, so that sampling with drawn
     tokens stays exact.
     """
-
-    gamma: int = 6  # most draft tokens
-    confidence: float = 0.6  # smallest confidence at which drafting continues; 0 is the plain chain
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.confidence <= 1:
-            raise ValueError(f"confidence must be from 0 to 1, not {self.confidence}.")
 
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> ConfidentGrowth:
         return ConfidentGrowth(self, roots, proposer)

@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.draft.trees.policy import SPECVLM_TREE, Growth, Proposer, Signals, require_positive
+from saccade.draft.trees.policy import SPECVLM_TREE, Growth, Proposer, Signals
 from saccade.draft.trees.sage_growth import UNREACHABLE, GrowthConstants, LevelBounds, SageGrowth, StepShape
+from saccade.errors import MethodError
+from saccade.options import SageOptions
 from saccade.target.cache import on_device
 from saccade.tree import TreeShape
 from saccade.verify.rule import Verdict
@@ -27,55 +29,28 @@ START = 0.5
 
 
 @dataclass(frozen=True)
-class SageTree:
+class SageTree(SageOptions):
     """Entropy-guided tree (SAGE, Sections 3.1 to 3.3; numbers of Section 5.1).
 
     A session's first tree is SpecVLM's static one. Children are the likeliest tokens, never draws: under sampling
     each is verified as a point mass, which stays exact.
     """
 
-    d_min: int = 3  # levels at confidence 0 (`D_min`)
-    d_max: int = 8  # levels at confidence 1 (`D_max`), where the history starts
-    w_min: int = 2  # children of the root at confidence 1 (`W_min`)
-    w_max: int = 10  # children of the root at confidence 0 (`W_max`)
-    total: int = 64  # nodes that are verified, the root not counted (`N_max`): those of the likeliest paths
-    k: int = 10  # most likely tokens whose entropy is taken
-    threshold: float = 0.1  # a node of level l needs a probability above `threshold * l / D`
-    # confidence from the entropy (Eq. 9), or from the largest probability alone (ablation)
-    signal: Literal["entropy", "top"] = "entropy"
-    alpha_of: Literal["root", "accepted"] = "root"  # where the confidence is measured
-    lookahead: bool = True  # the confidence of step t shapes the tree of step t + 1
-    probability: Literal["path", "own"] = "path"  # of a node, in its threshold and in Eq
-    window: int = 10  # steps over which accepted lengths are averaged to move `D_max`; 0: it never moves (ablation)
-    low: float = 2.0  # an average below it lowers `D_max` by one, not under `D_min`
-    high: float = 3.0  # an average above it raises `D_max` by one
-    ceiling: int = 12  # largest `D_max`
-
     can_sample = False
 
     def __post_init__(self) -> None:
-        require_positive(d_min=self.d_min, w_min=self.w_min, total=self.total)
+        super().__post_init__()
         if not self.d_min <= self.d_max <= self.ceiling:
-            raise ValueError(
+            raise MethodError(
                 f"The depths must rise from d_min over d_max to ceiling, not {self.d_min}, {self.d_max}, "
                 f"{self.ceiling}."
             )
         if self.w_max < self.w_min:
-            raise ValueError(f"w_max must be at least w_min ({self.w_min}), not {self.w_max}.")
-        if self.k < 2:
-            raise ValueError(f"k must be at least 2, not {self.k}: one token has no entropy.")
-        if self.threshold < 0 or self.window < 0 or self.low > self.high:
-            raise ValueError("threshold and window must not be negative, and low not above high.")
-        words = {
-            "signal": ("entropy", "top"),
-            "probability": ("path", "own"),
-            "alpha_of": ("root", "accepted"),
-        }
-        for name, known in words.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
+            raise MethodError(f"w_max must be at least w_min ({self.w_min}), not {self.w_max}.")
+        if self.low > self.high:
+            raise MethodError(f"low must not be above high ({self.high:g}), not {self.low:g}.")
         if self.alpha_of == "accepted" and not self.lookahead:
-            raise ValueError("alpha_of=accepted needs lookahead: acceptance is known only after the step.")
+            raise MethodError("alpha_of=accepted needs lookahead: acceptance is known only after the step.")
 
     @property
     def max_nodes(self) -> int:
