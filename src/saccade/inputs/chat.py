@@ -33,15 +33,10 @@ _SOURCES = ("url", "path", "base64", "data")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for an image or a video in a conversation.
+    """A place for an image or a video in a conversation."""
 
-    Attributes:
-        kind: image or video.
-        source: from the message itself; None when it comes from the list of images or videos.
-    """
-
-    kind: Literal["image", "video"]
-    source: Any
+    kind: Literal["image", "video"]  # image or video
+    source: Any  # from the message itself; None when it comes from the list of images or videos
 
 
 def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Slot]]:
@@ -50,12 +45,6 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
     Understands content as a string or a list of ``{"type": "text"}``, ``{"type": "image"}`` with ``image``,
     ``url``, ``path`` or ``base64``, ``{"type": "image_url", "image_url": {"url": ...}}``, the same for videos, and
     ``input_text``, ``input_image``.
-
-    Returns:
-        The messages, and the places for media in order.
-
-    Raises:
-        InputError: the messages have another form.
     """
     if not messages:
         raise InputError("The list of messages is empty; give at least one message with role and content.")
@@ -113,9 +102,6 @@ def render(
 
     Some templates drop content that is a plain string; it is then passed as a list. (Thoughts in earlier answers are
     for the template to drop.)
-
-    Raises:
-        InputError: the template refuses the messages, or a role is neither usual nor in the template.
     """
     for role in (m["role"] for m in messages):
         if role not in ROLES and role not in template:
@@ -200,16 +186,11 @@ class Controls:
 
     These are its special tokens, the placeholders and wrappers of media, and other added tokens that the template
     writes, such as ``<think>`` or ``<tool_call>``. The last keep their meaning in messages of the assistant.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        template: source of the chat template; None without one.
-        words: placeholders and wrappers of media.
     """
 
-    tokenizer: Any
-    template: str | None
-    words: tuple[str, ...]
+    tokenizer: Any  # a Hugging Face tokenizer
+    template: str | None  # source of the chat template; None without one
+    words: tuple[str, ...]  # placeholders and wrappers of media
 
     @cached_property
     def special(self) -> dict[str, int | None]:
@@ -289,13 +270,6 @@ class LiteralText:
     `mark` puts a noncharacter into every control token in the text of messages, so that neither the chat template
     nor the search for placeholders meets it; `encode` takes the marks out again. Text without control tokens passes
     unchanged, and has the ids that it has without this class.
-
-    Args:
-        controls: of the tokenizer and chat template.
-        messages: of the prompt, media taken out, or a string.
-
-    Raises:
-        InputError: the text has every noncharacter that could mark it.
     """
 
     def __init__(self, controls: Controls, messages: Any) -> None:
@@ -307,11 +281,7 @@ class LiteralText:
             raise InputError("The text has all 32 noncharacters of Unicode; take them out.")
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with the control tokens in their text marked.
-
-        Raises:
-            InputError: a control token is a single character, which cannot be marked.
-        """
+        """Messages with the control tokens in their text marked."""
         return [_map_strings(m, partial(self.mark_text, role=m["role"])) for m in messages]
 
     def mark_text(self, text: str, role: str = "user") -> str:
@@ -325,15 +295,7 @@ class LiteralText:
         raise self._refusal(text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a rendered prompt.
-
-        Args:
-            text: with its marks.
-            add_special_tokens: whether the tokenizer adds its own.
-
-        Raises:
-            InputError: the tokenizer cannot encode a control token as text.
-        """
+        """Ids of a rendered prompt."""
         clean = text.replace(self.character, "")
         breaks = [(place - n, place - n) for n, place in enumerate(self._places(text))]
         if not self._tokenizer.is_fast:  # without the places of tokens

@@ -35,20 +35,13 @@ from saccade.inputs.prompt import Medium, Prompt
 
 
 class InputProcessor:
-    """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision.
-
-    Attributes:
-        config: the model's Hugging Face configuration.
-        tokenizer: the model's tokenizer.
-        eos_token_ids: ids that end an answer.
-        parts: everything in the checkpoint besides the weights.
-    """
+    """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
-        self.tokenizer = parts.tokenizer
-        self.eos_token_ids: tuple[int, ...] = read_eos(parts)
-        self.parts = parts
+        self.config = parts.config  # the model's Hugging Face configuration
+        self.tokenizer = parts.tokenizer  # the model's tokenizer
+        self.eos_token_ids: tuple[int, ...] = read_eos(parts)  # ids that end an answer
+        self.parts = parts  # everything in the checkpoint besides the weights
         self._family = family_of(parts.config)
         self._words = self._family.words(parts.tokenizer)
         self._known_controls: dict[str | None, Controls] = {}
@@ -60,14 +53,7 @@ class InputProcessor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
-        """Read tokenizer, image and video settings and chat template of a checkpoint.
-
-        Args:
-            path: a local directory, or a model id of the Hugging Face hub.
-
-        Raises:
-            ModelError: the checkpoint lacks a part, or cannot be reached.
-        """
+        """Read tokenizer, image and video settings and chat template of a checkpoint."""
         return cls(load_parts(os.fspath(path)))
 
     @classmethod
@@ -80,16 +66,7 @@ class InputProcessor:
         chat_template: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> InputProcessor:
-        """Build from loaded parts.
-
-        Args:
-            config: the model's Hugging Face configuration.
-            tokenizer: a Hugging Face tokenizer.
-            image_processor: a Hugging Face image processor; not needed for language models.
-            video_settings: content of ``video_preprocessor_config.json``, over the family's defaults.
-            chat_template: Jinja source; the tokenizer's own when None.
-            eos_token_ids: ids that end an answer; those of the configuration or the tokenizer when None.
-        """
+        """Build from loaded parts."""
         eos = None if eos_token_ids is None else tuple(eos_token_ids)
         return cls(
             Parts(
@@ -115,30 +92,7 @@ class InputProcessor:
         limits: MediaLimits = LOCAL,
         text_as_text: bool = False,
     ) -> Prompt:
-        """Make one row's prompt.
-
-        Args:
-            text_or_messages: chat messages in Hugging Face or OpenAI form; or a string, which becomes one
-                user message, images first, then videos, then the text. A string for a model without chat
-                template is taken as it is, the placeholders in front.
-            images: for the places of messages that carry no image themselves, in order; see
-                :func:`~saccade.inputs.media.load_image` for what each can be.
-            videos: likewise; see :func:`~saccade.inputs.media.load_video`.
-            add_generation_prompt: whether an answer follows.
-            num_frames: frames taken of a video file, in place of the checkpoint's own setting.
-            fps: frames a second taken of a video file, likewise.
-            template_options: further variables of the chat template.
-            limits: accepted places, formats and sizes of images and videos.
-            text_as_text: whether control tokens and placeholders in the text of messages are encoded as text.
-
-        Returns:
-            ids with every placeholder expanded, and the media in the order of their placeholders. Families
-            that take a video as images (InternVL, SmolVLM) get one medium of kind "image" per frame.
-
-        Raises:
-            InputError: messages, images or videos cannot be used, do not match in number, or are not for
-                this model.
-        """
+        """Make one row's prompt."""
         sampling = sampling_of(num_frames, fps)
         images, videos = _listed(images, "images"), _listed(videos, "videos")
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
@@ -179,19 +133,7 @@ class InputProcessor:
         num_frames: int | None = None,
         fps: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Load the images and videos of messages, beside the thread that runs the batch.
-
-        Args:
-            messages: as in `prompt`, every place with a source of its own.
-            limits: accepted places, formats and sizes.
-            num_frames, fps: as in `prompt`, which later takes all frames that are left.
-
-        Returns:
-            The messages with RGB images and `Video` in the places of their sources.
-
-        Raises:
-            InputError: as in `prompt`.
-        """
+        """Load the images and videos of messages, beside the thread that runs the batch."""
         sampling = sampling_of(num_frames, fps)
         messages, slots = normalise(messages)
         slots = _fill(slots, [], [])
@@ -321,11 +263,7 @@ class InputProcessor:
 
 
 def sampling_of(num_frames: int | None, fps: float | None) -> dict[str, float]:
-    """Sampling of videos as given.
-
-    Raises:
-        InputError: both are given, or one is not above 0.
-    """
+    """Sampling of videos as given."""
     given = {name: value for name, value in (("num_frames", num_frames), ("fps", fps)) if value is not None}
     if len(given) > 1:
         raise InputError("Both num_frames and fps are given; give one of them.")
@@ -381,46 +319,26 @@ _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Replacement of one placeholder in the text.
+    """Replacement of one placeholder in the text."""
 
-    Attributes:
-        text: all placeholders and wrappers.
-        media: one medium; for a video that the family takes as images, one per frame.
-    """
-
-    text: str
-    media: tuple[Medium, ...]
+    text: str  # all placeholders and wrappers
+    media: tuple[Medium, ...]  # one medium; for a video that the family takes as images, one per frame
 
 
 @dataclass(frozen=True, slots=True)
 class Visuals:
-    """Maker of the media of one row.
+    """Maker of the media of one row."""
 
-    Attributes:
-        parts: of the checkpoint.
-        family: bound to its configuration.
-        words: the family's placeholders.
-    """
-
-    parts: Parts
-    family: Family
-    words: Words
+    parts: Parts  # of the checkpoint
+    family: Family  # bound to its configuration
+    words: Words  # the family's placeholders
 
     def images(self, images: Sequence[Image.Image]) -> list[Placed]:
-        """Make all images of the row together, because their number can change what each becomes.
-
-        Raises:
-            InputError: an image has a shape that the family does not take.
-        """
+        """Make all images of the row together, because their number can change what each becomes."""
         return [self._image(f) for f in self.family.prepare_images(self._features, images)]
 
     def video(self, video: Video, sampling: Mapping[str, Any]) -> Placed:
-        """Make one video of its sampled frames.
-
-        Args:
-            video: from `load_slots`.
-            sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
-        """
+        """Make one video of its sampled frames."""
         family = self.family
         settings = family.video_settings(self.parts.video_settings, sampling)
         tensors = family.video_tensors(video, settings)
@@ -451,20 +369,7 @@ class Visuals:
 def load_slots(
     family: Family, parts: Parts, slots: Sequence[Slot], sampling: Mapping[str, Any], limits: MediaLimits
 ) -> list[Slot]:
-    """Load the images of a conversation and those frames of its videos that a family uses.
-
-    Args:
-        slots: places with their sources, as for :func:`~saccade.inputs.media.load_image` and
-            :func:`~saccade.inputs.media.load_video`.
-        sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
-        limits: of the reader.
-
-    Returns:
-        The places with RGB images and `Video` as sources.
-
-    Raises:
-        InputError: a medium cannot be read, or they are too many or too large together.
-    """
+    """Load the images of a conversation and those frames of its videos that a family uses."""
     if len(slots) > limits.media:
         raise InputError(f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted.")
     loaded = []
@@ -489,14 +394,7 @@ def load_slots(
 def sampled_video(
     family: Family, parts: Parts, source: Any, sampling: Mapping[str, Any], limits: MediaLimits = LOCAL
 ) -> Video:
-    """Load a video with the frames that a family uses; all of them where its own processor samples.
-
-    Args:
-        source, sampling, limits: as in `load_slots`.
-
-    Raises:
-        InputError: the video cannot be read.
-    """
+    """Load a video with the frames that a family uses; all of them where its own processor samples."""
     if family.is_composite:
         return load_video(source, limits=limits)
     settings = family.video_settings(parts.video_settings, sampling)
@@ -513,17 +411,6 @@ def composite_prompt(
     """One row of a family outside the registry, through its own Hugging Face processor.
 
     All images and videos of the row become one medium; its tensors are the processor's output besides ids and masks.
-
-    Args:
-        parts: of a checkpoint with a composite processor.
-        text: the rendered prompt, one placeholder per image or video.
-        slots: images and videos of the placeholders, loaded.
-        add_special_tokens: whether the tokenizer adds its own.
-        literal: has marked the text of messages; None without marks.
-
-    Raises:
-        ModelError: the family was not loaded from a checkpoint.
-        InputError: the processor refuses the row.
     """
     family = family_of(parts.config)
     assert isinstance(family, Unknown)
