@@ -36,7 +36,7 @@ from saccade.formats import parse_value
 from saccade.inputs.batching import split
 from saccade.inputs.processor import InputProcessor
 from saccade.methods import build, get
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.pocket import draft_path, head_path, target_path
 from saccade.target import graphs, lean
 from saccade.target.adapter import Target
@@ -123,7 +123,7 @@ class Pair:
         needs = get(method).needs
         head = load_head(head_path(method), self._target) if needs == "head" else None
         draft = self._draft if needs == "draft model" else None
-        parts = Parts(self._target, draft, head=head, draft_processor=self._processor)
+        parts = Models(self._target, draft, head=head, draft_processor=self._processor)
         return build(
             method, parts, **{name: parse_value(value) for name, _, value in (p.partition("=") for p in pairs)}
         )

@@ -32,7 +32,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.pocket import draw
 from saccade.target.adapter import Target
 from tools.pocket.world.followup import FIRST_TASKS
@@ -260,7 +260,7 @@ def main() -> None:
     clock = Clock(options.clock, target.device)
 
     def make(name: str) -> tuple[Engine, Drafter]:
-        engine = methods.build("auto", Parts(target, find(name)))
+        engine = methods.build("auto", Models(target, find(name)))
         assert engine.drafter is not None
         return engine, engine.drafter
 

@@ -39,7 +39,7 @@ def _bytes_by_sign() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-class Words:
+class TokenTexts:
     """Texts and bytes of single tokens, as they are inside of a text.
 
     Some tokenizers strip the space at the beginning of a text, which a token alone would lose.

@@ -36,7 +36,7 @@ from saccade.loading import (
 )
 from saccade.loading import draft_dtype as best_draft_dtype
 from saccade.methods import drafters
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
 from saccade.output import Output
 from saccade.profile import is_profile, read_profile
@@ -208,7 +208,7 @@ class VLM:
             )
         self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
-        self._parts = Parts(self.target, self.draft_model, vocabulary, special, self.draft_processor)
+        self._parts = Models(self.target, self.draft_model, vocabulary, special, self.draft_processor)
         self._compose(method or drafters.default(drafter, drafters.kinds_of(given), head, options), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import PrunedDrafter
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.methods.groups import RULES, TREES
 
 SHAPES = [tree for tree in TREES if tree != "paced"]
@@ -45,13 +45,13 @@ STRICT: dict[str, dict[str, Any]] = {
 
 
 @cache
-def parts(kind: str | None = None) -> Parts:
+def parts(kind: str | None = None) -> Models:
     loaded = vlm("llava", "llava-draft")
-    own: Parts = loaded._parts
+    own: Models = loaded._parts
     if kind is None:
         return own
     head = build_head(HeadConfig.from_target(own.target, kind)).to(own.target.dtype)
-    return Parts(own.target, own.draft_model, own.vocab_size, own.special_ids, own.draft_processor, head)
+    return Models(own.target, own.draft_model, own.vocab_size, own.special_ids, own.draft_processor, head)
 
 
 @cache

@@ -15,7 +15,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.engine import Request
 from saccade.hf import speculate
 from saccade.methods import build
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 
 IMAGES = [picture(3)]
 QUESTION = "What is it, and what was it?"
@@ -86,7 +86,7 @@ def test_a_picture_changes_none_of_spd_s_guesses() -> None:
 
 
 def test_trees_are_put_where_the_options_say() -> None:
-    parts: Parts = vlm("llava", "llava-draft")._parts
+    parts: Models = vlm("llava", "llava-draft")._parts
     tabed: Any = build("tabed", parts, tree="sage").drafter
     assert isinstance(tabed, EnsembleDrafter)
     assert isinstance(tabed.policy, SageTree)
@@ -151,7 +151,7 @@ def test_methods_that_rewrite_prompts_say_what_they_need() -> None:
     parts = vlm("llava", "llava-draft")._parts
     for method in ("spd", "tabed"):
         with pytest.raises(MethodError, match=f"{method} rewrites the draft model's prompt"):
-            build(method, Parts(parts.target, parts.draft_model))
+            build(method, Models(parts.target, parts.draft_model))
 
 
 def test_a_text_only_drafter_beside_copies_runs_in_generate() -> None:

@@ -30,7 +30,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.target import cache, graphs, lean
 from saccade.target.adapter import Target
 from saccade.target.cache import on_device
@@ -103,7 +103,7 @@ def engine(method: str, place: str, **options: Any) -> Engine:
         return Engine(target(place), EnsembleDrafter(draft_model(place), Chain(3), views))
     model = draft_model(place) if get(method).needs == "draft model" else None
     trained = head(method, place) if method in HEAD_KINDS else None
-    parts = Parts(target(place), model, special_ids=(0, 1, 2), head=trained)
+    parts = Models(target(place), model, special_ids=(0, 1, 2), head=trained)
     return build(method, parts, **{**OPTIONS[method], **options})
 
 
@@ -204,7 +204,7 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
     alone = run(engine(method, NAME), False, device, rows, new=24)
     monkeypatch.setitem(graphs.CAPTURES, NAME, _captured_on(device))
     models = [Target(make().to(NAME)) for make in (CASE.model, CASE.draft_model)]
-    under_test = build(method, Parts(*models), **OPTIONS[method])
+    under_test = build(method, Models(*models), **OPTIONS[method])
     first, again = (run(under_test, False, device, rows, new=24) for _ in range(2))
     assert first.tokens == again.tokens == alone.tokens
     few = [counts for counts in again.steps if counts.launches["graph"]]
@@ -225,7 +225,7 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
 def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
     device: PretendDevice, method: str, sampled: bool, of_target: str, of_drafter: str
 ) -> None:
-    parts = Parts(target(of_target), draft_model(of_drafter))
+    parts = Models(target(of_target), draft_model(of_drafter))
     ran = run(build(method, parts, **OPTIONS[method]), sampled, device)
     assert ran.tokens == cpu_tokens(method, sampled)
 
@@ -239,7 +239,7 @@ def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
     monkeypatch.setattr(lean, "DEVICES", ("cpu", NAME))
 
     def tokens(place: str, counted: PretendDevice | None) -> Ran:
-        parts = Parts(Target(CASE.model().to(place), exact=True), draft_model(place))
+        parts = Models(Target(CASE.model().to(place), exact=True), draft_model(place))
         return run(build(method, parts, **OPTIONS[method]), False, counted)
 
     ran = tokens(NAME, device)

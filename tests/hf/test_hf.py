@@ -27,7 +27,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
 from saccade.methods import METHODS, build
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.target.adapter import Target
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "gemma3")
@@ -520,7 +520,7 @@ def test_what_does_not_go_with_the_method_is_refused_at_once(build: Any, message
 def test_methods_that_rewrite_prompts_are_the_ones_that_are_refused() -> None:
     """Any other method is composed without a processor, or needs a trained head."""
     own = Target(model("llava"))
-    parts = Parts(own, Target(FAMILIES["llava"].draft_model()))
+    parts = Models(own, Target(FAMILIES["llava"].draft_model()))
     for name, method in METHODS.items():
         if method.needs == "head":
             continue

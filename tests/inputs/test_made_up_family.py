@@ -22,7 +22,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.batching import join, media_spans, split, visual_mask
 from saccade.inputs.families import FAMILIES, family_of, register, vision_signature
-from saccade.inputs.families.family import Family, Features, Kind, Piece, PoolPoint, Tensors, Words
+from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Tensors
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
@@ -47,12 +47,12 @@ class Glimpses(Family):
         squares = [run([image])["pixel_values"] for image in images]
         return [{"glimpses": torch.stack([square, square.flip(-1)], 1)} for square in squares]
 
-    def expand_image(self, words: Words, features: Features) -> str:
+    def expand_image(self, words: Marks, features: Features) -> str:
         return "".join(tag + words.image * TOKENS for tag in self.openers)
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         for glimpses in tensors.get("glimpses", ()):
-            yield Piece("image", {"glimpses": glimpses[None]})
+            yield MediumTensors("image", {"glimpses": glimpses[None]})
 
     def tiles(self, medium: Any) -> int:
         return 2

@@ -19,7 +19,7 @@ from saccade.engine.generation import plan
 from saccade.errors import SaccadeWarning
 from saccade.inputs.batching import split
 from saccade.methods import build
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.target import graphs
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -51,8 +51,8 @@ def engine(family: str, method: str, **how: Any) -> Engine:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             head = build_head(HeadConfig.from_target(target, "eagle2"))
-        return build(method, Parts(target, head=head), **OPTIONS[method])
-    return build(method, Parts(target, Target(case.draft_model()), special_ids=(0, 1, 2)), **OPTIONS[method])
+        return build(method, Models(target, head=head), **OPTIONS[method])
+    return build(method, Models(target, Target(case.draft_model()), special_ids=(0, 1, 2)), **OPTIONS[method])
 
 
 def prompts_of(target: Target, family: str, rows: int) -> list[Any]:

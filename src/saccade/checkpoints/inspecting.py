@@ -13,7 +13,7 @@ from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
-from saccade.draft.heads.published.translation import Form, rope_settings
+from saccade.draft.heads.published.translation import ReleasedLayout, rope_settings
 from saccade.draft.heads.store import WEIGHTS, form_of, read_config, read_values, read_weights
 from saccade.errors import ModelError
 from saccade.loading import check_checkpoint
@@ -113,7 +113,7 @@ def _model(path: str | Path) -> Inspection:
 
 
 def _released(
-    path: str | Path, values: Mapping[str, Any], form: Form, shape: TargetShape | None
+    path: str | Path, values: Mapping[str, Any], form: ReleasedLayout, shape: TargetShape | None
 ) -> tuple[Inspection, HeadConfig | None]:
     """Describe a released head; its configuration is None if it cannot be loaded."""
     weights = read_weights(path, form.FILES)
@@ -136,7 +136,7 @@ def _released(
     return found, config
 
 
-def _kind(form: Form, values: Mapping[str, Any]) -> str:
+def _kind(form: ReleasedLayout, values: Mapping[str, Any]) -> str:
     try:
         return form.kind(values).kind
     except ModelError:

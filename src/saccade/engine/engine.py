@@ -7,7 +7,7 @@ from typing import Any
 
 from saccade.draft.drafter import Drafter
 from saccade.engine.batch import RunningBatch
-from saccade.engine.generation import Plan, plan
+from saccade.engine.generation import DecodingPlan, plan
 from saccade.engine.pacing import Pacer
 from saccade.engine.row import Request, Row, RowStep
 from saccade.errors import InputError
@@ -79,7 +79,7 @@ class Engine:
     def start(
         self,
         requests: Sequence[Request],
-        decoding: Plan,
+        decoding: DecodingPlan,
         session: RunningBatch | None = None,
         trace: bool = False,
     ) -> Run:

@@ -73,7 +73,7 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DecodingPlan:
     """Decoding options of a batch.
 
     Attributes:
@@ -106,7 +106,7 @@ def plan(
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
     tokenizer: Any = None,
     **options: Any,
-) -> Plan:
+) -> DecodingPlan:
     """Resolve options against the checkpoint's defaults, by the model's own code where it has some; in any thread.
 
     Args:
@@ -156,7 +156,7 @@ def plan(
                 tokenizer,
             )
         rows.append(row)
-    return Plan(do_sample=bool(config.do_sample), rows=tuple(rows))
+    return DecodingPlan(do_sample=bool(config.do_sample), rows=tuple(rows))
 
 
 @contextmanager

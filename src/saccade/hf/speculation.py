@@ -15,7 +15,7 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
-from saccade.engine.generation import Plan, check_options
+from saccade.engine.generation import DecodingPlan, check_options
 from saccade.errors import InputError, MethodError
 from saccade.hf.patching import TakesPixels, patch
 from saccade.hf.results import Recorder, Sheet, fill
@@ -25,7 +25,7 @@ from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import drafters
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.methods.drafters import AnyHead
 from saccade.output import Output
 from saccade.target.adapter import Target
@@ -133,7 +133,7 @@ class Speculation(TakesPixels):
         scored = bool(config.return_dict_in_generate and config.output_scores)
         rows = Rows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
         recorder = Recorder(engine, config.do_sample, batch) if _wants_logits(config) else None
-        decoding = Plan(bool(config.do_sample), rows.plans)
+        decoding = DecodingPlan(bool(config.do_sample), rows.plans)
         run = (engine if recorder is None else recorder.engine).start(requests, decoding)
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         sheet = Sheet(batch, streamer, pad, rows.run_on)
@@ -166,7 +166,7 @@ class Speculation(TakesPixels):
             else:
                 special = methods.special_ids(model.config, model.generation_config)
                 head = drafters.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
-                parts = Parts(target, self._draft_model, special_ids=special, head=head)
+                parts = Models(target, self._draft_model, special_ids=special, head=head)
                 self._engine = methods.build(self._method, parts, **self._options)
         return self._engine
 

@@ -14,7 +14,7 @@ from saccade.inputs.families import family_of
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ProcessorParts:
     """Everything of a checkpoint that makes its inputs."""
 
     config: Any  # the model's Hugging Face configuration
@@ -26,7 +26,7 @@ class Parts:
     composite: Any = None  # its whole Hugging Face processor, for families outside the registry only
 
 
-def load_parts(path: str) -> Parts:
+def load_parts(path: str) -> ProcessorParts:
     """Read a checkpoint's parts."""
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
@@ -50,7 +50,7 @@ def load_parts(path: str) -> Parts:
             or _json(path, "video_preprocessor_config.json")
             or _json(path, "preprocessor_config.json")
         )
-    return Parts(
+    return ProcessorParts(
         config,
         tokenizer,
         image_processor,
@@ -61,7 +61,7 @@ def load_parts(path: str) -> Parts:
     )
 
 
-def read_eos(parts: Parts) -> tuple[int, ...]:
+def read_eos(parts: ProcessorParts) -> tuple[int, ...]:
     """Ids that end an answer: the generation configuration's, else the model's, else the tokenizer's."""
     text = parts.config.get_text_config(decoder=True)
     for value in (
@@ -134,7 +134,7 @@ def _generation_eos(path: str) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def save_parts(parts: Parts, folder: Path) -> None:
+def save_parts(parts: ProcessorParts, folder: Path) -> None:
     """Write tokenizer, image and video settings and chat template into a checkpoint folder.
 
     `saccade.inputs.parts.load_parts` finds the same parts there; the end of an answer belongs to
@@ -157,7 +157,7 @@ _NAMES = ("image_processor_type", "video_processor_type", "feature_extractor_typ
 """Class names, which change with the version of transformers and not with behaviour."""
 
 
-def settings_digest(parts: Parts) -> str:
+def settings_digest(parts: ProcessorParts) -> str:
     """Hash of a checkpoint's image and video settings and its chat template."""
     composite = parts.composite
     settings = [

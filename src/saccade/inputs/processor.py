@@ -27,17 +27,17 @@ from saccade.inputs.chat import (
     with_sources,
 )
 from saccade.inputs.families import family_of
-from saccade.inputs.families.family import Family, Features, Words
+from saccade.inputs.families.family import Family, Features, Marks
 from saccade.inputs.families.other import Unknown
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits, Video, load_image, load_video
-from saccade.inputs.parts import Parts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
+from saccade.inputs.parts import ProcessorParts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
 from saccade.inputs.prompt import Medium, Prompt
 
 
 class InputProcessor:
     """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ProcessorParts) -> None:
         self.config = parts.config  # the model's Hugging Face configuration
         self.tokenizer = parts.tokenizer  # the model's tokenizer
         self.eos_token_ids: tuple[int, ...] = read_eos(parts)  # ids that end an answer
@@ -69,7 +69,7 @@ class InputProcessor:
         """Build from loaded parts."""
         eos = None if eos_token_ids is None else tuple(eos_token_ids)
         return cls(
-            Parts(
+            ProcessorParts(
                 config,
                 tokenizer,
                 image_processor,
@@ -329,9 +329,9 @@ class Placed:
 class Visuals:
     """Maker of the media of one row."""
 
-    parts: Parts  # of the checkpoint
+    parts: ProcessorParts  # of the checkpoint
     family: Family  # bound to its configuration
-    words: Words  # the family's placeholders
+    words: Marks  # the family's placeholders
 
     def images(self, images: Sequence[Image.Image]) -> list[Placed]:
         """Make all images of the row together, because their number can change what each becomes."""
@@ -367,7 +367,7 @@ class Visuals:
 
 
 def load_slots(
-    family: Family, parts: Parts, slots: Sequence[Slot], sampling: Mapping[str, Any], limits: MediaLimits
+    family: Family, parts: ProcessorParts, slots: Sequence[Slot], sampling: Mapping[str, Any], limits: MediaLimits
 ) -> list[Slot]:
     """Load the images of a conversation and those frames of its videos that a family uses."""
     if len(slots) > limits.media:
@@ -392,7 +392,7 @@ def load_slots(
 
 
 def sampled_video(
-    family: Family, parts: Parts, source: Any, sampling: Mapping[str, Any], limits: MediaLimits = LOCAL
+    family: Family, parts: ProcessorParts, source: Any, sampling: Mapping[str, Any], limits: MediaLimits = LOCAL
 ) -> Video:
     """Load a video with the frames that a family uses; all of them where its own processor samples."""
     if family.is_composite:
@@ -402,7 +402,7 @@ def sampled_video(
 
 
 def composite_prompt(
-    parts: Parts,
+    parts: ProcessorParts,
     text: str,
     slots: Sequence[Slot],
     add_special_tokens: bool,

@@ -25,7 +25,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Models:
     """Parts that a method is composed of, besides its options.
 
     Attributes:
@@ -45,7 +45,7 @@ class Parts:
     head: Head | None = None
 
 
-def compose(parts: Parts, values: Values) -> Engine:
+def compose(parts: Models, values: Values) -> Engine:
     """Return the engine of resolved options, of parts that `saccade.methods.settings.fit` has accepted.
 
     Raises:
@@ -58,7 +58,7 @@ def compose(parts: Parts, values: Values) -> Engine:
     return Engine(parts.target, _drafter(parts, values), _rule(values, parts.special_ids), _pacer(parts, values))
 
 
-def _pacer(parts: Parts, values: Values) -> Pacer | None:
+def _pacer(parts: Models, values: Values) -> Pacer | None:
     from saccade.draft.heads.registry import HEAD_KINDS
     from saccade.engine.pacing import Pacer
     from saccade.methods.groups import LOSSLESS_RULE
@@ -74,7 +74,7 @@ def _pacer(parts: Parts, values: Values) -> Pacer | None:
     return Pacer(values["gamma"], _relative_cost(parts))
 
 
-def within_reach(parts: Parts, values: Values, given: Iterable[str]) -> Values:
+def within_reach(parts: Models, values: Values, given: Iterable[str]) -> Values:
     """Return options whose default lengths, and those of a paced chain, are at most what the head drafts ahead.
 
     Args:
@@ -87,7 +87,7 @@ def within_reach(parts: Parts, values: Values, given: Iterable[str]) -> Values:
     return {name: min(value, reach) if name in lengths else value for name, value in values.items()}
 
 
-def _relative_cost(parts: Parts) -> float:
+def _relative_cost(parts: Models) -> float:
     """Time of a drafter's forward over the target's, guessed from their parameters and layers, whichever is more."""
 
     def size(modules: Iterable[Any]) -> int:
@@ -101,7 +101,7 @@ def _relative_cost(parts: Parts) -> float:
     return max(size([parts.draft_model.decoder]) / decoder, len(parts.draft_model.layers) / depth)
 
 
-def _drafter(parts: Parts, values: Values) -> Drafter:
+def _drafter(parts: Models, values: Values) -> Drafter:
     from saccade.draft.heads.session import HeadDrafter
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.merged import MergedDrafter
@@ -126,7 +126,7 @@ def _drafter(parts: Parts, values: Values) -> Drafter:
     return MergedDrafter(drafter, copies, values["merged_total"])
 
 
-def _by_model(parts: Parts, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     from saccade.draft.ensemble.ensemble import EnsembleDrafter
     from saccade.draft.ensemble.views import make_views
     from saccade.draft.ensemble.weights import make_weighting

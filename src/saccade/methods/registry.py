@@ -14,7 +14,7 @@ from saccade.methods.settings import ALIASES, Needs, fit, needs, resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine
-    from saccade.methods.compositions import Parts
+    from saccade.methods.compositions import Models
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return resolved(name, get(name).settings, given)
 
 
-def build(name: str, parts: Parts, **given: Any) -> Engine:
+def build(name: str, parts: Models, **given: Any) -> Engine:
     """Return the engine of a method."""
     from saccade.methods.compositions import compose, within_reach
 

@@ -14,7 +14,7 @@ from saccade.output import Output, TreeTrace
 from saccade.serve.decoding import TokenLogprob
 from saccade.serve.jobs import Event
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
-from saccade.text import Detokenizer, Words
+from saccade.text import Detokenizer, TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 
@@ -157,8 +157,8 @@ class Choice:
         return {"token": word, "logprob": logprob, "bytes": list(self._words.utf8(token))}
 
     @cached_property
-    def _words(self) -> Words:
-        return Words(self.tokenizer)
+    def _words(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
 
     def _word(self, token: int) -> str:
         return self._words.text(token)

@@ -34,7 +34,7 @@ class ModelTraits:
     tested: bool  # whether the conformance suite covers both
     masks: MaskPlan  # the masks that its decoder takes
     bidirectional_images: bool  # whether image tokens attend to later tokens of the same image
-    limits: Limits  # on the length of its sequences
+    limits: ModelLimits  # on the length of its sequences
 
     @property
     def context(self) -> int | None:
@@ -60,7 +60,7 @@ class ModelTraits:
             tested=family.is_tested and text.model_type in DECODERS and known,
             masks=MaskPlan(window=window, kinds=kinds),
             bidirectional_images=family.bidirectional_images,
-            limits=Limits.of(text),
+            limits=ModelLimits.of(text),
         )
 
 
@@ -161,14 +161,14 @@ class ContextError(InputError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """Bounds of one model, in tokens."""
 
     context: int | None  # longest supported sequence, or None when the configuration has none
     longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
 
     @classmethod
-    def of(cls, text_config: Any) -> Limits:
+    def of(cls, text_config: Any) -> ModelLimits:
         """Read a decoder's configuration."""
         thresholds = [
             rope["original_max_position_embeddings"]

@@ -32,7 +32,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.methods.groups import TREE_OPTIONS
 from saccade.target.forward import ForwardOutput
 
@@ -206,7 +206,7 @@ def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Any) -> None:
 def test_default_lengths_are_at_most_a_head_s_stacks(options: dict[str, str]) -> None:
     owner = vlm("llava")
     head = build_head(HeadConfig.from_target(owner.target, "medusa", steps=2)).to(owner.target.dtype)
-    engine = build("medusa", Parts(owner.target, head=head), **options)
+    engine = build("medusa", Models(owner.target, head=head), **options)
     (output,) = engine.generate([Request(owner.processor.prompt("What is it?", [picture(3)]))], max_new_tokens=12)
     assert output.stats.drafted_tokens > 0
 
@@ -215,7 +215,7 @@ def test_default_lengths_are_at_most_a_head_s_stacks(options: dict[str, str]) ->
 def test_methods_by_name(kind: str) -> None:
     owner = vlm("llava")
     head = build_head(HeadConfig.from_target(owner.target, kind))
-    parts = Parts(owner.target, head=head.to(owner.target.dtype))
+    parts = Models(owner.target, head=head.to(owner.target.dtype))
     prompt = owner.processor.prompt("What is it?", [picture(3)])
     (expected,) = build("plain", parts).generate([Request(prompt)], max_new_tokens=12)
     for options in ({}, {"tree": "dynamic"}, {"tree": "chain", "gamma": 3}):

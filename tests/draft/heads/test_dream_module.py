@@ -23,7 +23,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.target.context import Context
 
 
@@ -188,11 +188,11 @@ def test_a_head_that_is_not_whole_is_refused(damage: str, tmp_path: Path) -> Non
 
 
 def test_the_method_grows_the_paper_s_tree() -> None:
-    under = methods.build("dream", Parts(target("llava"), head=dream("llava")))
+    under = methods.build("dream", Models(target("llava"), head=dream("llava")))
     assert isinstance(under.drafter, HeadDrafter)
     assert under.drafter.policy == DynamicTree(top=4, max_depth=6, total=32)
     with pytest.raises(MethodError, match="needs a trained eagle2 head, but only the head dream is given"):
-        methods.build("eagle2", Parts(target("llava"), head=dream("llava")))
+        methods.build("eagle2", Models(target("llava"), head=dream("llava")))
 
 
 @pytest.mark.parametrize(("keep", "reads"), [(1.0, False), (0.5, True)])

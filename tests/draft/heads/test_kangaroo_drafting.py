@@ -32,7 +32,7 @@ from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
-from saccade.methods.compositions import Parts
+from saccade.methods.compositions import Models
 from saccade.target.context import Context
 
 CLOSE = 1e-3
@@ -256,7 +256,7 @@ def test_a_head_comes_back_as_it_was(tmp_path: Any) -> None:
 def test_the_method_by_name() -> None:
     owner = vlm("llava")
     head = build_head(HeadConfig.from_target(owner.target, "kangaroo")).to(owner.target.dtype)
-    parts = Parts(owner.target, head=head)
+    parts = Models(owner.target, head=head)
     prompt = owner.processor.prompt("What is it?", [picture(3)])
     (expected,) = build("plain", parts).generate([Request(prompt)], max_new_tokens=12)
     drafted = {}

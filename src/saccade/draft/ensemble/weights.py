@@ -28,7 +28,7 @@ _MOST_VALUES = 1 << 24
 """Most values of candidate mixtures in memory at a time."""
 
 
-class Weights(Protocol):
+class WeightState(Protocol):
     """A weighting's state for rows that come and go."""
 
     def load(self, row: int, ids: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class Weighting(Protocol):
         """Whether weights depend on verified positions."""
         ...
 
-    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+    def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         """Start a session of ``batch`` rows without history."""
         ...
 
@@ -75,7 +75,7 @@ class Grid:
         if self.distance not in get_args(Distance):
             raise ValueError(f"distance must be one of {', '.join(get_args(Distance))}, not {self.distance!r}.")
 
-    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+    def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         grid = simplex(views, self.steps).to(device)  # [G, m]
         matching = self.distance == "match"
 
@@ -125,7 +125,7 @@ class InverseError:
         if not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, not {self.temperature}.")
 
-    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+    def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         def decide(total: Tensor, counts: Sequence[int]) -> Tensor:
             error = total / _column(counts, device).clamp(min=1) if self.average else total
             return (1 / error.clamp(min=ERROR_FLOOR) / self.temperature).softmax(-1)
@@ -151,7 +151,7 @@ class AdaBoost:
     def __post_init__(self) -> None:
         _check(window=self.window)
 
-    def open(self, batch: int, views: int, device: torch.device) -> Weights:
+    def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         vocab = 2
 
         def measure(verified: Verified) -> Tensor:

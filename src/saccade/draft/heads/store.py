@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.published import cross_attention, eagle3, first_eagle, image_adaptor, stacks
-from saccade.draft.heads.published.translation import Form
+from saccade.draft.heads.published.translation import ReleasedLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
@@ -27,7 +27,7 @@ _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
 """Exceptions from reading a damaged weight file."""
 
 
-FORMS: tuple[Form, ...] = (eagle3, stacks, image_adaptor, cross_attention, first_eagle)
+FORMS: tuple[ReleasedLayout, ...] = (eagle3, stacks, image_adaptor, cross_attention, first_eagle)
 """Layouts of released heads; the first that fits reads a folder."""
 
 
@@ -88,7 +88,7 @@ def kind_in(folder: Any) -> str | None:
     return head_class(values[MARK]).kind if MARK in values else None
 
 
-def form_of(folder: str | Path, values: Mapping[str, Any]) -> Form | None:
+def form_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout | None:
     """Return the layout of the released head in a folder; None for ours and for other folders."""
     if MARK in values:
         return None

@@ -40,7 +40,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MediumTensors:
     """Forward arguments of one image or video alone."""
 
     kind: Kind
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class Marks:
     """Strings of a family's placeholders and wrappers."""
 
     image: str  # one image token
@@ -126,7 +126,7 @@ class Family(ABC):
         """A medium from its forward arguments, counted and hashed."""
         return Medium(kind, tensors, self.count(kind, tensors), digest(tensors))
 
-    def words(self, tokenizer: Any) -> Words | None:
+    def words(self, tokenizer: Any) -> Marks | None:
         """Placeholder strings by the configuration's ids and the tokenizer; None for a text family."""
         image = token_string(tokenizer, self.config.image_token_id)
         video = None
@@ -134,9 +134,9 @@ class Family(ABC):
             video = getattr(tokenizer, "video_token", None) or "<video>"
         elif self.video_defaults is not None:
             video = token_string(tokenizer, self.config.video_token_id)
-        return Words(image, video, image, "".join(self.openers[:1]), "".join(self.closers[:1]))
+        return Marks(image, video, image, "".join(self.openers[:1]), "".join(self.closers[:1]))
 
-    def wrappers(self, words: Words) -> tuple[set[str], set[str]]:
+    def wrappers(self, words: Marks) -> tuple[set[str], set[str]]:
         """Tokens that may stand in front of a medium's placeholders, and behind them."""
         return {words.opener, *self.openers}, {words.closer, *self.closers}
 
@@ -152,7 +152,7 @@ class Family(ABC):
         """Prepare all images of one row."""
         return [run([image]) for image in images]
 
-    def expand_image(self, words: Words, features: Features) -> str:
+    def expand_image(self, words: Marks, features: Features) -> str:
         """The text of one image, from the image processor's output."""
         return words.image * self.count("image", features)
 
@@ -173,17 +173,17 @@ class Family(ABC):
         """Forward arguments of a video, or of each of its frames (``frames_as_images``)."""
         raise NotImplementedError  # only families with video_defaults are called, and define it
 
-    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         """The text of one video, given the result of `video_tensors`."""
         return (words.video or "") * self.count("video", tensors[0])
 
     @abstractmethod
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         """Cut the visual tensors of a batch into single images, then single videos, in batch order without padding."""
 
     def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
         """Prompts of a batch."""
-        queues = {"image": list[Piece](), "video": list[Piece]()}
+        queues = {"image": list[MediumTensors](), "video": list[MediumTensors]()}
         for piece in self.cut(tensors, rows):
             queues[piece.kind].append(piece)
         prompts = []

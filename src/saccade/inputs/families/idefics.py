@@ -18,10 +18,10 @@ from saccade.inputs.families.family import (
     Family,
     Features,
     Kind,
-    Piece,
+    Marks,
+    MediumTensors,
     PoolPoint,
     Tensors,
-    Words,
     runs_of,
     side_of,
 )
@@ -49,12 +49,12 @@ class Idefics3(Family):
         side = side_of(self.config.vision_config)
         return tensors["pixel_values"].shape[1] * int(side**2 / self.config.scale_factor**2)
 
-    def wrappers(self, words: Words) -> tuple[set[str], set[str]]:
+    def wrappers(self, words: Marks) -> tuple[set[str], set[str]]:
         openers, closers = super().wrappers(words)
         tiles = range(1, _MOST_TILES + 1)
         return openers | {f"<row_{row}_col_{column}>" for row in tiles for column in tiles}, closers
 
-    def expand_image(self, words: Words, features: Features) -> str:
+    def expand_image(self, words: Marks, features: Features) -> str:
         """Every tile behind its row and column, then the whole image."""
         rows, columns = (int(features[k][0][0]) for k in ("rows", "cols"))
         tile = words.image * (self.count("image", features) // (rows * columns + 1))
@@ -66,7 +66,7 @@ class Idefics3(Family):
         )
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         """The last tile of every image shows all of it and has a tag of its own in front.
 
         A row ends with such a tile, so its tag is known without the tokenizer.
@@ -89,10 +89,10 @@ class Idefics3(Family):
                 if mask is not None:
                     piece["pixel_attention_mask"] = mask[b : b + 1, start:number]
                 if piece["pixel_values"].shape[1]:
-                    yield Piece("image", piece)
+                    yield MediumTensors("image", piece)
                 start = number
             if bool(pixels[b, start:].any()):
-                yield Piece("image", {"pixel_values": pixels[b : b + 1, start:]})
+                yield MediumTensors("image", {"pixel_values": pixels[b : b + 1, start:]})
 
     def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
         """``[B, tiles, ...]``: rows of fewer or smaller tiles, or none, are filled with empty ones."""
@@ -164,7 +164,7 @@ class SmolVLM(Idefics3):
         mask = torch.ones(1, 1, *pixels.shape[-2:], dtype=torch.long)
         return [{"pixel_values": frame[None, None], "pixel_attention_mask": mask} for frame in pixels]
 
-    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         frame = self.expand_image(words, {**tensors[0], "rows": [[0]], "cols": [[0]]})
         stamps = ((int(t // 60), int(t % 60)) for t in video.timestamps)
         return (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.inputs.families.family import Family, Features, Kind, Piece, PoolPoint, Tensors, Words, runs_of
+from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Tensors, runs_of
 from saccade.inputs.media import Video, wanted_frames
 from saccade.inputs.pixels import SQUARE_384, square_frames
 from saccade.inputs.prompt import Medium
@@ -31,7 +31,7 @@ class InternVL(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return tensors["pixel_values"].shape[0] * int(self.config.image_seq_length)
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         """An image is as many squares as its unbroken run of placeholders holds."""
         if "pixel_values" not in tensors:
             return
@@ -39,12 +39,12 @@ class InternVL(Family):
         for ids in rows:
             for first, last in runs_of(ids, self.visual_ids["image"]):
                 squares = (last - first) // int(self.config.image_seq_length)
-                yield Piece("image", {"pixel_values": pixels[start : start + squares]})
+                yield MediumTensors("image", {"pixel_values": pixels[start : start + squares]})
                 start += squares
         if start < len(pixels):
-            yield Piece("image", {"pixel_values": pixels[start:]})
+            yield MediumTensors("image", {"pixel_values": pixels[start:]})
 
-    def expand_image(self, words: Words, features: Features) -> str:
+    def expand_image(self, words: Marks, features: Features) -> str:
         return f"{words.opener}{words.image * self.count('image', features)}{words.closer}"
 
     @staticmethod
@@ -58,7 +58,7 @@ class InternVL(Family):
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         return [{"pixel_values": frame[None]} for frame in square_frames(video.frames, settings)]
 
-    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         frame = self.expand_image(words, tensors[0])
         return "\n".join(f"Frame{i}: {frame}" for i in range(1, len(tensors) + 1))
 

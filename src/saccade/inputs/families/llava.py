@@ -10,10 +10,10 @@ from saccade.inputs.families.family import (
     Family,
     Features,
     Kind,
-    Piece,
+    Marks,
+    MediumTensors,
     PoolPoint,
     Tensors,
-    Words,
     class_token,
     side_of,
     token_string,
@@ -31,9 +31,9 @@ class Llava(Family):
         pixels, patch = tensors["pixel_values"], int(self.config.vision_config.patch_size)
         return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + class_token(self.config)
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         for pixels in tensors.get("pixel_values", ()):
-            yield Piece("image", {"pixel_values": pixels[None]})
+            yield MediumTensors("image", {"pixel_values": pixels[None]})
 
 
 class Gemma3(Llava):
@@ -53,11 +53,11 @@ class Gemma3(Llava):
         window = patches // int(self.config.mm_tokens_per_image**0.5)
         return tensors["pixel_values"].shape[0] * (patches // window) ** 2  # a square, unlike the configured number
 
-    def words(self, tokenizer: Any) -> Words:
+    def words(self, tokenizer: Any) -> Marks:
         config = self.config
         opener, closer = (token_string(tokenizer, i) for i in (config.boi_token_index, config.eoi_token_index))
-        return Words(token_string(tokenizer, config.image_token_id), None, opener, opener, closer)
+        return Marks(token_string(tokenizer, config.image_token_id), None, opener, opener, closer)
 
-    def expand_image(self, words: Words, features: Features) -> str:
+    def expand_image(self, words: Marks, features: Features) -> str:
         run = words.image * self.count("image", features)
         return f"\n\n{words.opener}{run}{words.closer}\n\n"

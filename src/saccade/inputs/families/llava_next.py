@@ -16,7 +16,7 @@ from saccade.inputs.families.family import (
     Features,
     Grid,
     Kind,
-    Piece,
+    MediumTensors,
     PoolPoint,
     Tensors,
     class_token,
@@ -74,7 +74,7 @@ class LlavaNext(Family):
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
         return rows, columns
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         if "pixel_values" not in tensors:
             return
         sizes = need(tensors, "image_sizes", "pixel_values")
@@ -92,7 +92,7 @@ class LlavaNext(Family):
             piece = {"pixel_values": pixels[i : i + 1, :tiles], "image_sizes": sizes[i : i + 1]}
             if together is not None:
                 piece["batch_num_images"] = torch.tensor([group])
-            yield Piece("image", piece)
+            yield MediumTensors("image", piece)
 
     def grid(self, medium: Medium) -> Grid | None:
         return None
@@ -121,10 +121,10 @@ class LlavaOnevision(LlavaNext):
         ratio = math.sqrt(rows * columns / (most * side_of(self.config.vision_config) ** 2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         yield from super().cut(tensors, rows)
         for video in tensors.get("pixel_values_videos", ()):
-            yield Piece("video", {"pixel_values_videos": video[None]})
+            yield MediumTensors("video", {"pixel_values_videos": video[None]})
 
     def join_tensors(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         if name != "batch_num_images":

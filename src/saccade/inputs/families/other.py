@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import Family, Grid, Kind, Piece, Tensors
+from saccade.inputs.families.family import Family, Grid, Kind, MediumTensors, Tensors
 from saccade.inputs.prompt import Medium, Prompt, digest
 
 
@@ -37,7 +37,7 @@ class Text(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         raise InputError(f"The model {self.name} reads text only; leave the {kind} out.")
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         if tensors:
             raise InputError(
                 f"The model {self.name} reads text only, but the batch holds {', '.join(tensors)}; leave images out."
@@ -72,13 +72,13 @@ class Unknown(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return 0
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         if tensors:
             if len(rows) > 1:
                 raise InputError(
                     f"Batches with images are not understood for the family {self.name}; pass its rows one by one."
                 )
-            yield Piece("image", dict(tensors))
+            yield MediumTensors("image", dict(tensors))
 
     def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
         pieces = list(self.cut(tensors, rows))

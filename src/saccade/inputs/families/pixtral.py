@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import Family, Features, Grid, Kind, Piece, Tensors, Words, need
+from saccade.inputs.families.family import Family, Features, Grid, Kind, Marks, MediumTensors, Tensors, need
 from saccade.inputs.pixels import half, resample
 from saccade.inputs.prompt import Medium
 
@@ -36,7 +36,7 @@ class Pixtral(Family):
         rows, columns = self._rows_and_columns(tensors["image_sizes"])
         return rows * columns
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         if "pixel_values" not in tensors:
             return
         sizes = need(tensors, "image_sizes", "pixel_values")
@@ -47,12 +47,12 @@ class Pixtral(Family):
             )
         for pixels, size in zip(tensors["pixel_values"], sizes, strict=True):
             height, width = size.tolist()
-            yield Piece("image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]})
+            yield MediumTensors("image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]})
 
     def settings(self) -> dict[str, Any]:
         return {"patch_size": self._step}
 
-    def expand_image(self, words: Words, features: Features) -> str:
+    def expand_image(self, words: Marks, features: Features) -> str:
         rows, columns = self._rows_and_columns(features["image_sizes"])
         return "[IMG_BREAK]".join([words.image * columns] * rows) + words.closer
 

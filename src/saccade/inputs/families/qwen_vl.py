@@ -18,7 +18,7 @@ from transformers.image_utils import (
 )
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families.family import Family, Grid, Kind, Piece, Tensors, Words, need
+from saccade.inputs.families.family import Family, Grid, Kind, Marks, MediumTensors, Tensors, need
 from saccade.inputs.media import ASSUMED_FPS, Frames, Video
 from saccade.inputs.pixels import BICUBIC, half, normalise, resample, resize_frames
 from saccade.inputs.prompt import Medium
@@ -55,7 +55,7 @@ class Qwen2VL(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return int(tensors[_KEYS[kind][1]].prod()) // int(self.config.vision_config.spatial_merge_size) ** 2
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
         for kind, (pixels, grids) in _KEYS.items():
             if pixels not in tensors:
                 continue
@@ -71,7 +71,7 @@ class Qwen2VL(Family):
                 piece = {pixels: patches, grids: thw[i : i + 1]}
                 if seconds is not None:
                     piece["second_per_grid_ts"] = seconds[i : i + 1]
-                yield Piece(kind, piece)
+                yield MediumTensors(kind, piece)
 
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
@@ -191,7 +191,7 @@ class Qwen3VL(Qwen2VL):
             height, width = int(height * scale), int(width * scale)
         return _fitted(shape, height, width, factor, (count, round(count / step) * step), (least, most))
 
-    def expand_video(self, words: Words, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         times = _patch_times(video, int(settings["temporal_patch_size"]))
         run = (words.video or "") * (self.count("video", tensors[0]) // len(times))
         return "".join(f"<{t:.1f} seconds>{words.opener}{run}{words.closer}" for t in times)

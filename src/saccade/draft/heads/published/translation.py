@@ -19,7 +19,7 @@ Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 """Returns the shapes of a folder's weights; a call reads the header of their file."""
 
 
-class Form(Protocol):
+class ReleasedLayout(Protocol):
     """Module that reads one layout of released heads."""
 
     FILES: tuple[str, ...]  # names of its weight file, in order of preference
