@@ -14,7 +14,7 @@ from saccade.pocket.labels import no_labels
 from saccade.pocket.sample import WORLD, Sample
 from saccade.pocket.shapes import Thing, key, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, SHAPES, SIZES
-from tools.pocket.world import count, existence, video_question
+from tools.pocket.world import scenes, videos
 
 _TURNS = 7
 _SHORT = "In short."
@@ -31,9 +31,9 @@ def _ask(task: str, rng: Random, facts: dict[str, Any]) -> str:
 
 
 def _is_there(rng: Random, things: list[Thing]) -> Found:
-    present, (colour, shape) = existence.suspected(rng, things)
+    present, (colour, shape) = scenes.suspected(rng, things)
     facts = {"colour": colour, "shape": shape, "present": present}
-    turn = _ask("existence", rng, facts), existence.verdict(rng, facts)
+    turn = _ask("existence", rng, facts), scenes.verdict(rng, facts)
     return turn, [thing for thing in things if key(thing) == (colour, shape)]
 
 
@@ -44,14 +44,14 @@ def _how_many(rng: Random, things: list[Thing]) -> Found:
         asked = {k: rng.choice(list({"colour": COLOURS, "shape": SHAPES, "size": SIZES}[k])) for k in asked}
     counted = [other for other in things if all(other[k] == v for k, v in asked.items())]
     facts = {"asked": asked, "counted": counted}
-    return (_ask("count", rng, facts), count.total(rng, facts)), counted
+    return (_ask("count", rng, facts), scenes.total(rng, facts)), counted
 
 
 def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:
-    asked = video_question.ask(rng, facts)
-    letters = video_question.lettered(rng, asked) if rng.random() < 0.5 else {}
+    asked = videos.ask(rng, facts)
+    letters = videos.lettered(rng, asked) if rng.random() < 0.5 else {}
     known = {**facts, **asked, **letters}
-    return _ask("video-question", rng, known), video_question.conclusion(rng, known)
+    return _ask("video-question", rng, known), videos.conclusion(rng, known)
 
 
 def _conversation(task: str, facts: Any, turns: list[Turn], **media: Any) -> Sample:

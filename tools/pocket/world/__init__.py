@@ -6,50 +6,36 @@ of `saccade` with all of them.
 
 from saccade.pocket.sample import WORLD
 from saccade.pocket.tasks import chart, line, receipt, scene, short_video
-from tools.pocket.world import (
-    album,
-    arithmetic,
-    caption,
-    count,
-    detail,
-    document,
-    existence,
-    followup,
-    knowledge,
-    long_video,
-    prose,
-    reports,
-    story,
-    two_images,
-    vet,
-    video_question,
-)
+from tools.pocket.world import changes, pictures, reasoning, scenes, videos
+from tools.pocket.world.reasoning import FIRST_TASKS
+
+__all__ = ["FIRST_TASKS"]
 
 # Mixtures are drawn by position, so the order decides which samples a training seed yields: new tasks go last.
 _TASKS = {
     "chart": chart.TASK,
     "receipt": receipt.TASK,
     "scene": scene.TASK,
-    "arithmetic": arithmetic.TASK,
-    "document": document.TASK,
+    "arithmetic": reasoning.ARITHMETIC,
+    "document": pictures.DOCUMENT,
     "line": line.TASK,
-    "caption": caption.TASK,
-    "count": count.TASK,
-    "detail": detail.TASK,
-    "existence": existence.TASK,
-    "followup": followup.TASK,
-    "knowledge": knowledge.TASK,
-    "story": story.TASK,
-    "difference": two_images.DIFFERENCE,
-    "edit": two_images.EDIT,
-    "vet": vet.TASK,
+    "caption": pictures.CAPTION,
+    "count": scenes.COUNT,
+    "detail": scenes.DETAIL,
+    "existence": scenes.EXISTENCE,
+    "followup": reasoning.FOLLOWUP,
+    "knowledge": reasoning.KNOWLEDGE,
+    "story": changes.STORY,
+    "difference": changes.DIFFERENCE,
+    "edit": changes.EDIT,
+    "vet": reasoning.VET,
     "video": short_video.TASK,
-    "video-question": video_question.OPEN,
-    "choice": video_question.CHOICE,
-    "album": album.TASK,
-    "long-video": long_video.TASK,
-    "prose": prose.TASK,
-    "report": reports.TASK,
+    "video-question": videos.OPEN,
+    "choice": videos.CHOICE,
+    "album": pictures.ALBUM,
+    "long-video": videos.LONG,
+    "prose": scenes.PROSE,
+    "report": pictures.REPORT,
 }
 WORLD.clear()
 WORLD.update(_TASKS)

@@ -8,9 +8,8 @@ from tokenizers import Tokenizer
 
 from saccade.pocket import WORLD, Sample, draw, score, target_path
 from tools.pocket.tokens import content_weights
-from tools.pocket.world.album import PICTURES
-from tools.pocket.world.prose import ASIDES, read_shapes
-from tools.pocket.world.reports import FEET, HEADS, REMARKS
+from tools.pocket.world.pictures import FEET, HEADS, PICTURES, REMARKS
+from tools.pocket.world.scenes import ASIDES, read_shapes
 
 GRAMMARS = ("dense", "verbose")
 

@@ -13,8 +13,8 @@ from saccade.pocket import WORLD, Sample, draw, score
 from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK
 from saccade.pocket.scoring import chance
-from tools.pocket.world.caption import CAPTION_PROMPT
-from tools.pocket.world.followup import FIRST_TASKS
+from tools.pocket.world import FIRST_TASKS
+from tools.pocket.world.pictures import CAPTION_PROMPT
 
 NEW = [task for task in WORLD if task not in FIRST_TASKS]
 GRAMMARS = ("dense", "verbose")

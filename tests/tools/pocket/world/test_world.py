@@ -8,7 +8,7 @@ import pytest
 
 from saccade.pocket import draw, score
 from saccade.pocket.labels import IMAGE_SIZE
-from tools.pocket.world.followup import FIRST_TASKS
+from tools.pocket.world import FIRST_TASKS
 
 GRAMMARS = ("dense", "verbose")
 
