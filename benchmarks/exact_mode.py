@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.pocket_pair import FIRST_SEED, load
-from saccade.bench.check import first_difference
-from saccade.pocket import draft_path, draw, target_path
+from benchmarks import pocket_pair
+from benchmarks.pocket_pair import load
+from saccade.pocket import draft_path, target_path
 from saccade.vlm import VLM
-from tools.pocket.world.followup import FIRST_TASKS
 
 GROUP = 8
 """Prompts of a group, and rows of a batch."""
@@ -40,21 +39,15 @@ TIMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def models(options: argparse.Namespace) -> dict[str, VLM]:
-    """The pair without and with exact mode, on the same weights."""
-    target, draft = load(target_path(), options.dtype, "cpu"), load(draft_path(), "float32", "cpu")
-    return {mode: VLM(target, drafter=draft, exact=mode == "exact") for mode in ("usual", "exact")}
-
-
 def answers(vlm: VLM, numbers: Sequence[int], rows: int, length: int, run_on: bool) -> list[list[int]]:
     """Tokens of the answers about fresh pictures, some rows at a time."""
-    found: list[list[int]] = []
+    tokens: list[list[int]] = []
     more: dict[str, Any] = {"min_new_tokens": length} if run_on else {}
     for at in range(0, len(numbers), rows):
-        drawn = [draw(FIRST_SEED + n, FIRST_TASKS[n % len(FIRST_TASKS)], "dense") for n in numbers[at : at + rows]]
+        drawn = pocket_pair.samples(numbers[at : at + rows])
         outputs = vlm.generate([sample.messages() for sample in drawn], max_new_tokens=length, **more)
-        found += [output.tokens for output in outputs]
-    return found
+        tokens += [output.tokens for output in outputs]
+    return tokens
 
 
 def count_group(vlm: VLM, group: int, length: int) -> dict[str, list[int]]:
@@ -63,10 +56,13 @@ def count_group(vlm: VLM, group: int, length: int) -> dict[str, list[int]]:
     expected = answers(vlm.using("plain"), numbers, 1, length, run_on=True)
     counts = {}
     for label, (method, options, rows) in COMPARED.items():
-        found = answers(vlm.using(method, **options), numbers, rows, length, run_on=True)
-        first = [first_difference(ours, plain) for ours, plain in zip(found, expected, strict=True)]
-        equal = [len(plain) if at is None else at + 1 for at, plain in zip(first, expected, strict=True)]
-        counts[label] = [sum(equal), sum(at is not None for at in first)]
+        compared = differing = 0
+        for ours, plain in zip(
+            answers(vlm.using(method, **options), numbers, rows, length, True), expected, strict=True
+        ):
+            first = next((i for i, pair in enumerate(zip(ours, plain, strict=True), 1) if pair[0] != pair[1]), None)
+            compared, differing = compared + (first or len(plain)), differing + (first is not None)
+        counts[label] = [compared, differing]
     return counts
 
 
@@ -84,25 +80,16 @@ def count(vlms: dict[str, VLM], options: argparse.Namespace) -> None:
             print(f"{mode}: {total(record, mode)[0]} tokens compared", file=sys.stderr, flush=True)
 
 
-def lines(record: Path) -> list[dict[str, Any]]:
-    """The recorded groups."""
-    return [json.loads(line) for line in record.read_text("utf-8").splitlines()] if record.exists() else []
-
-
 def total(record: Path, mode: str, label: str | None = None) -> tuple[int, int]:
     """Tokens compared and differences of a mode, in all or of one label."""
-    found = [counts for line in lines(record) if line["mode"] == mode for counts in [line["counts"]]]
-    chosen = [pair for counts in found for name, pair in counts.items() if label in (None, name)]
+    counts = [line["counts"] for line in lines(record) if line["mode"] == mode]
+    chosen = [pair for group in counts for name, pair in group.items() if label in (None, name)]
     return sum(pair[0] for pair in chosen), sum(pair[1] for pair in chosen)
 
 
-def print_counts(record: Path) -> None:
-    """Print the table of counts."""
-    print("| compared with plain decoding, one row at a time | exact: tokens | differ | usual: tokens | differ |")
-    print("|---|---|---|---|---|")
-    for label in (*COMPARED, None):
-        exact, usual = (total(record, mode, label) for mode in ("exact", "usual"))
-        print(f"| {label or 'all'} | {exact[0]:,} | {exact[1]} | {usual[0]:,} | {usual[1]} |")
+def lines(record: Path) -> list[dict[str, Any]]:
+    """The recorded groups."""
+    return [json.loads(line) for line in record.read_text("utf-8").splitlines()] if record.exists() else []
 
 
 def print_costs(vlms: dict[str, VLM], options: argparse.Namespace) -> None:
@@ -110,19 +97,19 @@ def print_costs(vlms: dict[str, VLM], options: argparse.Namespace) -> None:
     seconds = dict.fromkeys(((label, mode) for label in TIMED for mode in vlms), 0.0)
     tokens = dict(seconds)
     for number in range(-1, options.timed_prompts):  # the first warms up
-        for label, (method, given) in TIMED.items():
+        for label, (method, settings) in TIMED.items():
             for mode, vlm in vlms.items():
-                chosen = vlm.using(method, **given)
+                chosen = vlm.using(method, **settings)
                 started = process_time()
                 (answer,) = answers(chosen, [max(number, 0)], 1, options.new_tokens, run_on=False)
                 if number >= 0:
                     seconds[label, mode] += process_time() - started
                     tokens[label, mode] += len(answer)
-    print("| method | usual, ms/token | exact, ms/token | exact / usual |")
-    print("|---|---|---|---|")
+    rows = []
     for label in TIMED:
         usual, exact = (1000 * seconds[label, mode] / max(tokens[label, mode], 1) for mode in ("usual", "exact"))
-        print(f"| {label} | {usual:.2f} | {exact:.2f} | {exact / usual:.2f} |")
+        rows.append([label, f"{usual:.2f}", f"{exact:.2f}", f"{exact / usual:.2f}"])
+    print("\n".join(pocket_pair.table(["method", "usual, ms/token", "exact, ms/token", "exact / usual"], rows)))
 
 
 def main() -> None:
@@ -136,11 +123,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/exact-mode.jsonl"), help="record of the counts")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    vlms = models(options)
+    target, draft = load(target_path(), options.dtype, "cpu"), load(draft_path(), "float32", "cpu")
+    vlms = {mode: VLM(target, drafter=draft, exact=mode == "exact") for mode in ("usual", "exact")}
     if options.timed_prompts:
         print_costs(vlms, options)
     count(vlms, options)
-    print_counts(options.out)
+    rows = []
+    for label in (*COMPARED, None):
+        exact, usual = (total(options.out, mode, label) for mode in ("exact", "usual"))
+        rows.append([label or "all", f"{exact[0]:,}", str(exact[1]), f"{usual[0]:,}", str(usual[1])])
+    head = ["compared with plain decoding, one row at a time", "exact: tokens", "differ", "usual: tokens", "differ"]
+    print("\n".join(pocket_pair.table(head, rows)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from saccade.draft.lookup import chains
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 from saccade.pocket.words import CONTENT
-from saccade.target.adapter import Target
 from saccade.target.context import Context
 from saccade.verify.loose import LVSpec
 
@@ -52,20 +51,14 @@ def places(vlm: saccade.VLM, prompt: Prompt, answer: Sequence[int]) -> Iterator[
     relevance = judge.relevance([0], tree, output)[0, 1:].tolist()
     log_p = output.logits[0, :-1].float().log_softmax(-1)
     entropy = (-(log_p.exp() * log_p).sum(-1) / torch.tensor(float(log_p.shape[-1])).log()).tolist()
-    guesses = _guesses(vlm.draft_model, prompt, answer)
+    draft = Context(vlm.draft_model, 1)
+    draft.cache.reserve(0, len(prompt) + len(answer))
+    draft.load(0, prompt)
+    guesses = draft.forward([0], tree.tokens, tree.ancestors, tree.depth).logits[0, :-1].argmax(-1).tolist()
     decode = vlm.processor.tokenizer.decode
     for own, guess, seen, unsure in zip(rest, guesses, relevance, entropy, strict=True):
         words = (decode([token]).strip().lower() for token in (own, guess))
         yield Place(own != guess, any(word in CONTENT for word in words), seen, unsure)
-
-
-def _guesses(draft: Target, prompt: Prompt, answer: Sequence[int]) -> list[int]:
-    context = Context(draft, 1)
-    context.cache.reserve(0, len(prompt) + len(answer))
-    context.load(0, prompt)
-    tree = chains([answer[0]], [answer[1:]], draft.device)
-    output = context.forward([0], tree.tokens, tree.ancestors, tree.depth)
-    return output.logits[0, :-1].argmax(-1).tolist()
 
 
 def area(above: Sequence[float], below: Sequence[float]) -> float:

@@ -11,21 +11,20 @@ plain decoding over the first show how much of that is noise.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
-from transformers.utils import logging
 
-from benchmarks.clock import Clock
-from benchmarks.pocket_pair import FIRST_SEED, add_options, load
+from benchmarks import pocket_pair
+from benchmarks.clock import CLOCKS, Clock
+from benchmarks.pocket_pair import FIRST_TASKS, bootstrap, load
 from saccade import methods
 from saccade.draft.drafter import Drafter
 from saccade.engine import Engine, Request
@@ -33,9 +32,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.methods.compositions import Models
-from saccade.pocket import draw
 from saccade.target.adapter import Target
-from tools.pocket.world.followup import FIRST_TASKS
 
 BOUND = 1.02
 """Times of plain decoding that `auto` may take over any window."""
@@ -75,11 +72,6 @@ class Course:
 
     seconds: list[float] = field(default_factory=lambda: [0.0])
     tokens: list[int] = field(default_factory=lambda: [0])
-
-    def add(self, seconds: float, tokens: int) -> None:
-        """Add a step."""
-        self.seconds.append(self.seconds[-1] + seconds)
-        self.tokens.append(self.tokens[-1] + tokens)
 
     def windows(self, size: int) -> np.ndarray:
         """Seconds of every window of ``size`` tokens, between steps by interpolation."""
@@ -123,7 +115,9 @@ def generate(
             waiting.remove(name)
             continue
         emitted = sum(map(len, step.tokens))
-        courses[name].add(spent[name], emitted)
+        course = courses[name]
+        course.seconds.append(course.seconds[-1] + spent[name])
+        course.tokens.append(course.tokens[-1] + emitted)
         tokens[name], spent[name] = tokens[name] + emitted, 0.0
     return {name: run.outputs for name, run in runs.items()}
 
@@ -140,123 +134,88 @@ def measure(
     for number in range(repeats + 1):
         engine, first = make(setting.drafters[0])
         _, second = make(setting.drafters[1])
-        plain = Engine(engine.target)
-        courses = {"plain": Course(), "auto": Course(), "again": Course()}
-        counted = groups if number else groups[:1]
-        for index, prompts in enumerate(counted):
+        engines = {"plain": Engine(engine.target), "auto": engine}
+        engines["again"] = engines["plain"]
+        courses = {name: Course() for name in engines}
+        for index, prompts in enumerate(groups if number else groups[:1]):
             engine.drafter = first if 2 * index < len(groups) else second
-            engines = {"plain": plain, "auto": engine, "again": plain}
-            names = list(engines)
-            turn = (index + number) % len(names)
+            turn = (index + number) % len(engines)
+            names = [*engines][turn:] + [*engines][:turn]
             gc.collect()
-            ordered = {name: engines[name] for name in names[turn:] + names[:turn]}
-            outputs = generate(ordered, prompts, setting.new_tokens, clock, courses)
+            outputs = generate({n: engines[n] for n in names}, prompts, setting.new_tokens, clock, courses)
             if number:
-                measured.unequal += sum(
-                    a.tokens != b.tokens for a, b in zip(outputs["auto"], outputs["plain"], strict=True)
-                )
+                pairs = zip(outputs["auto"], outputs["plain"], strict=True)
+                measured.unequal += sum(ours.tokens != plain.tokens for ours, plain in pairs)
                 measured.drafted += sum(o.stats.drafted_tokens for o in outputs["auto"])
                 measured.accepted += sum(o.stats.accepted_tokens for o in outputs["auto"])
         if number:
-            measured.plain.append(courses["plain"])
-            measured.auto.append(courses["auto"])
-            measured.again.append(courses["again"])
+            for name, course in courses.items():
+                getattr(measured, name).append(course)
     return measured
 
 
-def worst(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
-    """The largest of the windows' medians over repeats, with its 95 % bootstrap interval.
-
-    Shapes: ratios ``[R, W]``.
-    """
-    picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picked], axis=1).max(1), [2.5, 97.5])
-    return float(np.median(ratios, axis=0).max()), float(low), float(high)
-
-
-def overall(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
-    """The median of ratios ``[R]``, with its 95 % bootstrap interval."""
-    picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picked], axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
-
-
-def line(name: str, measured: Measured, rows: int) -> str:
-    """A row of the table."""
+def line(name: str, measured: Measured, rows: int) -> list[str]:
+    """Cells of one setting."""
     plain, auto, again = (
-        np.stack([course.windows(WINDOW * rows) for course in courses])
+        np.stack([c.windows(WINDOW * rows) for c in courses])
         for courses in (measured.plain, measured.auto, measured.again)
     )
-    totals = np.array(
-        [
-            2 * own.seconds[-1] / (one.seconds[-1] + two.seconds[-1])
-            for one, own, two in zip(measured.plain, measured.auto, measured.again, strict=True)
-        ]
-    )
-    top, noise = worst(2 * auto / (plain + again)), worst(again / plain)
-    cells = [
-        name,
-        str(measured.auto[0].tokens[-1]),
-        _interval(overall(totals)),
-        f"{_interval(top)}{'' if top[0] <= BOUND else ' OVER'}",
-        _interval(noise),
+    totals = [
+        2 * auto.seconds[-1] / (plain.seconds[-1] + again.seconds[-1])
+        for plain, auto, again in zip(measured.plain, measured.auto, measured.again, strict=True)
+    ]
+
+    def worst(ratios: np.ndarray) -> tuple[float, float, float]:
+        return bootstrap(ratios, lambda drawn: np.median(drawn, axis=1).max(1))
+
+    def interval(values: tuple[float, float, float]) -> str:
+        return f"{values[0]:.3f} ({values[1]:.3f}-{values[2]:.3f})"
+
+    top = worst(2 * auto / (plain + again))
+    return [
+        *(name, str(measured.auto[0].tokens[-1])),
+        interval(bootstrap(totals, lambda drawn: np.median(drawn, axis=1))),
+        f"{interval(top)}{'' if top[0] <= BOUND else ' OVER'}",
+        interval(worst(again / plain)),
         f"{measured.drafted / max(1, sum(c.tokens[-1] for c in measured.auto)):.2f}",
         f"{measured.accepted / max(1, measured.drafted):.2f}",
         str(measured.unequal),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-HEADER = [
-    f"| setting | tokens | all, auto / plain | worst {WINDOW} tokens of a row, auto / plain | plain / plain | "
-    "drafted per token | of these accepted | unequal answers |",
-    "|---|---|---|---|---|---|---|---|",
-]
+def drafters(options: argparse.Namespace) -> Callable[[str], Target]:
+    """Draft models by name, each made once."""
 
+    @cache
+    def make(name: str) -> Target:
+        torch.manual_seed(0)
+        if name == "large":
+            model = load(options.target, options.target_dtype, options.device)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(torch.randn_like(weight) * weight.std() * _NOISE)
+        else:
+            model = load(options.draft, options.draft_dtype, options.device)
+        if name == "random":
+            model = AutoModelForImageTextToText.from_config(model.config, dtype=model.dtype)
+        return Target(model.to(options.device).eval())
 
-def _interval(found: tuple[float, float, float]) -> str:
-    return f"{found[0]:.3f} ({found[1]:.3f}-{found[2]:.3f})"
-
-
-def drafters(options: argparse.Namespace, target: Target) -> Callable[[str], Target]:
-    """Draft models by name, made when they are first asked for."""
-    made: dict[str, Target] = {}
-
-    def find(name: str) -> Target:
-        if name not in made:
-            torch.manual_seed(0)
-            if name == "large":
-                model = copy.deepcopy(load(options.target, options.target_dtype, options.device))
-                with torch.no_grad():
-                    for weight in model.parameters():
-                        weight.add_(torch.randn_like(weight) * weight.std() * _NOISE)
-            else:
-                model = load(options.draft, options.draft_dtype, options.device)
-            if name == "random":
-                model = AutoModelForImageTextToText.from_config(model.config, dtype=model.dtype)
-            made[name] = Target(model.to(options.device).eval())
-        return made[name]
-
-    return find
+    return make
 
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = pocket_pair.parser(__doc__)
+    pocket_pair.add_options(parser)
     parser.set_defaults(target_dtype="float32", threads=1)
     parser.add_argument("--repeats", type=int, default=5, help="courses of each method (default: 5)")
-    parser.add_argument("--clock", default="cpu", choices=("wall", "cpu"), help="(default: cpu)")
+    parser.add_argument("--clock", default="cpu", choices=CLOCKS, help="(default: cpu)")
     parser.add_argument("--settings", nargs="+", metavar="NAME", help=f"some of {', '.join(SETTINGS)} (default: all)")
     options = parser.parse_args()
-    if unknown := set(options.settings or ()) - set(SETTINGS):
-        parser.error(f"unknown settings {sorted(unknown)}; expected some of {list(SETTINGS)}")
-    torch.set_num_threads(options.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
+    names = pocket_pair.chosen(parser, options.settings, list(SETTINGS), "settings")
+    pocket_pair.prepare(options)
     target = Target(load(options.target, options.target_dtype, options.device))
-    find, processor = drafters(options, target), InputProcessor.load(str(options.target))
+    find, processor = drafters(options), InputProcessor.load(str(options.target))
     clock = Clock(options.clock, target.device)
 
     def make(name: str) -> tuple[Engine, Drafter]:
@@ -264,19 +223,19 @@ def main() -> None:
         assert engine.drafter is not None
         return engine, engine.drafter
 
-    print("\n".join(HEADER), flush=True)
+    ratios = ["all, auto / plain", f"worst {WINDOW} tokens of a row, auto / plain", "plain / plain"]
+    head = ["setting", "tokens", *ratios, "drafted per token", "of these accepted", "unequal answers"]
+    print("\n".join(pocket_pair.table(head)), flush=True)
     content: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}}
-    for name in options.settings or SETTINGS:
+    for name in names:
         setting = SETTINGS[name]
-        samples = [draw(FIRST_SEED + n, setting.tasks[n % len(setting.tasks)], "dense") for n in range(setting.answers)]
+        samples = pocket_pair.samples(range(setting.answers), tasks=setting.tasks)
         prompts = [processor.prompt(sample.messages()) for sample in samples]
         cuts = [*range(0, len(prompts), setting.rows), len(prompts)]
         groups = [prompts[a:b] for a, b in pairwise(cuts)]
-        measured = measure(setting, make, groups, clock, options.repeats)
-        print(line(name, measured, setting.rows), flush=True)
-        content[name] = {kind: [vars(c) for c in getattr(measured, kind)] for kind in ("plain", "auto", "again")}
-    if options.json:
-        options.json.write_text(json.dumps(content) + "\n")
+        content[name] = measured = measure(setting, make, groups, clock, options.repeats)
+        print(f"| {' | '.join(line(name, measured, setting.rows))} |", flush=True)
+    pocket_pair.write_json(options.json, content)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,38 @@
-"""The pair of models and the prompts that all measurements share."""
+"""The pair of models, the prompts, options, tables and intervals that all measurements share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
+from transformers.utils import logging
 
 from benchmarks.clock import CLOCKS
+from saccade import VLM
 from saccade.cpu import suitable_dtype
-from saccade.inputs.batching import join
-from saccade.inputs.processor import InputProcessor
-from saccade.pocket import draft_path, draw, target_path
-from tools.pocket.world.followup import FIRST_TASKS
+from saccade.inputs.batching import join, type_ids
+from saccade.inputs.prompt import Prompt
+from saccade.pocket import Sample, draft_path, draw, target_path
+from tools.pocket.world import FIRST_TASKS
 
 FIRST_SEED = 300_000
 """Pictures are drawn from here on; training and evaluation use other seeds."""
+LOADS = (0.5, 1.5, 4.0)
+"""Arrival rates, as multiples of what one request after the other can serve."""
 
 Inputs = Mapping[str, torch.Tensor]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it is."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +52,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
 
 
-def add_step_options(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """The options of measurements that time every step of a chain."""
-    parser.add_argument("--gamma", type=int, default=5, help="guesses per step (default: 5)")
-    parser.add_argument("--prompts", type=int, default=prompts, help="prompts that count (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
-    parser.add_argument(
-        "--clock",
-        default="wall",
-        choices=CLOCKS,
-        help="cpu counts processor time: use it with one thread where other work shares the cores (default: wall)",
-    )
+def add_batch_options(parser: argparse.ArgumentParser, only: Sequence[str]) -> None:
+    """The options of measurements of the running batch, in float32 on one thread by default."""
+    add_options(parser)
+    parser.set_defaults(target_dtype="float32", threads=1)
+    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
+    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    parser.add_argument("--only", choices=only, help="one of the measurements alone")
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Set the number of threads, and silence transformers."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+
+def chosen(parser: argparse.ArgumentParser, names: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
+    """The names of an option, all known ones without any; others are refused."""
+    if unknown := set(names or ()) - set(known):
+        parser.error(f"unknown {what} {sorted(unknown)}; expected some of {list(known)}")
+    return [name for name in known if not names or name in names]
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write everything measured, dataclasses as their fields; nothing without a path."""
+    if path is not None:
+        fields: Callable[[Any], Any] = lambda value: asdict(value) if is_dataclass(value) else str(value)  # noqa: E731
+        path.write_text(json.dumps(content, indent=1, default=fields) + "\n")
 
 
 def load(folder: Path, dtype: str, device: str) -> Any:
@@ -62,17 +97,46 @@ def load(folder: Path, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
-def prompts(folder: Path, count: int, grammar: str, dtype: str, device: str) -> list[Inputs]:
-    """Questions about fresh pictures, task after task, as tensors for `generate`."""
-    processor = InputProcessor.load(str(folder))
-    made = []
-    for number in range(count):
-        sample = draw(FIRST_SEED + number, FIRST_TASKS[number % len(FIRST_TASKS)], grammar)
-        prompt = processor.prompt(sample.messages())
-        ids = torch.tensor([prompt.ids], device=device)
-        media = {
-            name: tensor.to(device, getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in join(processor.config, prompt.media).items()
-        }
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), **media})
-    return made
+def load_pair(options: argparse.Namespace) -> VLM:
+    """The pair with the method of the options."""
+    target = load(options.target, options.target_dtype, options.device)
+    draft = load(options.draft, options.draft_dtype, options.device)
+    return VLM(target, drafter=draft, method=options.method, gamma=options.gamma)
+
+
+def samples(numbers: Sequence[int], grammar: str = "dense", tasks: Sequence[str] = FIRST_TASKS) -> list[Sample]:
+    """Questions about fresh pictures, task after task."""
+    return [draw(FIRST_SEED + number, tasks[number % len(tasks)], grammar) for number in numbers]
+
+
+def stock_inputs(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+    """Prompts as `generate` takes them, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p.ids) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    media = join(model.config, [m for p in prompts for m in p.media])
+    made = {"input_ids": ids, "attention_mask": mask, **media, **type_ids(model.config, ids)}
+    return {
+        name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in made.items()
+    }
+
+
+def bootstrap(
+    values: ArrayLike, statistic: Callable[[np.ndarray], np.ndarray], draws: int = 2000
+) -> tuple[float, float, float]:
+    """A statistic of values `[N, ...]`, with its 95 % bootstrap interval over the first axis.
+
+    It takes `[draws, N, ...]` to `[draws]`.
+    """
+    array = np.asarray(values)
+    picked = np.random.default_rng(0).integers(0, len(array), (draws, len(array)))
+    low, high = np.percentile(statistic(array[picked]), [2.5, 97.5])
+    return float(statistic(array[None])[0]), float(low), float(high)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)

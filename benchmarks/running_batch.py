@@ -15,7 +15,6 @@ time to the first token of a second question in a conversation against the first
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,20 +23,17 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
-from benchmarks.clock import Clock
-from benchmarks.pocket_pair import FIRST_SEED, add_options, load
+from benchmarks import pocket_pair
+from benchmarks.clock import Clock, Now
+from benchmarks.pocket_pair import FIRST_SEED, LOADS, load, stock_inputs
 from saccade import VLM
-from saccade.inputs.batching import join, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 
 TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
 LATER = 5
 """How many other requests arrive between the first question about a picture and the second."""
-LOADS = (0.5, 1.5, 4.0)
-"""Arrival rates, as multiples of what one request after the other can serve."""
 
 
 @dataclass
@@ -79,20 +75,6 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     if not values:
         return nan, nan
     return median(values), quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
-
-
-class Now:
-    """A clock that runs while the process computes and can jump ahead."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._ahead = clock, 0.0
-        self._zero = clock()
-
-    def __call__(self) -> float:
-        return self._clock() - self._zero + self._ahead
-
-    def jump(self, to: float) -> None:
-        self._ahead += max(to - self(), 0.0)
 
 
 def questions(vlm: VLM, count: int, seed: int) -> list[Arrival]:
@@ -170,7 +152,7 @@ def stock(model: Any, rows: int) -> Serve:
             now.jump(waiting[0].arrives)
             group = of_one_length([r for r in waiting if r.arrives <= now()])[:rows]
             waiting = [r for r in waiting if r not in group]
-            inputs = padded(model, [r.prompt for r in group])
+            inputs = stock_inputs(model, [r.prompt for r in group])
             ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
             ended = now()
             ends = model.generation_config.eos_token_id
@@ -191,15 +173,6 @@ def of_one_length(requests: Sequence[Arrival]) -> list[Arrival]:
             frames = next(iter(shapes), frames)
             found.append(arrival)
     return found
-
-
-def padded(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-    """Several prompts as `generate` takes them."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + list(p.ids) for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    media = join(model.config, [m for p in prompts for m in p.media])
-    return {"input_ids": ids, "attention_mask": mask, **media, **type_ids(model.config, ids)}
 
 
 def arrivals(requests: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
@@ -289,50 +262,6 @@ def followed(vlm: VLM, clock: Clock, tokens: int, count: int) -> dict[str, tuple
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.set_defaults(target_dtype="float32", threads=1)
-    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
-    parser.add_argument("--gamma", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens a step reads (default: 256)")
-    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
-    parser.add_argument("--only", choices=("full", "arrivals", "video", "follow"), help="one of the measurements alone")
-    options = parser.parse_args()
-    logging.set_verbosity_error()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    model = load(options.target, options.target_dtype, options.device)
-    ours = load(options.target, options.target_dtype, options.device)
-    draft = load(options.draft, options.draft_dtype, options.device)
-    vlm = VLM(ours, drafter=draft, method=options.method, gamma=options.gamma)
-    clock = Clock(options.clock, torch.device(options.device))
-    requests = questions(vlm, options.requests, 1)
-    closed(vlm, 1)([Arrival(r.prompt) for r in requests[:2]], Now(clock), 8)  # warm
-    measured: dict[str, Any] = {}
-    if options.only in (None, "full"):
-        full = kept_full(vlm, model, requests, clock, options.new_tokens, options.chunk)
-        measured["full"] = full
-        print(f"{'at a time':22}{'tokens/s':>10}{'x generate':>12}")
-        for name, (speed, ratio) in full.items():
-            print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
-    if options.only in (None, "video"):
-        measured["video"] = video = beside_a_video(vlm, clock, options.new_tokens, options.chunk)
-        print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
-    if options.only in (None, "follow"):
-        measured["follow"] = followed(vlm, clock, options.new_tokens, 12)
-        print("\nseconds to the first token   new     known   ratio")
-        for task, (fresh, known) in measured["follow"].items():
-            print(f"{task:25}{fresh:8.3f}{known:8.3f}{fresh / known:8.2f}")
-    if options.only in (None, "arrivals"):
-        measured["arrivals"] = serve_loads(vlm, model, requests, clock, options)
-    if options.json:
-        options.json.write_text(json.dumps(measured, indent=1, default=lambda f: f.__dict__) + "\n")
-
-
 def serve_loads(
     vlm: VLM, model: Any, requests: Sequence[Arrival], clock: Clock, options: argparse.Namespace
 ) -> dict[str, dict[str, Figures]]:
@@ -347,18 +276,48 @@ def serve_loads(
         "closed batches": closed(vlm, options.rows),
         "Hugging Face batches": stock(model, options.rows),
     }
-    found: dict[str, dict[str, Figures]] = {}
+    measured: dict[str, dict[str, Figures]] = {}
     header = "".join(f"{h:>13}" for h in ("tokens/s", "TTFT p50", "p95", "ITL p50", "p95", "follow-up"))
     for load_ in LOADS:
         print(f"\nload {load_}\n{'':22}{header}")
-        found[str(load_)] = {}
+        measured[str(load_)] = {}
         for name, serve in ways.items():
             mine = arrivals(requests, load_ * rate, 3)
             serve(mine, Now(clock), options.new_tokens)
-            figures = found[str(load_)][name] = Figures.of(mine)
+            figures = measured[str(load_)][name] = Figures.of(mine)
             row = (figures.throughput, *figures.first_token, *figures.between, figures.followup)
             print(f"{name:22}" + "".join(f"{value:13.3f}" for value in row), flush=True)
-    return found
+    return measured
+
+
+def main() -> None:
+    parser = pocket_pair.parser(__doc__)
+    pocket_pair.add_batch_options(parser, ("full", "arrivals", "video", "follow"))
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens a step reads (default: 256)")
+    options = parser.parse_args()
+    pocket_pair.prepare(options)
+    model = load(options.target, options.target_dtype, options.device)
+    vlm = pocket_pair.load_pair(options)
+    clock = Clock(options.clock, torch.device(options.device))
+    requests = questions(vlm, options.requests, 1)
+    closed(vlm, 1)([Arrival(r.prompt) for r in requests[:2]], Now(clock), 8)  # warm
+    measured: dict[str, Any] = {}
+    if options.only in (None, "full"):
+        measured["full"] = kept_full(vlm, model, requests, clock, options.new_tokens, options.chunk)
+        print(f"{'at a time':22}{'tokens/s':>10}{'x generate':>12}")
+        for name, (speed, ratio) in measured["full"].items():
+            print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
+    if options.only in (None, "video"):
+        measured["video"] = video = beside_a_video(vlm, clock, options.new_tokens, options.chunk)
+        print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
+    if options.only in (None, "follow"):
+        measured["follow"] = followed(vlm, clock, options.new_tokens, 12)
+        print("\nseconds to the first token   new     known   ratio")
+        for task, (fresh, known) in measured["follow"].items():
+            print(f"{task:25}{fresh:8.3f}{known:8.3f}{fresh / known:8.2f}")
+    if options.only in (None, "arrivals"):
+        measured["arrivals"] = serve_loads(vlm, model, requests, clock, options)
+    pocket_pair.write_json(options.json, measured)
 
 
 if __name__ == "__main__":

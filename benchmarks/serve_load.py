@@ -27,31 +27,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch
-
+from benchmarks import pocket_pair
 from benchmarks.clock import CLOCKS
-from benchmarks.pocket_pair import FIRST_SEED, add_options, load
+from benchmarks.pocket_pair import LOADS, load
 from saccade import VLM
-from saccade.inputs.batching import join, type_ids
-from saccade.pocket import draw
 
 TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
 CLIENTS = (1, 4, 8)
-LOADS = (0.5, 1.5, 4.0)
 PART = 16
 """Requests per turn of the ways that are compared, so that the machine's moods fall on all."""
 
 
 def conversation(number: int) -> list[dict[str, Any]]:
     """A question about a fresh picture, in OpenAI's form."""
-    sample = draw(FIRST_SEED + number, TASKS[number % len(TASKS)])
+    (sample,) = pocket_pair.samples([number], tasks=TASKS)
     content = io.BytesIO()
     sample.image.save(content, "PNG")
     uri = "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
@@ -110,20 +106,16 @@ class Clients:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks.serve_load", "--client"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, port: int, bodies: Sequence[Any], clients: int, at: Sequence[float] | None = None) -> dict[str, Any]:
         """Answers in order, and the seconds for all."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         order = {"port": port, "bodies": list(bodies), "clients": clients, "at": at}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        answers: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answers
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
@@ -157,7 +149,7 @@ def serving(vlm: VLM, rows: int, queue: int = 1000) -> Iterator[Serving]:
     listening = bind(config)
     server = Server(config, make_app(config, [vlm]))
     server.handle_exit = lambda *_: None  # type: ignore[method-assign]
-    server.capture_signals = _no_signals  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     while not server.started:
@@ -167,11 +159,6 @@ def serving(vlm: VLM, rows: int, queue: int = 1000) -> Iterator[Serving]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-@contextmanager
-def _no_signals() -> Iterator[None]:
-    yield
 
 
 def bare(vlm: VLM, conversations: Sequence[Any], at_a_time: int, tokens: int) -> int:
@@ -192,12 +179,9 @@ def stock(vlm: VLM, model: Any, conversations: Sequence[Any], tokens: int) -> in
     """Answer conversations by Hugging Face's `generate`, one after the other; return the number of tokens."""
     count = 0
     for messages in conversations:
-        prompt = vlm.processor.prompt(messages)
-        ids = torch.tensor([prompt.ids])
-        media = {**join(model.config, list(prompt.media)), **type_ids(model.config, ids)}
-        mask = torch.ones_like(ids)
-        answer = model.generate(input_ids=ids, attention_mask=mask, **media, max_new_tokens=tokens, do_sample=False)
-        count += answer.shape[1] - ids.shape[1]
+        inputs = pocket_pair.stock_inputs(model, [vlm.processor.prompt(messages)])
+        answer = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        count += answer.shape[1] - inputs["input_ids"].shape[1]
     return count
 
 
@@ -298,7 +282,8 @@ def overload(vlm: VLM, options: argparse.Namespace, clients: Clients) -> dict[st
             order = [rng.randrange(len(bodies)) for _ in range(max(int(rate * 10), 8))]
             ats = sorted(rng.uniform(0, len(order) / rate) for _ in order)
             answers = clients.run(server.port, [bodies[i] for i in order], len(order), ats)["answers"]
-            memory.append(_resident())
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
             for number, answer in zip(order, answers, strict=True):
                 served += answer["status"] == 200
                 refused += answer["status"] == 503
@@ -319,39 +304,18 @@ def _bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _resident() -> int:
-    """Bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.set_defaults(target_dtype="float32", threads=1)
-    parser.add_argument("--method", default="chain")
-    parser.add_argument("--gamma", type=int, default=5)
+    parser = pocket_pair.parser(__doc__)
+    pocket_pair.add_batch_options(parser, ("full", "arrivals", "overload"))
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, help="requests at a time")
-    parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=300, help="of the overload (default: 300)")
-    parser.add_argument("--clock", default="wall", choices=CLOCKS)
-    parser.add_argument("--only", choices=("full", "arrivals", "overload"), help="one of the measurements alone")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
         client_process()
         return
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    draft = load(options.draft, options.draft_dtype, options.device)
-    vlm = VLM(
-        load(options.target, options.target_dtype, options.device),
-        drafter=draft,
-        method=options.method,
-        gamma=options.gamma,
-    )
+    pocket_pair.prepare(options)
+    vlm = pocket_pair.load_pair(options)
     measured: dict[str, Any] = {}
     clients = Clients()
     try:
@@ -364,8 +328,7 @@ def main() -> None:
             measured["overload"] = overload(vlm, options, clients)
     finally:
         clients.close()
-    if options.json:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+    pocket_pair.write_json(options.json, measured)
 
 
 if __name__ == "__main__":

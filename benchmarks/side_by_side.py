@@ -8,22 +8,22 @@ prompt's repeats the median), with bootstrap intervals over prompts.
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers.utils import logging
 
-from benchmarks.hf_assisted import assistant
-from benchmarks.pocket_pair import Inputs, add_options, load, prompts
+from benchmarks import pocket_pair
+from benchmarks.pocket_pair import Inputs, bootstrap, load
 from saccade.hf import Speculation, speculate
+from saccade.inputs.processor import InputProcessor
 
 BASELINE = "hf generate"
 CONSTANT = {
@@ -52,6 +52,34 @@ class Measured:
     def tokens_per_pass(self) -> float:
         """Tokens per target forward, prefill included (Hugging Face verifies its first guesses there)."""
         return sum(map(len, self.tokens)) / sum(self.passes)
+
+
+@contextmanager
+def assistant(draft: Any, inputs: Inputs, *, sees: bool, **settings: Any) -> Iterator[dict[str, Any]]:
+    """Arguments of `generate` that make ``draft`` the assistant for one prompt.
+
+    Hugging Face hands an assistant no picture; if it ``sees``, its first call of a prompt gets its own picture
+    features.
+    """
+    media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+    before = copy.deepcopy(draft.generation_config)
+    draft.generation_config.update(**settings)
+
+    def generate(**arguments: Any) -> Any:
+        arguments.pop("mm_encoder_outputs", None)  # the target's features, of the target's width
+        if arguments.get("past_key_values") is None:
+            arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
+            arguments["generation_config"].is_assistant = False  # else the picture is dropped
+            arguments |= {k: v.to(draft.dtype) if v.is_floating_point() else v for k, v in media.items()}
+        return type(draft).generate(draft, **arguments)
+
+    if sees:
+        draft.generate = generate
+    try:
+        yield {"assistant_model": draft}
+    finally:
+        draft.generation_config = before
+        draft.__dict__.pop("generate", None)
 
 
 class Stock:
@@ -105,10 +133,8 @@ Contestant = Callable[[Inputs, int, Measured | None], None]
 
 def contestants(options: argparse.Namespace) -> dict[str, Contestant]:
     """Everything that can be compared, by name. Hugging Face and Saccade have a target and a drafter each."""
-    stock = load(options.target, options.target_dtype, options.device)
-    stock_draft = load(options.draft, options.draft_dtype, options.device)
-    target = load(options.target, options.target_dtype, options.device)
-    draft = load(options.draft, options.draft_dtype, options.device)
+    stock, target = (load(options.target, options.target_dtype, options.device) for _ in range(2))
+    stock_draft, draft = (load(options.draft, options.draft_dtype, options.device) for _ in range(2))
 
     def ours(drafter: Any, method: str, **settings: Any) -> Ours:
         return Ours(target, speculate(drafter, method, **settings))
@@ -132,91 +158,79 @@ def contestants(options: argparse.Namespace) -> dict[str, Contestant]:
 
 
 def measure(
-    running: dict[str, Contestant], asked: Sequence[Inputs], new_tokens: int, repeats: int
+    running: dict[str, Contestant], prompts: Sequence[Inputs], new_tokens: int, repeats: int
 ) -> dict[str, Measured]:
     """Let everyone answer every prompt; the first prompt is for warming up and not counted."""
     results = {name: Measured() for name in running}
     for contestant in running.values():
-        contestant(asked[0], new_tokens, None)
+        contestant(prompts[0], new_tokens, None)
     names = list(running)
-    for number, inputs in enumerate(list(asked[1:]) * repeats):
+    for number, inputs in enumerate(list(prompts[1:]) * repeats):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             running[name](inputs, new_tokens, results[name])
     return results
 
 
-def ratio(slow: Measured, fast: Measured, repeats: int = 1, draws: int = 2000) -> tuple[float, float, float]:
+def ratio(slow: Measured, fast: Measured, repeats: int = 1) -> tuple[float, float, float]:
     """Median of per-prompt ratios of seconds per token, with its 95 % bootstrap interval over prompts."""
     ratios = np.median((np.array(slow.per_token) / np.array(fast.per_token)).reshape(repeats, -1), axis=0)
-    picked = np.random.default_rng(0).integers(0, len(ratios), (draws, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picked], axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+    return bootstrap(ratios, lambda drawn: np.median(drawn, axis=1))
 
 
 def table(results: dict[str, Measured], repeats: int = 1) -> list[str]:
-    """Markdown lines; ``repeats`` as in `ratio`."""
-    base = results[BASELINE]
+    """Markdown lines; ``repeats`` as in `ratio`. Decoding is tokens a second after prefill, by sums."""
+    base, plain = results[BASELINE], results.get("plain")
     assisted = [m for name, m in results.items() if name.startswith("hf assisted")]
     best = min(assisted, key=lambda m: median(m.per_token), default=None)
-    lines = [
-        "| method | tokens/s | x hf generate (95 %) | x best hf assisted (95 %) | decoding, x plain | "
-        "tokens per pass | equal tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, one in results.items():
-        ratios = [ratio(base, one, repeats), ratio(best, one, repeats) if best else None]
-        cells = ["-" if r is None else f"{r[0]:.2f} ({r[1]:.2f}-{r[2]:.2f})" for r in ratios]
+        ratios = [ratio(other, one, repeats) if other else None for other in (base, best)]
+        decoding = "-"
+        if plain is not None and one.stages:
+            rates = [contestant.decoded / contestant.stages["decode"] for contestant in (one, plain)]
+            decoding = f"{rates[0] / rates[1]:.2f}"
         equal = sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
-        speed = 1 / median(one.per_token)
-        lines.append(
-            f"| {name} | {speed:.1f} | {cells[0]} | {cells[1]} | {_decoding(results, one)} | "
-            f"{one.tokens_per_pass:.2f} | {equal}/{len(base.tokens)} |"
+        rows.append(
+            [
+                *(name, f"{1 / median(one.per_token):.1f}"),
+                *("-" if r is None else f"{r[0]:.2f} ({r[1]:.2f}-{r[2]:.2f})" for r in ratios),
+                *(decoding, f"{one.tokens_per_pass:.2f}", f"{equal}/{len(base.tokens)}"),
+            ]
         )
-    return lines
-
-
-def _decoding(results: dict[str, Measured], one: Measured) -> str:
-    """Tokens a second after prefill, over those of the engine's plain decoding, by sums."""
-    plain = results.get("plain")
-    if plain is None or not one.stages:
-        return "-"
-    rates = [contestant.decoded / contestant.stages["decode"] for contestant in (one, plain)]
-    return f"{rates[0] / rates[1]:.2f}"
+    head = ["method", "tokens/s", "x hf generate (95 %)", "x best hf assisted (95 %)", "decoding, x plain"]
+    return list(pocket_pair.table([*head, "tokens per pass", "equal tokens"], rows))
 
 
 def main() -> None:
-    """Measure, print the table, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    """Measure, print the table, and write JSON on request."""
+    parser = pocket_pair.parser(__doc__)
+    pocket_pair.add_options(parser)
     parser.add_argument("--prompts", type=int, default=24, help="prompts that count (default: 24)")
     parser.add_argument("--repeats", type=int, default=1, help="answers per prompt and method (default: 1)")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument("--grammar", default="dense", choices=("dense", "verbose"))
     parser.add_argument("--methods", nargs="+", help=f"names from the table; {BASELINE} always runs (default: all)")
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
+    pocket_pair.prepare(options)
     running = contestants(options)
-    if options.methods:
-        unknown = set(options.methods) - set(running)
-        if unknown:
-            parser.error(f"unknown methods {sorted(unknown)}; expected some of {list(running)}")
-        running = {n: c for n, c in running.items() if n == BASELINE or n in options.methods}
-    asked = prompts(options.target, options.prompts + 1, options.grammar, options.target_dtype, options.device)
-    results = measure(running, asked, options.new_tokens, options.repeats)
+    names = pocket_pair.chosen(parser, options.methods, list(running), "methods")
+    running = {n: c for n, c in running.items() if n == BASELINE or n in names}
+    processor = InputProcessor.load(str(options.target))
+    model = running[BASELINE]._model
+    prompts = [
+        pocket_pair.stock_inputs(model, [processor.prompt(sample.messages())])
+        for sample in pocket_pair.samples(range(options.prompts + 1), options.grammar)
+    ]
+    results = measure(running, prompts, options.new_tokens, options.repeats)
     print("\n".join(table(results, options.repeats)))
-    if options.json:
-        content = {
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "threads": torch.get_num_threads(),
-            "results": {name: asdict(one) for name, one in results.items()},
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    content = {
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": torch.get_num_threads(),
+        "results": results,
+    }
+    pocket_pair.write_json(options.json, content)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
 
     On a CPU, low-precision inputs run in float32 for a single query, for which torch's kernel takes 2 to 9 times as
     long in bfloat16, and for several while that costs nothing: less rounding, less difference between one query and
-    several (`benchmarks/attention_cost.py`).
+    several.
     """
     if grouped and keys.is_cuda:  # its fused kernels take no mask with grouped heads; few queries are folded instead
         keys, values = (_repeat_heads(t, query.shape[1] // keys.shape[1]) for t in (keys, values))
