@@ -33,7 +33,7 @@ $(READY): pyproject.toml
 demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
 	@$(BIN)/saccade demo
 
-heads: $(READY) ## train every head that the suites compare; prints time and disk space first; resumes
+heads: $(READY) ## train every head that the suites compare; resumes
 	$(BIN)/python -m tools.heads $(PAIR) --out $(MODELS) $(ONLY_HEADS)
 
 results: $(READY) ## measure every suite on this revision and write docs/results; resumes

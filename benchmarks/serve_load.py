@@ -1,16 +1,9 @@
-"""The server under load, its clients in a process of their own.
+"""The server under load, its clients in a process of their own: what HTTP costs per token over the bare batch.
 
-Three measurements, all with the pocket pair, streamed answers and pictures as data URIs:
-
-- *full*: 1, 4 and 8 requests at a time, as multiples of the tokens per second of Hugging Face's `generate` alone in
-  the same run, and the server's cost per token over the bare batch's, which decodes and tokenizes the same messages.
-  "8+8" has 8 more requests in the queue; without them rows wait for their clients' next requests. With ``--clock cpu``
-  seconds are processor time of the server's process, HTTP included, so that other work on the machine changes nothing
-  but the caches;
-- *arrivals*: Poisson arrivals at loads relative to what one request after the other can serve, with all rows and with
-  one (wall time);
-- *overload*: four times that load for ``--seconds``: every answer is compared with `generate`'s, refusals are counted,
-  and the memory of the process is read at begin and end.
+1, 4 and 8 requests at a time, streamed, with pictures as data URIs, as multiples of the tokens per second of Hugging
+Face's `generate` alone in the same run; the bare batch decodes and tokenizes the same messages. "8+8" has 8 more
+requests in the queue; without them rows wait for their clients' next requests. With ``--clock cpu`` seconds are
+processor time of the server's process, HTTP included, so that other work on the machine changes only the caches.
 """
 
 from __future__ import annotations
@@ -19,8 +12,6 @@ import argparse
 import base64
 import io
 import json
-import os
-import random
 import subprocess
 import sys
 import threading
@@ -29,14 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection
-from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 from benchmarks import pocket_pair
 from benchmarks.clock import CLOCKS
-from benchmarks.pocket_pair import LOADS, load
+from benchmarks.pocket_pair import load
 from saccade import VLM
 
 TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
@@ -58,47 +48,24 @@ def conversation(number: int) -> list[dict[str, Any]]:
 # -- clients -----------------------------------------------------------------------------------------------
 
 
-def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Send a request and read its stream: status, text, tokens, and seconds to the chunks since it was sent."""
+def request(port: int, body: dict[str, Any]) -> int:
+    """Send a request, read its stream, and return the number of tokens; 0 if it was not answered."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
-    begin = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", content, {"content-type": "application/json"})
     response = connection.getresponse()
-    if response.status != 200:
-        response.read()
-        connection.close()
-        return {"status": response.status, "text": "", "tokens": 0, "chunks": []}
-    text, chunks, tokens = [], [], 0
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        piece = event["choices"][0]["delta"].get("content") if event.get("choices") else ""
-        if piece:
-            text.append(piece)
-            chunks.append(time.perf_counter() - begin)
-        if event.get("usage"):
-            tokens = event["usage"]["completion_tokens"]
+    events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
     connection.close()
-    status = 200 if tokens else 599
-    return {"status": status, "text": "".join(text), "tokens": tokens, "chunks": chunks}
+    usage = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    return usage[0] if usage and response.status == 200 else 0
 
 
 def client_process() -> None:
-    """Serve one order per line of standard input: port, bodies, clients, and the times at which they are sent."""
+    """Serve one order per line of standard input: port, bodies and number of clients."""
     for line in sys.stdin:
         order = json.loads(line)
-        begin, ats = time.perf_counter(), order["at"]
-
-        def one(number: int, order: Any = order, begin: float = begin, ats: Any = ats) -> dict[str, Any]:
-            if ats is not None:
-                time.sleep(max(begin + ats[number] - time.perf_counter(), 0))
-            return ask(order["port"], order["bodies"][number])
-
         with ThreadPoolExecutor(order["clients"]) as pool:
-            answers = list(pool.map(one, range(len(order["bodies"]))))
-        print(json.dumps({"answers": answers, "seconds": time.perf_counter() - begin}), flush=True)
+            print(json.dumps(list(pool.map(partial(request, order["port"]), order["bodies"]))), flush=True)
 
 
 class Clients:
@@ -108,12 +75,11 @@ class Clients:
         command = [sys.executable, "-m", "benchmarks.serve_load", "--client"]
         self._process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, port: int, bodies: Sequence[Any], clients: int, at: Sequence[float] | None = None) -> dict[str, Any]:
-        """Answers in order, and the seconds for all."""
-        order = {"port": port, "bodies": list(bodies), "clients": clients, "at": at}
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        answers: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answers
+    def run(self, port: int, bodies: Sequence[Any], clients: int) -> list[int]:
+        """Tokens of the answers in order."""
+        print(json.dumps({"port": port, "bodies": bodies, "clients": clients}), file=self._process.stdin, flush=True)
+        tokens: list[int] = json.loads(self._process.stdout.readline())
+        return tokens
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -138,13 +104,13 @@ class Serving:
 
 
 @contextmanager
-def serving(vlm: VLM, rows: int, queue: int = 1000) -> Iterator[Serving]:
+def serving(vlm: VLM, rows: int) -> Iterator[Serving]:
     """A server of a loaded pair in a thread."""
     from saccade.serve.app import make_app
     from saccade.serve.configuration import Limits, ModelEntry, ServerConfig
     from saccade.serve.server import Server, bind
 
-    limits = Limits(max_rows=rows, max_queue=queue, batches=1, kv_memory_mib=1024)
+    limits = Limits(max_rows=rows, max_queue=1000, batches=1, kv_memory_mib=1024)
     config = ServerConfig((ModelEntry("pocket"),), port=0, limits=limits)
     listening = bind(config)
     server = Server(config, make_app(config, [vlm]))
@@ -201,9 +167,9 @@ def full(vlm: VLM, model: Any, options: argparse.Namespace, clients: Clients) ->
 
     def served(port: int, part: Sequence[Any], at_a_time: int) -> int:
         bodies = [{"messages": messages, "max_tokens": tokens, "temperature": 0} for messages in part]
-        answers = clients.run(port, bodies, at_a_time)["answers"]
-        assert all(answer["status"] == 200 for answer in answers)
-        return sum(answer["tokens"] for answer in answers)
+        answered = clients.run(port, bodies, at_a_time)
+        assert all(answered)
+        return sum(answered)
 
     warm = [conversation(number) for number in range(options.requests, options.requests + 2)]
     bare(vlm, warm, 1, 8)
@@ -232,83 +198,10 @@ def full(vlm: VLM, model: Any, options: argparse.Namespace, clients: Clients) ->
     return {"tokens_per_second": speed, "overhead": over, "event_loop": in_loop / in_all}
 
 
-def arrivals(vlm: VLM, options: argparse.Namespace, clients: Clients) -> dict[str, Any]:
-    """Throughput and latency at several loads, with all rows and with one."""
-    bodies = _bodies(options)
-    found: dict[str, Any] = {}
-    with serving(vlm, 1) as server:
-        rate = len(bodies) / clients.run(server.port, bodies, 1)["seconds"]
-    print(f"\none after the other: {rate:.2f} requests/s")
-    print(f"{'load':>5} {'':20}{'tokens/s':>10}{'TTFT p50':>10}{'p95':>8}{'ITL p50':>9}{'whole p50':>11}")
-    for load_ in LOADS:
-        rng, at, ats = random.Random(3), 0.0, list[float]()
-        for _ in bodies:
-            at += rng.expovariate(load_ * rate)
-            ats.append(at)
-        for name, rows in (("server", options.rows), ("one after the other", 1)):
-            with serving(vlm, rows) as server:
-                run = clients.run(server.port, bodies, len(bodies), ats)
-            answers = run["answers"]
-            if lost := [a for a in answers if not a["chunks"]]:
-                raise SystemExit(f"{len(lost)} requests were not answered; the first: {lost[0]}")
-            first = [a["chunks"][0] for a in answers]
-            gaps = [b - a for each in answers for a, b in zip(each["chunks"], each["chunks"][1:], strict=False)]
-            row = {
-                "tokens_per_second": sum(a["tokens"] for a in answers) / run["seconds"],
-                "first": (median(first), quantiles(first, n=20)[-1]),
-                "between_chunks": median(gaps),
-                "whole": median(a["chunks"][-1] for a in answers),
-            }
-            found[f"{load_} {name}"] = row
-            print(
-                f"{load_:5} {name:20}{row['tokens_per_second']:10.1f}{row['first'][0]:10.3f}{row['first'][1]:8.3f}"
-                f"{row['between_chunks']:9.3f}{row['whole']:11.3f}",
-                flush=True,
-            )
-    return found
-
-
-def overload(vlm: VLM, options: argparse.Namespace, clients: Clients) -> dict[str, Any]:
-    """Four times the load that one request after the other serves, and a short queue."""
-    bodies = _bodies(options)
-    expected = [vlm.generate(b["messages"], max_new_tokens=options.new_tokens).text for b in bodies]
-    with serving(vlm, 1) as server:
-        rate = 4 * len(bodies) / clients.run(server.port, bodies, 1)["seconds"]
-    served = refused = wrong = 0
-    memory: list[int] = []
-    with serving(vlm, options.rows, queue=8) as server:
-        end, rng = time.perf_counter() + options.seconds, random.Random(5)
-        while time.perf_counter() < end:
-            order = [rng.randrange(len(bodies)) for _ in range(max(int(rate * 10), 8))]
-            ats = sorted(rng.uniform(0, len(order) / rate) for _ in order)
-            answers = clients.run(server.port, [bodies[i] for i in order], len(order), ats)["answers"]
-            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-            memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
-            for number, answer in zip(order, answers, strict=True):
-                served += answer["status"] == 200
-                refused += answer["status"] == 503
-                wrong += answer["status"] == 200 and answer["text"] != expected[number]
-                if answer["status"] not in (200, 503):
-                    raise SystemExit(f"A request was lost: {answer}")
-    print(
-        f"\noverload: {served} answered, {refused} refused with 503, {wrong} wrong; memory "
-        f"{memory[0] / 2**20:.0f} MiB after the first round of {len(memory)}, {memory[-1] / 2**20:.0f} MiB at the end"
-    )
-    return {"served": served, "refused": refused, "wrong": wrong, "memory": memory}
-
-
-def _bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
-    return [
-        {"messages": conversation(number), "max_tokens": options.new_tokens, "temperature": 0}
-        for number in range(options.requests)
-    ]
-
-
 def main() -> None:
     parser = pocket_pair.parser(__doc__)
-    pocket_pair.add_batch_options(parser, ("full", "arrivals", "overload"))
+    pocket_pair.add_batch_options(parser, ("full",))
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, help="requests at a time")
-    parser.add_argument("--seconds", type=float, default=300, help="of the overload (default: 300)")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
@@ -316,16 +209,9 @@ def main() -> None:
         return
     pocket_pair.prepare(options)
     vlm = pocket_pair.load_pair(options)
-    measured: dict[str, Any] = {}
     clients = Clients()
     try:
-        if options.only in (None, "full"):
-            model = load(options.target, options.target_dtype, options.device)
-            measured["full"] = full(vlm, model, options, clients)
-        if options.only in (None, "arrivals"):
-            measured["arrivals"] = arrivals(vlm, options, clients)
-        if options.only in (None, "overload"):
-            measured["overload"] = overload(vlm, options, clients)
+        measured = full(vlm, load(options.target, options.target_dtype, options.device), options, clients)
     finally:
         clients.close()
     pocket_pair.write_json(options.json, measured)

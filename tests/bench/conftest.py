@@ -13,7 +13,7 @@ import saccade
 from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.report import figures
-from tools.pocket.export import write_checkpoint
+from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
 from tools.pocket.tokens import train_tokenizer

@@ -34,14 +34,14 @@ def heads(
             min=0.0001, help="Multiply answers by this instead: few steps learn more from answers that do not repeat."
         ),
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print time and disk space, and stop.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="List what is left to do, and stop.")] = False,
     commands: Annotated[bool, typer.Option("--commands", help="Print one command per head, and stop.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the target.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
     """Let the target answer, then train one head after the other, as `tools/heads/recipes.toml` lists them.
 
-    The plan comes first: time and disk space of all that is missing. Stop at any moment, also by force: the same
+    Stop at any moment, also by force: the same
     command resumes. Heads are in FOLDER/heads/NAME/best; `python -m tools.results` finds them there.
 
     Example: `python -m tools.heads eagle2 no-stage-2 --target my-pair/target --drafter my-pair/draft --plan`
@@ -65,12 +65,11 @@ def heads(
     from tools.heads.run import Workshop
 
     workshop = Workshop(vlm, catalogue, out, screen.note)
-    expected = workshop.forecast()
-    print(expected)
     if plan:
+        print(workshop.plan())
         return
     try:
-        workshop.run(expected)
+        workshop.run()
     except KeyboardInterrupt:
         screen.note("Stopped; the same command resumes.")
         raise

@@ -13,6 +13,7 @@ from saccade.distill.pocket_source import PREFIX, tasks_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import feeder_class
 from saccade.errors import InputError
+from saccade.formats import count as counted
 from saccade.target.adapter import Target
 from saccade.train.recipe import Recipe, read_recipe
 from saccade.typed import check_keys, make
@@ -49,6 +50,11 @@ class AnswerSet:
         """Number of prompts; an earlier turn of a conversation is a question of its own."""
         return self.count * len(self.listed)
 
+    @property
+    def work(self) -> str:
+        """What there is to do, in words."""
+        return f"{self.prompts:,} prompts of {counted(len(self.listed), 'task')}"
+
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
@@ -63,6 +69,11 @@ class HeadPlan:
     def recipe(self) -> Recipe:
         """The recipe of the kind with these settings."""
         return read_recipe(self.kind).with_settings(self.settings)
+
+    @property
+    def work(self) -> str:
+        """What there is to do, in words."""
+        return f"{self.kind}, {self.recipe.steps:,} steps on the answers {self.data!r}"
 
     def features(self, target: Target) -> str:
         """Name of the target's states that it reads: heads of the same name share a cache of them."""
@@ -128,8 +139,8 @@ def read(path: Path = FILE) -> Catalogue:
         kind, data = table.get("kind", name), table.get("data", "all")
         if data not in answers:
             raise InputError(f"{path.name}: head {name} learns from {data!r}; expected one of {', '.join(answers)}.")
-        own = {key: value for key, value in table.items() if key not in ("kind", "data")}
-        heads[name] = HeadPlan(name, kind, data, {**content["settings"], **content["kinds"].get(kind, {}), **own})
+        settings = {key: value for key, value in table.items() if key not in ("kind", "data")}
+        heads[name] = HeadPlan(name, kind, data, {**content["settings"], **content["kinds"].get(kind, {}), **settings})
     return Catalogue(answers, heads)
 
 

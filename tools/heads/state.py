@@ -47,9 +47,9 @@ def features_folder(out: Path, name: str) -> Path:
 
 def clear_features(out: Path, wanted: Collection[str]) -> None:
     """Remove all cached features but those of these names."""
-    found = [folder for folder in (out / "features").glob("*") if folder.name not in wanted]
-    for folder in found:
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in (out / "features").glob("*"):
+        if folder.name not in wanted:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish_answers(folder: Path, answers: AnswerSet, target: str) -> None:
@@ -62,8 +62,7 @@ def are_answered(out: Path, answers: AnswerSet, target: str) -> bool:
     folder = answers_folder(out, answers.name)
     if not (folder / MARK).is_file():
         return False
-    found = _read(folder / MARK, "answer again")
-    for key, old, new in differences(found, _about(answers, target)):
+    for key, old, new in differences(_read(folder / MARK, "answer again"), _about(answers, target)):
         raise SaccadeError(_otherwise(folder, "answers that were made", key, old, new))
     return True
 
@@ -79,7 +78,7 @@ def _about(answers: AnswerSet, target: str) -> dict[str, Any]:
 
 def _otherwise(folder: Path, what: str, key: str, old: Any, new: Any) -> str:
     return (
-        f"{folder} holds {what} otherwise ({key}: {shortened(old)} there, {shortened(new)} now); give another folder "
+        f"{folder} holds {what} otherwise ({key}: {shortened(old)} there, {shortened(new)} now); choose another folder "
         "with --out, or remove that one."
     )
 
@@ -143,7 +142,7 @@ def usable_head(out: Path, name: str, target: str) -> Path | None:
         return None
     if found.target != target:
         raise SaccadeError(
-            f"The head in {folder} was trained for another target; give another folder, or the target of that head."
+            f"The head in {folder} was trained for another target; choose another folder, or the target of that head."
         )
     return folder / found.best
 

@@ -1,11 +1,25 @@
-"""Evaluation of pocket models on held-out samples of every task."""
+"""Accuracy of pocket models on held-out samples of every task, and their folders with cards that show it."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer
+from transformers import GenerationConfig
+
+import saccade
+from saccade.files import write_folder
 from saccade.pocket.sample import WORLD, Sample, draw, score
 from saccade.vlm import VLM
+from tools.pocket.batches import BEGIN, END, FIRST_TRAINING_SEED, PAD
+from tools.pocket.models import CONTEXT, PocketModel
+from tools.pocket.recipe import Recipe
+from tools.pocket.tokens import write_processor
+
+_CARD = Path(__file__).with_name("card.md")
 
 
 def answer(
@@ -104,3 +118,69 @@ def table(rows: Sequence[Accuracy]) -> str:
     for row in rows:
         lines.append(f"| {row.task} | {row.fact} | {row.accuracy:.2f} | {row.chance:.2f} | {row.shuffled:.2f} |")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Title, one sentence on the training, and hardware, for a model card."""
+
+    title: str
+    training: str
+    hardware: str
+
+
+def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write all that `from_pretrained` needs: configuration, weights, tokenizer, processor, template."""
+    narrow = copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16)
+    for part in (narrow.config.text_config, narrow.config.vision_config):
+        part.dtype = torch.bfloat16  # a model loaded in float32 has that there
+    narrow.generation_config = GenerationConfig(do_sample=False, bos_token_id=BEGIN, eos_token_id=END, pad_token_id=PAD)
+    narrow.save_pretrained(folder)
+    write_processor(tokenizer, folder, CONTEXT)
+
+
+def _report(done: int, of: int) -> None:
+    if done % 320 == 0 or done == of:
+        print(f"[export] scored {done} of {of} answers", flush=True)
+
+
+def card(folder: Path, recipe: Recipe, provenance: Provenance, drafter: Path | None = None) -> str:
+    """Model card of a written folder, with accuracy measured now."""
+    place = "cuda" if torch.cuda.is_available() else None
+    vlm = saccade.load(folder, drafter, method="chain" if drafter else "plain", device_map=place)
+    tasks = list(recipe.evaluation_tasks or WORLD)
+    rows = measure(vlm, tasks, recipe.evaluation_samples, progress=_report)
+    model = vlm.target.model
+    text, vision = model.config.text_config, model.config.vision_config
+    return _CARD.read_text(encoding="utf-8").format(
+        title=provenance.title,
+        tasks=", ".join(WORLD),
+        training=provenance.training,
+        hardware=provenance.hardware,
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        tower_layers=vision.num_hidden_layers,
+        tower_width=vision.hidden_size,
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        first_seed=FIRST_TRAINING_SEED,
+        seed=recipe.seed,
+        samples=recipe.evaluation_samples,
+        table=table(rows),
+    )
+
+
+def export(
+    model: PocketModel,
+    tokenizer: Tokenizer,
+    folder: Path,
+    recipe: Recipe,
+    provenance: Provenance,
+    drafter: Path | None = None,
+) -> None:
+    """Write a finished model folder with its card in the place of `folder`; `drafter` as in `card`."""
+
+    def write(part: Path) -> None:
+        write_checkpoint(model, tokenizer, part)
+        (part / "README.md").write_text(card(part, recipe, provenance, drafter))
+
+    write_folder(folder, write)

@@ -10,8 +10,54 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from saccade.pocket.labels import GRID
 from saccade.pocket.sample import WORLD, Sample, draw
-from tools.pocket.processor import END, FRAME_TOKENS, PAD, VIDEO, prompt_ids
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<video>")
+PAD, BEGIN, END, IMAGE, USER, ASSISTANT, VIDEO = range(7)
+
+PATCHES = GRID * GRID
+FRAME_TOKENS = (GRID // 2) ** 2
+NEWLINE = 1
+
+
+def image_tokens(tiled: bool) -> int:
+    """Number of tokens of a picture, by the rule of the class.
+
+    A single picture is tiled: encoded as a whole and as its one tile, with a newline after every row of the tile.
+    Each of several pictures is encoded once, with one newline.
+    """
+    return 2 * PATCHES + GRID * NEWLINE if tiled else PATCHES + NEWLINE
+
+
+def video_tokens(frames: int) -> int:
+    """Number of tokens of a video: frames pooled 2 x 2, and one newline at the end."""
+    return frames * FRAME_TOKENS + NEWLINE
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, sample: Sample, media: bool = True, tiled: bool = True
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation up to the answer, and flags of those in earlier answers."""
+    ids, answers = [BEGIN], [False]
+    for message in sample.messages(media=False):
+        is_answer = message["role"] == "assistant"
+        ids.append(ASSISTANT if is_answer else USER)
+        answers.append(False)
+        for part in message["content"]:
+            if part["type"] == "text" or not media:
+                piece = list(tokenizer.encode(part.get("text", "\n")).ids)
+            elif part["type"] == "image":
+                piece = [IMAGE] * image_tokens(tiled and len(sample.images) == 1)
+            else:
+                piece = [VIDEO] * video_tokens(len(sample.video or ()))
+            ids += piece
+            answers += [is_answer] * len(piece)
+        if is_answer:
+            ids.append(END)
+            answers.append(True)
+    return [*ids, ASSISTANT], [*answers, False]
+
 
 _LEAST, _MOST = 40, 56  # frames kept
 _WHOLE, _SHORT = 0.2, 160  # share of videos left whole, among those of no more frames

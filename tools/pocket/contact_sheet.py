@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from fractions import Fraction
-from html import escape
 from math import inf, log10
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,6 @@ LEAST_PSNR = 27.0
 Measured over 30 videos: 34 on average, 28.2 at worst, because colour planes have half the resolution."""
 
 
-def _encoder() -> str:
-    import av
-
-    for name in _ENCODERS:
-        if name in av.codec.codecs_available:
-            return name
-    raise SaccadeError("This build of PyAV can write neither H.264 nor MPEG-4; install PyAV's own wheel.")
-
-
 def write_video(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
     """Write the frames as an MP4 file."""
     if not frames:
@@ -49,7 +39,9 @@ def write_video(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
         import av
     except ImportError:
         raise SaccadeError("Video files need PyAV; run `pip install saccade[video]`.") from None
-    name = _encoder()
+    name = next((name for name in _ENCODERS if name in av.codec.codecs_available), None)
+    if name is None:
+        raise SaccadeError("This build of PyAV can write neither H.264 nor MPEG-4; install PyAV's own wheel.")
     with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
         stream: Any = container.add_stream(name, rate=Fraction(fps), options=_ENCODERS[name])
         stream.width, stream.height = frames[0].size
@@ -68,24 +60,6 @@ def psnr(one: Image.Image, two: Any) -> float:
 
 _SHOWN_FRAMES = 8
 _GAP = 4  # pixels between frames
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Samples of the pocket world</title>
-<style>
-body {{ font: 16px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem; padding: 0 1rem; }}
-article {{ border-top: 1px solid #8886; padding: 1rem 0; display: flex; flex-wrap: wrap; gap: 0 1rem; }}
-article > div:last-child {{ flex: 1 1 24rem; }}
-img, video {{ image-rendering: pixelated; margin: 0 .4rem .4rem 0; }}
-video {{ width: 240px; }}
-p {{ margin: .3rem 0; }} .asked {{ font-weight: 600; }} .small {{ color: #777; font-size: .85rem; }}
-table {{ border-collapse: collapse; }} td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #16181c; color: #e8e8e8; }} .small {{ color: #aaa; }} }}
-</style></head><body>
-<h1>Samples of the pocket world</h1>
-<p class="small">{summary}</p>
-{sections}
-</body></html>
-"""
 
 
 def _pictures(sample: Sample, stem: str, folder: Path, videos: bool) -> list[str]:
@@ -108,59 +82,33 @@ def _pictures(sample: Sample, stem: str, folder: Path, videos: bool) -> list[str
     return names
 
 
-def _show(name: str, scale: int) -> str:
-    if name.endswith(".mp4"):
-        return f'<video src="{name}" controls loop muted></video>'
-    width = "" if name.endswith("-frames.png") else f' width="{IMAGE_SIZE * scale}"'
-    return f'<img src="{name}" alt=""{width}>'
-
-
-def _article(sample: Sample, seed: int, names: Sequence[str]) -> str:
-    shown = "".join(_show(name, 2 if len(names) == 1 else 1) for name in names)
-    parts = [f'<article id="{sample.task}-{seed}"><div>{shown}</div><div>']
-    for question, answer in (*sample.turns, (sample.question, sample.answer)):
-        first, *captions = escape(question).split(escape(IMAGE_MARK))
-        asked = "".join([first, *(f"[{number}] {text}" for number, text in enumerate(captions, 1))])
-        parts += [f'<p class="asked">{asked}</p>', f"<p>{escape(answer)}</p>"]
-    return "\n".join([*parts, f'<p class="small">seed {seed}</p></div></article>'])
-
-
-def _chances(samples: Sequence[Sample]) -> str:
-    if len(samples) < 2:
-        return ""
-    rows = "".join(f"<tr><td>{fact}</td><td>{value:.2f}</td></tr>" for fact, value in chance(samples).items())
-    return f"<table><tr><th>fact</th><th>chance</th></tr>{rows}</table>"
-
-
 def write_sheet(
     folder: Path, drawn: dict[str, list[tuple[int, Sample]]], grammar: str, videos: bool = False
 ) -> list[Path]:
     """Write samples as `index.html`, `samples.jsonl` and pictures, with the same bytes for the same samples."""
+    from jinja2 import Template
+
     folder.mkdir(parents=True, exist_ok=True)
-    sections, records = [], []
-    for task, numbered in drawn.items():
-        sections.append(f"<h2>{task}</h2>{_chances([sample for _, sample in numbered])}")
-        for seed, sample in numbered:
-            names = _pictures(sample, f"{task}-{seed}", folder, videos)
-            sections.append(_article(sample, seed, names))
-            records.append(_record(sample, seed, grammar, names))
-    count = sum(len(numbered) for numbered in drawn.values())
-    summary = f"{count} samples, grammar “{grammar}”. Chance: what true answers score against another sample’s facts."
+    records = [
+        {
+            "task": task,
+            "seed": seed,
+            "grammar": grammar,
+            "media": _pictures(sample, f"{task}-{seed}", folder, videos),
+            **({"fps": sample.fps} if sample.fps else {}),
+            "turns": [list(turn) for turn in sample.turns],
+            "question": sample.question,
+            "answer": sample.answer,
+            "facts": sample.facts,
+        }
+        for task, numbered in drawn.items()
+        for seed, sample in numbered
+    ]
+    by_task = {task: [sample for _, sample in numbered] for task, numbered in drawn.items()}
+    chances = {task: chance(samples) if len(samples) > 1 else {} for task, samples in by_task.items()}
+    template = Template(Path(__file__).with_name("sheet.html").read_text(encoding="utf-8"), autoescape=True)
     page, facts = folder / "index.html", folder / "samples.jsonl"
-    page.write_text(_PAGE.format(summary=summary, sections="\n".join(sections)), encoding="utf-8")
+    html = template.render(samples=records, tasks=chances, grammar=grammar, size=IMAGE_SIZE, mark=IMAGE_MARK)
+    page.write_text(html, encoding="utf-8")
     facts.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return [page, facts]
-
-
-def _record(sample: Sample, seed: int, grammar: str, names: Sequence[str]) -> dict[str, Any]:
-    return {
-        "task": sample.task,
-        "seed": seed,
-        "grammar": grammar,
-        "media": list(names),
-        **({"fps": sample.fps} if sample.fps else {}),
-        "turns": [list(turn) for turn in sample.turns],
-        "question": sample.question,
-        "answer": sample.answer,
-        "facts": sample.facts,
-    }

@@ -30,35 +30,8 @@ FIRST = 600_000
 CHOICES = 4
 """Answers to choose from: the right one, and those to other samples of the task."""
 
-_GENERATED = """task: saccade_{name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: generate_until
-doc_to_visual: !function tools.pocket.evaluator_tasks.doc_to_visual
-doc_to_text: question
-doc_to_target: answer
-doc_to_messages: !function tools.pocket.evaluator_tasks.doc_to_messages
-generation_kwargs: {{max_new_tokens: {longest}, temperature: 0, do_sample: false, until: []}}
-process_results: !function tools.pocket.evaluator_tasks.process_results
-metric_list:
-  - {{metric: facts, aggregation: mean, higher_is_better: true}}
-"""
-_CHOSEN = """task: saccade_{name}_choice
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_visual: !function tools.pocket.evaluator_tasks.doc_to_visual
-doc_to_text: question
-doc_to_choice: choices
-doc_to_target: label
-process_results: !function tools.pocket.evaluator_tasks.process_choices
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-"""
+_TEMPLATES = {"": "lmms_generate.yaml", "_choice": "lmms_choice.yaml"}
+"""Template of lmms-eval's task file by the end of the task's name."""
 
 
 def write_lmms_tasks(folder: Path, tasks: Sequence[str], count: int, seed: int = 0) -> list[Path]:
@@ -74,10 +47,15 @@ def write_lmms_tasks(folder: Path, tasks: Sequence[str], count: int, seed: int =
         samples = _samples(name, count, seed)
         docs = [_doc(sample, number, folder / name) for number, sample in enumerate(samples)]
         data = folder / name / "samples.jsonl"
-        write_file(data, "".join(json.dumps(doc) + "\n" for doc in _with_choices(docs)))
+        for number, doc in enumerate(docs):
+            others = [other["answer"] for other in (*docs[number + 1 :], *docs[:number])][: CHOICES - 1]
+            doc["choices"] = Random(number).sample([doc["answer"], *others], CHOICES)
+            doc["label"] = doc["choices"].index(doc["answer"])
+        write_file(data, "".join(json.dumps(doc) + "\n" for doc in docs))
         values = {"name": name, "data": json.dumps(str(data.resolve())), "longest": WORLD[name].longest}
-        for suffix, text in (("", _GENERATED), ("_choice", _CHOSEN)):
+        for suffix, template in _TEMPLATES.items():
             written.append(folder / f"saccade_{name}{suffix}.yaml")
+            text = Path(__file__).with_name(template).read_text(encoding="utf-8")
             write_file(written[-1], text.format(**values))
     return written
 
@@ -127,7 +105,7 @@ def _doc(sample: Sample, number: int, folder: Path) -> dict[str, Any]:
         write_file(media[-1], partial(image.save, format="PNG"))
     if sample.video is not None:
         media.append(folder / f"{number}.mp4")
-        write_file(media[-1], partial(_write_video, sample))
+        write_file(media[-1], partial(write_video, frames=sample.video, fps=sample.fps or 1.0))
     return {
         "id": number,
         "pocket_task": sample.task,
@@ -136,20 +114,6 @@ def _doc(sample: Sample, number: int, folder: Path) -> dict[str, Any]:
         "answer": sample.answer,
         "facts": json.dumps(sample.facts),
     }
-
-
-def _write_video(sample: Sample, path: Path) -> None:
-    assert sample.video is not None
-    write_video(path, sample.video, sample.fps or 1.0)
-
-
-def _with_choices(docs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for number, doc in enumerate(docs):
-        others = [other["answer"] for other in (*docs[number + 1 :], *docs[:number])][: CHOICES - 1]
-        choices = Random(number).sample([doc["answer"], *others], CHOICES)
-        found.append({**doc, "choices": choices, "label": choices.index(doc["answer"])})
-    return found
 
 
 def doc_to_visual(doc: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,6 @@
-"""Lessons: auxiliary losses on hidden states, by linear readers that are discarded after training.
+"""Lessons and drills: what helps the target to learn where to look, beside the world's own answers.
+
+Lessons are auxiliary losses on hidden states, by linear readers that are discarded after training.
 
 Answers are some forty tokens on hundreds of visual tokens, and teach slowly where to look. The lessons add labels:
 
@@ -7,41 +9,32 @@ Answers are some forty tokens on hundreds of visual tokens, and teach slowly whe
 - searching, where an answer begins: the number of things asked for in each of the picture's nine cells, at half the
   depth, and their total, at three quarters;
 - watching, at half the depth: at the end of each video frame its event, with colour and form of the shape.
+
+Drills are seven short questions on one picture or video, each answered by its verdict alone. An answer of the world
+takes forty tokens for one yes, no, total or letter; a drill has seven of them in little more, so that nearly every
+token depends on the question. Its questions end in "In short.", so the world's own answers keep their length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saccade.pocket.film import DIRECTIONS, WHATS
-from saccade.pocket.labels import GRID, PATCH_SIZE
-from saccade.pocket.sample import Facts, Sample
-from saccade.pocket.shapes import Thing, key
-from saccade.pocket.words import COLOURS, COLUMNS, ROWS, SHAPES
-from tools.pocket.batches import Batch
-from tools.pocket.processor import ASSISTANT, FRAME_TOKENS, IMAGE, NEWLINE, PATCHES, VIDEO
-
-
-def _changed(pictures: Tensor, across: int) -> Tensor:
-    """Cells of pictures `[P, 3, S, S]` that differ from the picture before: `[P - 1, across * across]`."""
-    size = GRID * PATCH_SIZE // across
-    differs = (pictures[1:] != pictures[:-1]).any(1).float()
-    return nn.functional.max_pool2d(differs, size).flatten(1) > 0
-
-
-def _places(row: Tensor, mark: int, count: int, each: int, between: int) -> Tensor | None:
-    """Positions of the patches of adjoining pictures, `[count, each]`; None if there is text between them."""
-    at = (row == mark).nonzero()[:, 0]
-    starts = at[0] + (each + between) * torch.arange(count)
-    places = starts[:, None] + torch.arange(each)
-    return places if at[-1] < starts[-1] + each + NEWLINE else None
+from saccade.pocket.film import DIRECTIONS, WHATS, film
+from saccade.pocket.labels import GRID, PATCH_SIZE, no_labels
+from saccade.pocket.sample import WORLD, Facts, Sample
+from saccade.pocket.shapes import Thing, key, render, scatter
+from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES, SIZES
+from tools.pocket.batches import ASSISTANT, FRAME_TOKENS, IMAGE, NEWLINE, PATCHES, VIDEO, Batch
+from tools.pocket.world import scenes, videos
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Pairs of a patch and the same patch one picture before."""
-    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    """Pairs of a patch and the same patch one picture before: row, positions now and before, whether it changed."""
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     kinds = (
         (batch.pictures, batch.counts, IMAGE, PATCHES, NEWLINE, GRID),
         (batch.frames, batch.lengths, VIDEO, FRAME_TOKENS, 0, GRID // 2),
@@ -52,13 +45,18 @@ def pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
             mine, first = slice(first, first + count), first + count
             if count < 2 or shown is None:
                 continue
-            places = _places(batch.ids[row], mark, count, each, between)
-            if places is not None:
-                now, before = places[1:].flatten(), places[:-1].flatten()
-                found.append((torch.full_like(now, row), now, before, _changed(shown[mine], across).flatten()))
-    if not found:
+            at = (batch.ids[row] == mark).nonzero()[:, 0]
+            starts = at[0] + (each + between) * torch.arange(count)
+            if at[-1] >= starts[-1] + each + NEWLINE:
+                continue  # there is text between the pictures
+            places = starts[:, None] + torch.arange(each)  # [count, each]
+            now, before = places[1:].flatten(), places[:-1].flatten()
+            differs = (shown[mine][1:] != shown[mine][:-1]).any(1).float()  # [count - 1, S, S]
+            changed = nn.functional.max_pool2d(differs, GRID * PATCH_SIZE // across).flatten() > 0
+            parts.append((torch.full_like(now, row), now, before, changed))
+    if not parts:
         return None
-    rows, now, before, changed = (torch.cat(part) for part in zip(*found, strict=True))
+    rows, now, before, changed = (torch.cat(part) for part in zip(*parts, strict=True))
     return rows, now, before, changed
 
 
@@ -143,30 +141,26 @@ _KINDS = (list(WHATS), list(COLOURS), list(SHAPES))
 
 
 def _event_frames(facts: Facts) -> list[tuple[int, int]]:
-    """Frames that show an event, each with the number of the event."""
-    if "spans" in facts:
-        return _event_frames_by_span(facts)
+    """Frames that show an event, numbered as they are shown, each with the number of the event.
+
+    A move shows in all of its frames; what appears, leaves, grows or shrinks does so at half its time.
+    """
     events, frames = facts["events"], facts["frames"]
-    told = []
+    moving = [event["what"] in DIRECTIONS for event in events]
+    if "spans" in facts:
+        places = {number: place for place, number in enumerate(facts.get("kept") or range(frames))}
+        spans = [
+            range(start, end) if moves else [start + (end - start + 1) // 2 - 1]
+            for moves, (start, end) in zip(moving, facts["spans"], strict=True)
+        ]
+        return [(places[frame], event) for event, span in enumerate(spans) for frame in span]
+    shown = []
     for frame in range(1, frames):
         before, now = ((frame - back) * len(events) / (frames - 1) for back in (1, 0))
         event = int((before + now) / 2)
-        # A move shows in all of its frames; what appears, leaves, grows or shrinks does so at half its time.
-        if events[event]["what"] in DIRECTIONS or before < event + 0.5 <= now:
-            told.append((frame, event))
-    return told
-
-
-def _event_frames_by_span(facts: Facts) -> list[tuple[int, int]]:
-    """The same for a video with known spans; frames are numbered as they are shown."""
-    numbers = facts.get("kept") or range(facts["frames"])
-    places = {number: place for place, number in enumerate(numbers)}
-    told = []
-    for event, (start, end) in enumerate(facts["spans"]):
-        at_half = start + (end - start + 1) // 2 - 1
-        moving = facts["events"][event]["what"] in DIRECTIONS
-        told += [(places[frame], event) for frame in (range(start, end) if moving else [at_half])]
-    return told
+        if moving[event] or before < event + 0.5 <= now:
+            shown.append((frame, event))
+    return shown
 
 
 def frame_events(samples: Sequence[Sample], ids: Tensor) -> Tensor:
@@ -232,3 +226,77 @@ class Lessons(nn.Module):
             + watching * self.watching(half, batch.frame_events)
         )
         return total
+
+
+# -- drills --
+
+_TURNS = 7
+_SHORT = "In short."
+_FRAMES = 12  # at most, so that rows of a batch have similar lengths
+Turn = tuple[str, str]
+Search = tuple[Turn, list[Thing]]
+"""A turn, and the things that it asks for."""
+
+
+def _ask(task: str, rng: Random, facts: dict[str, Any]) -> str:
+    questions = WORLD[task].grammars["dense"].questions
+    assert callable(questions)
+    return f"{questions(rng, facts)} {_SHORT}"
+
+
+def _is_there(rng: Random, things: list[Thing]) -> Search:
+    present, (colour, shape) = scenes.suspected(rng, things)
+    facts = {"colour": colour, "shape": shape, "present": present}
+    turn = _ask("existence", rng, facts), scenes.verdict(rng, facts)
+    return turn, [thing for thing in things if key(thing) == (colour, shape)]
+
+
+def _how_many(rng: Random, things: list[Thing]) -> Search:
+    thing = rng.choice(things)
+    kind = {k: thing[k] for k in rng.choice((("colour",), ("shape",), ("size",), ("colour", "shape")))}
+    if rng.random() < 0.15:  # perhaps there are none
+        kind = {k: rng.choice(list({"colour": COLOURS, "shape": SHAPES, "size": SIZES}[k])) for k in kind}
+    counted = [other for other in things if all(other[k] == v for k, v in kind.items())]
+    facts = {"asked": kind, "counted": counted}
+    return (_ask("count", rng, facts), scenes.total(rng, facts)), counted
+
+
+def _what_happens(rng: Random, facts: dict[str, Any]) -> Turn:
+    question = videos.ask(rng, facts)
+    letters = videos.lettered(rng, question) if rng.random() < 0.5 else {}
+    known = {**facts, **question, **letters}
+    return _ask("video-question", rng, known), videos.conclusion(rng, known)
+
+
+def _conversation(task: str, facts: Any, turns: list[Turn], **media: Any) -> Sample:
+    *before, (question, answer) = turns
+    shown = {"images": (), **media}
+    return Sample(task, question=question, answer=answer, facts=facts, labels=no_labels(), turns=tuple(before), **shown)
+
+
+def _film_drill(rng: Random) -> Sample:
+    seen = film(rng)
+    while len(seen.video or ()) > _FRAMES:
+        seen = film(rng)
+    turns = [_what_happens(rng, dict(seen.facts)) for _ in range(_TURNS)]
+    return _conversation("video-question", seen.facts, turns, video=seen.video, fps=seen.fps)
+
+
+def _picture_drill(rng: Random) -> Sample:
+    few = rng.random() < 0.6
+    colours = rng.sample(list(COLOURS), 3) if few else list(COLOURS)
+    shapes = rng.sample(SHAPES, 3) if few else list(SHAPES)
+    things = scatter(rng, rng.randint(2, 7), colours=colours, shapes=shapes, sizes=SIZES, twins=True)
+    kinds: tuple[Callable[[Random, list[Thing]], Search], ...] = (_is_there, _how_many)
+    background = rng.choice(list(BACKGROUNDS))
+    turns, searches = zip(*(rng.choice(kinds)(rng, things) for _ in range(_TURNS)), strict=True)
+    return _conversation(
+        "existence", {"things": things, "found": list(searches)}, list(turns), images=(render(background, things),)
+    )
+
+
+def drills(rng: Random, count: int) -> list[Sample]:
+    """A batch of `count` drills on shapes, or of half as many on short videos."""
+    if rng.random() < 0.3:
+        return [_film_drill(rng) for _ in range(max(1, count // 2))]
+    return [_picture_drill(rng) for _ in range(count)]

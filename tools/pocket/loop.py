@@ -1,27 +1,26 @@
 """One training stage: a number of steps, with checkpoints that a kill cannot spoil and a resume repeats exactly.
 
-Optimisers, prefetch, number format and atomic writes are those of `saccade.train`; its loop is not used, because a
-stage has no target, no data files and no drafts to measure, writes one checkpoint by the clock, and is complete when
-the file of its weights exists.
+Optimisers, number format and atomic writes are those of `saccade.train`; its loop is not used, because a stage has no
+target, no data files and no drafts to measure, writes one checkpoint by the clock, and is complete when the file of its
+weights exists.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from saccade.errors import TrainingError
 from saccade.files import write_file
 from saccade.formats import duration
 from saccade.train.optimiser import Optimisers, muon_and_adamw
-from saccade.train.prefetch import Prefetch
 from tools.pocket.recipe import Schedule
 
 _Batch = TypeVar("_Batch")
@@ -42,15 +41,36 @@ def optimisers_for(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> li
     return muon_and_adamw(inside, list(weights.values()), rate, 0.02, (0.9, 0.95), fused=True)
 
 
-def prefetch(make: Callable[[int], _Batch], first: int, last: int, device: torch.device) -> Prefetch[_Batch]:
-    """Batches `first` to `last - 1`, made by spare cores; beside a model that trains on the CPU there are none."""
+@dataclass(frozen=True)
+class _Numbered(Dataset[_Batch], Generic[_Batch]):
+    make: Callable[[int], _Batch]
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, number: int) -> _Batch:
+        return self.make(self.first + number)
+
+
+def _unchanged(batch: _Batch) -> _Batch:
+    return batch
+
+
+def batches(make: Callable[[int], _Batch], first: int, last: int, device: torch.device) -> DataLoader[_Batch]:
+    """Batches `first` to `last - 1`, made by spare cores; for a model that trains on the CPU by this process."""
     workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 2) - 2)
-    # Spawned, because a process that has used CUDA cannot be forked.
-    pool = partial(ProcessPoolExecutor, workers, get_context("spawn"), torch.set_num_threads, (1,))
-    batches = Prefetch(make, workers * _AHEAD, pool)
-    if workers:
-        batches.begin((number,) for number in range(first, last))
-    return batches
+    # Workers are spawned, because a process that has used CUDA cannot be forked; the generator keeps torch's own state.
+    options: dict[str, Any] = {"multiprocessing_context": "spawn", "prefetch_factor": _AHEAD} if workers else {}
+    return DataLoader(
+        _Numbered(make, first, last),
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),
+        **options,
+    )
 
 
 def train(
@@ -65,7 +85,7 @@ def train(
 ) -> float:
     """Train a stage to its end, or resume it from its checkpoint, and leave `<name>.pt` in `folder`.
 
-    Trains the parameters that require gradients.
+    Trains the parameters that require gradients; returns the minutes.
     """
     complete, resume = folder / f"{name}.pt", folder / f"{name}.checkpoint.pt"
     if complete.exists():
@@ -82,34 +102,29 @@ def train(
         first, before = state["step"], state["seconds"]
         print(f"[{name}] resumed at step {first}, {before:.0f} s in", flush=True)
     start = saved = reported = checked = time.monotonic()
-    smooth = None
-    parts = schedule.parts
+    smooth, parts = None, schedule.parts
     device = next(model.parameters()).device
-    batches = prefetch(make, first * parts, schedule.steps * parts, device)
-    try:
-        for step in range(first, schedule.steps):
-            loss: Tensor | float = 0.0
-            for part in range(parts):
-                share = loss_of(batches.take((step * parts + part,))) / parts
-                share.backward()
-                loss = loss + share.detach()
-            optimisers.step(schedule.rate_at(step))
-            done, now = step + 1, time.monotonic()
-            smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
-            if now - reported > _PROGRESS_SECONDS:
-                left = duration((now - start) / (done - first) * (schedule.steps - done))
-                of = f"step {done} of {schedule.steps}, loss {float(smooth):.4f}"
-                print(f"[{name}] {of}, about {left} left", flush=True)
-                reported = now
-            if now - saved > checkpoint_seconds and done < schedule.steps:
-                state = {"model": model.state_dict(), "optimisers": optimisers.state_dict()}
-                save({**state, "step": done, "seconds": before + now - start}, resume)
-                saved = time.monotonic()
-                if check is not None and saved - checked > _CHECK_SECONDS:
-                    print(f"[{name}] {check()}", flush=True)
-                    checked = saved = time.monotonic()
-    finally:
-        batches.close()
+    made = iter(batches(make, first * parts, max(first, schedule.steps) * parts, device))
+    for step in range(first, schedule.steps):
+        loss: Tensor | float = 0.0
+        for _ in range(parts):
+            share = loss_of(next(made)) / parts
+            share.backward()
+            loss = loss + share.detach()
+        optimisers.step(schedule.rate_at(step))
+        done, now = step + 1, time.monotonic()
+        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
+        if now - reported > _PROGRESS_SECONDS:
+            left = duration((now - start) / (done - first) * (schedule.steps - done))
+            print(f"[{name}] step {done} of {schedule.steps}, loss {float(smooth):.4f}, about {left} left", flush=True)
+            reported = now
+        if now - saved > checkpoint_seconds and done < schedule.steps:
+            state = {"model": model.state_dict(), "optimisers": optimisers.state_dict()}
+            save({**state, "step": done, "seconds": before + now - start}, resume)
+            saved = time.monotonic()
+            if check is not None and saved - checked > _CHECK_SECONDS:
+                print(f"[{name}] {check()}", flush=True)
+                checked = saved = time.monotonic()
     seconds = before + time.monotonic() - start
     steps = max(first, schedule.steps)
     save({"model": model.state_dict(), "step": steps, "seconds": seconds}, complete)

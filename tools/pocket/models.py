@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE
-from tools.pocket.batches import IGNORED, Batch
-from tools.pocket.processor import BEGIN, END, IMAGE, PAD, VIDEO
+from tools.pocket.batches import BEGIN, END, IGNORED, IMAGE, PAD, VIDEO, Batch
 from tools.pocket.recipe import LanguageShape, TowerShape
 
 CONTEXT = 8192
@@ -235,10 +234,8 @@ AttentionInterface.register(_NAME, _attend)
 def choose_attention(model: PocketModel) -> None:
     """Select the fastest attention for training on the model's device; results are the same up to rounding.
 
-    On a CPU with bfloat16 instructions the fused kernel, which is float32, is slow on short rows. Measured by
-    `benchmarks/attention_cost.py` on one core of an AVX512-BF16 machine, 16 rows with 8 heads of 32, forward and
-    backward: matrix products take 6.5 ms at 120 positions and 12 ms at 192, the fused kernel in float32 12 and 26 ms.
-    From about 450 positions on the fused one is faster. In float32 it is faster at all lengths.
+    On a CPU with bfloat16 instructions the fused kernel, which is float32, takes twice as long as matrix products on
+    rows of up to 200 positions, and is faster from about 450 on. In float32 it is faster at all lengths.
     """
     if model.device.type == "cpu":
         model.model.language_model.set_attn_implementation(_NAME)

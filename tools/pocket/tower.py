@@ -69,7 +69,7 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
             words.append(f"{name} {right:.2f}")
         return "accuracy on labelled patches: " + ", ".join(words)
 
-    schedule, pause = recipe.tower_schedule, recipe.checkpoint_seconds
+    schedule, pause = recipe.schedules["tower"], recipe.checkpoint_seconds
     make = partial(_batch, recipe.seed, schedule.batch)
     minutes = train("tower", model, make, loss_of, schedule, folder, pause, check)
     return {name: weight.cpu() for name, weight in model.tower.state_dict().items()}, minutes

@@ -145,7 +145,7 @@ a chain as deep. Why an order does not hold, where a measurement shows it, is ta
 pages.
 
 ```
-make heads     # trains every head that the suites name, by tools/heads/recipes.toml; prints time and disk space first
+make heads     # trains every head that the suites name, by tools/heads/recipes.toml; the same command resumes
 make results   # measures every suite and writes these pages; stop at any moment, the same command resumes
 ```
 

@@ -5,9 +5,8 @@ from tokenizers import Tokenizer
 from workshop_kit import tiny_model
 
 from saccade.inputs.processor import InputProcessor
-from tools.pocket.processor import write_processor
 from tools.pocket.recipe import quick_recipe
-from tools.pocket.tokens import train_tokenizer
+from tools.pocket.tokens import train_tokenizer, write_processor
 
 
 @pytest.fixture(scope="session")

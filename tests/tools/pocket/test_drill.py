@@ -10,7 +10,7 @@ from saccade.pocket.sample import Sample
 from saccade.pocket.scoring import mentioned, numbers
 from saccade.pocket.shapes import key, named
 from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, SIZES, plural
-from tools.pocket.drill import drills
+from tools.pocket.lessons import drills
 
 DRILLS = [sample for seed in range(12) for sample in drills(Random(seed), 10)]
 

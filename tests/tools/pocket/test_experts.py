@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText
 import saccade
 from saccade.errors import ModelError
 from saccade.pocket import draw
+from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.experts import upcycle
-from tools.pocket.export import write_checkpoint
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
 

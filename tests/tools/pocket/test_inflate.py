@@ -22,8 +22,8 @@ from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_h
 from saccade.errors import ModelError, SaccadeError
 from saccade.pocket import draw
 from tools.pocket.__main__ import inflate_model
+from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import batch_of, pixels
-from tools.pocket.export import write_checkpoint
 from tools.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
 from tools.pocket.inflated_head import inflate_head
 from tools.pocket.models import build

@@ -14,12 +14,10 @@ from saccade.pocket import draw
 from saccade.pocket.film import DIRECTIONS, WHATS
 from saccade.pocket.sample import Sample
 from saccade.pocket.words import COLOURS, SHAPES
-from tools.pocket.batches import Batch
-from tools.pocket.drill import drills
-from tools.pocket.language import true_answers
-from tools.pocket.lessons import PLACES, Lessons, Relating, Searching, Watching, pairs, with_lessons
+from tools.pocket.batches import ASSISTANT, FRAME_TOKENS, IMAGE, VIDEO, Batch
+from tools.pocket.lessons import PLACES, Lessons, Relating, Searching, Watching, drills, pairs, with_lessons
 from tools.pocket.models import embed, loss_of
-from tools.pocket.processor import ASSISTANT, FRAME_TOKENS, IMAGE, VIDEO
+from tools.pocket.stages import true_answers
 
 
 def _taught(tokenizer: Tokenizer, samples: list[Sample]) -> Batch:

@@ -9,7 +9,7 @@ from torch import nn
 from workshop_kit import tiny_model
 
 from saccade.pocket import draw
-from tools.pocket.loop import optimisers_for, prefetch, train
+from tools.pocket.loop import batches, optimisers_for, train
 from tools.pocket.recipe import Schedule
 
 pytestmark = pytest.mark.formats
@@ -49,12 +49,12 @@ MAKE = partial(draw, task="chart")  # so that workers import the world and PyTor
 
 
 def test_workers_make_the_batches_of_this_process_and_end_when_no_more_are_wanted(gpu: torch.device) -> None:
-    here, ahead = prefetch(MAKE, 5, 30, torch.device("cpu")), prefetch(MAKE, 5, 10**9, gpu)
-    for number in range(5, 30):
-        made, expected = ahead.take((number,)), here.take((number,))
+    here, ahead = batches(MAKE, 5, 30, torch.device("cpu")), iter(batches(MAKE, 5, 10**9, gpu))
+    for number, expected in enumerate(here, 5):
+        made = next(ahead)
         assert made == expected == draw(number, "chart")
         assert made.image.tobytes() == expected.image.tobytes()
-    ahead.close()  # would wait for ever if the workers continued
+    del ahead  # would wait without end if the workers continued
 
 
 class Toy(nn.Module):

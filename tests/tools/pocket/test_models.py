@@ -9,9 +9,8 @@ from workshop_kit import KINDS, batch_of_tasks, tiny_model
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draw
 from tools.pocket import models
-from tools.pocket.batches import IGNORED, Batch, batch_of
+from tools.pocket.batches import IGNORED, IMAGE, Batch, batch_of, prompt_ids
 from tools.pocket.models import PocketModel, build, choose_attention, embed, grow, loss_of
-from tools.pocket.processor import IMAGE, prompt_ids
 from tools.pocket.recipe import LanguageShape, TowerShape
 from tools.pocket.tower import align_projector
 

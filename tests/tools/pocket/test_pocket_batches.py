@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 from workshop_kit import KINDS, batch_of_tasks
 
 from saccade.pocket import WORLD, draw
-from tools.pocket.batches import IGNORED, sorted_batch
-from tools.pocket.draft import _has_media
-from tools.pocket.processor import ASSISTANT, END, IMAGE, VIDEO, prompt_ids, wrap
+from tools.pocket.batches import ASSISTANT, END, IGNORED, IMAGE, VIDEO, prompt_ids, sorted_batch
+from tools.pocket.stages import has_media
+from tools.pocket.tokens import wrap
 
 
 def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer: Tokenizer) -> None:
@@ -62,14 +62,14 @@ def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> 
 
 def test_the_draft_sees_two_batches_in_three_and_none_of_several_pictures() -> None:
     one, several = [draw(1, "chart"), draw(2, "scene")], [draw(1, "difference"), draw(2, "edit")]
-    assert [_has_media(number, one, False) for number in range(6)] == [False, True, True] * 2
-    assert not any(_has_media(number, several, False) for number in range(6))
-    assert _has_media(1, [*one, several[0]], False)
-    assert _has_media(1, [draw(1, "video")], False)
+    assert [has_media(number, one, False) for number in range(6)] == [False, True, True] * 2
+    assert not any(has_media(number, several, False) for number in range(6))
+    assert has_media(1, [*one, several[0]], False)
+    assert has_media(1, [draw(1, "video")], False)
 
 
 def test_a_draft_of_single_pictures_never_sees_another_or_a_video() -> None:
     one, several, video = [draw(1, "chart"), draw(2, "scene")], draw(1, "album"), draw(1, "video")
-    assert [_has_media(number, one, True) for number in range(6)] == [False, True, True] * 2
+    assert [has_media(number, one, True) for number in range(6)] == [False, True, True] * 2
     for other in (several, video):
-        assert not any(_has_media(number, [*one, other], True) for number in range(6))
+        assert not any(has_media(number, [*one, other], True) for number in range(6))

@@ -17,12 +17,11 @@ from processes import forked
 from saccade.cli import execute
 from saccade.errors import TrainingError
 from saccade.pocket import Sample, target_path
-from tools.pocket import draft, language
+from tools.pocket import stages
 from tools.pocket.__main__ import app as workshop
-from tools.pocket.batches import Batch, batch_of
-from tools.pocket.processor import VIDEO
+from tools.pocket.batches import VIDEO, Batch, batch_of
 from tools.pocket.recipe import Recipe, quick_recipe
-from tools.pocket.run import run, run_single
+from tools.pocket.stages import run, run_single
 
 pytestmark = pytest.mark.formats
 
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.formats
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--single-picture-draft",), "needs a pair with the target: give --from"),
+        (("--single-picture-draft",), "needs a pair with the target: add --from"),
         (("--steps", "follow"), "--steps follow is not a stage with its steps; write for example follow=800"),
         (("--steps", "answers=3"), "The stage 'answers' takes no steps; choose from tower, shallow"),
         (
@@ -109,8 +108,8 @@ def test_stage_files_of_another_recipe_are_refused_by_the_name_of_the_setting(
     run(quick, tmp_path, until="tokenizer")
     run(replace(quick, checkpoint_seconds=9.0, evaluation_samples=3), tmp_path, until="tokenizer")
     for other, words in (
-        (quick.scaled(2.0), r"tower_schedule\.steps is 4, here it is 8; repeat the command"),
-        (quick.scaled(1.0, 3), r"tower_schedule\.batch is 4, here it is 12"),
+        (quick.scaled(2.0), r"schedules\.tower\.steps is 4, here it is 8; repeat the command"),
+        (quick.scaled(1.0, 3), r"schedules\.tower\.batch is 4, here it is 12"),
         (replace(quick, seed=8), r"its seed is 7, here it is 8"),
     ):
         with pytest.raises(TrainingError, match=words):
@@ -127,7 +126,7 @@ def test_stage_files_of_another_recipe_are_refused_by_the_name_of_the_setting(
 def test_a_pair_is_trained_further_from_its_own_weights(tmp_path: Path, whole: Path) -> None:
     quick = quick_recipe()
     shutil.copytree(whole, tmp_path / "first")
-    still = replace(quick, refine_schedule=replace(quick.refine_schedule, steps=0))
+    still = quick.with_steps("refine", 0)
     run(still, tmp_path / "same", until="answers", pair=tmp_path / "first")
     run(quick, tmp_path / "on", pair=tmp_path / "first")
     first, same, on = (
@@ -171,8 +170,7 @@ def test_a_second_draft_for_a_target_sees_single_pictures_alone(
         seen.add(several)
         return batch
 
-    monkeypatch.setattr(draft, "batch_of", watched)
-    monkeypatch.setattr(language, "batch_of", watched)
+    monkeypatch.setattr(stages, "batch_of", watched)
     quick = replace(quick_recipe(), answers=6, vocabulary=1024, tower=Recipe().tower)
     pair = target_path().parent
     run_single(quick, tmp_path, pair)

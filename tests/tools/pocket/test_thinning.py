@@ -9,12 +9,20 @@ from tokenizers import Tokenizer
 from workshop_kit import tiny_model
 
 from saccade.pocket import Sample, draw
-from tools.pocket.batches import length_of, positions, sorted_batch, thinned
-from tools.pocket.language import true_answers
+from tools.pocket.batches import (
+    FRAME_TOKENS,
+    VIDEO,
+    length_of,
+    positions,
+    prompt_ids,
+    sorted_batch,
+    thinned,
+    video_tokens,
+)
 from tools.pocket.lessons import frame_events
 from tools.pocket.models import CONTEXT, embed, loss_of
-from tools.pocket.processor import FRAME_TOKENS, VIDEO, prompt_ids, video_tokens
 from tools.pocket.recipe import REFINING
+from tools.pocket.stages import true_answers
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from workshop_kit import tiny_model
 
 from saccade.pocket import WORLD, draw
 from tools.pocket.batches import batch_of
-from tools.pocket.language import true_answers
 from tools.pocket.models import loss_of
+from tools.pocket.stages import true_answers
 from tools.pocket.tokens import decisive_weights
 
 DECISIVE = {

@@ -1,0 +1,407 @@
+"""Stages of a run in order, each skipped when its file exists.
+
+Stages 1 to 6 make the target: a tokenizer, a tower, a shallow model that is trained to read pictures, grown, and
+trained to compare and on all that is hard. Stages 7 to 9 train the draft, on the target's tower, on ground truth and
+then on the target's own answers; the last one writes both with their cards.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import saccade
+from saccade.errors import TrainingError
+from saccade.files import write_file, write_folder
+from saccade.formats import differences
+from saccade.pocket.sample import WORLD, Sample, draw
+from saccade.train.precision import description, fast_products
+from tools.pocket.accuracy import Provenance, answer, export, write_checkpoint
+from tools.pocket.batches import (
+    FIRST_TRAINING_SEED,
+    SPECIAL_TOKENS,
+    Batch,
+    batch_of,
+    length_of,
+    sorted_batch,
+    thinned,
+)
+from tools.pocket.lessons import Lessons, drills, with_lessons
+from tools.pocket.loop import save, train
+from tools.pocket.models import CONTEXT, PocketModel, build, choose_attention, grow, loss_of
+from tools.pocket.recipe import COMPARING, REFINING, Recipe, Schedule, drafting
+from tools.pocket.tokens import content_weights, decisive_weights, train_tokenizer
+from tools.pocket.tower import align_projector, train_tower
+
+STAGES = ("tokenizer", "tower", "shallow", "deep", "compare", "refine", "draft", "answers", "follow", "export")
+SINGLE_STAGES = ("tokenizer", "draft", "answers", "follow", "export")
+"""Stages of a second draft for a pair's target (`run_single`)."""
+PAIR_STAGES = ("tokenizer", "refine", "answers", "follow", "export")
+"""Stages of a run from an earlier pair, which provides the results of the others."""
+_MODELS = ("target", "draft")
+_FREE = ("checkpoint_seconds", "evaluation_samples", "evaluation_tasks")  # settings that no weight depends on
+_TRAINING = re.compile(r"^- Training: (.*?)\.?$", re.MULTILINE)
+_LESSONS = "lessons"
+_HELD_OUT = 8  # samples of every task for the held-out loss
+_CHUNK = 128  # answers between two saves
+_BLIND_EVERY = 3  # every third batch of a draft has no media, so that it also works without
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+def true_answers(
+    tokenizer: Tokenizer, samples: list[Sample], media: bool = True, tiled: bool = True, decisive: float = 1.0
+) -> Batch:
+    """Samples with their true answers as a batch; `decisive` is the loss weight of decisive words."""
+    weights = [decisive_weights(tokenizer, sample, decisive) for sample in samples] if decisive != 1 else None
+    answers = [tokenizer.encode(sample.answer).ids for sample in samples]
+    return batch_of(tokenizer, samples, answers, media, tiled, weights)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Arguments of a sample's `draw`, and the target's answer as token ids."""
+
+    seed: int
+    task: str
+    grammar: str
+    ids: list[int]
+
+    def sample(self) -> Sample:
+        """Draw the sample."""
+        return draw(self.seed, self.task, self.grammar)
+
+
+@dataclass(frozen=True)
+class TargetBatches:
+    """Batches of a stage of the target by number, in worker processes as well."""
+
+    name: str
+    seed: int
+    schedule: Schedule
+    tokenizer: Tokenizer
+    shares: Mapping[str, float] | None = None
+
+    def __call__(self, number: int) -> Batch:
+        rng, schedule = Random(f"{self.name}/{self.seed}/{number}"), self.schedule
+        if schedule.drill and rng.random() < schedule.drill:
+            samples = drills(rng, schedule.batch)
+        else:
+            samples = sorted_batch(rng, schedule.batch, schedule.verbose, self.shares)
+        tiled = schedule.tiled_at(number)
+        batch = true_answers(self.tokenizer, samples, tiled=tiled, decisive=schedule.decisive)
+        return with_lessons(batch, samples) if any(schedule.lessons) else batch
+
+
+@dataclass(frozen=True)
+class DraftBatches:
+    """Batches of a stage of the draft by number; with answers, every second group of batches has those."""
+
+    name: str
+    seed: int
+    schedule: Schedule
+    tokenizer: Tokenizer
+    single: bool
+    answered: Sequence[Answered] | None = None
+
+    def __call__(self, number: int) -> Batch:
+        schedule, source = self.schedule, f"{self.name}/{self.seed}/{number}"
+        if self.answered is None or number // _BLIND_EVERY % 2 == 0:
+            samples = sorted_batch(Random(source), schedule.batch, schedule.verbose, drafting(self.single))
+            media = has_media(number, samples, self.single)
+            return true_answers(self.tokenizer, samples, media, schedule.tiled_at(number))
+        start = Random(source).randrange(max(1, len(self.answered) - schedule.batch + 1))
+        rows, rng = self.answered[start : start + schedule.batch], Random(f"thinned/{self.seed}/{number}")
+        samples = [thinned(rng, row.sample()) for row in rows]
+        return batch_of(self.tokenizer, samples, [row.ids for row in rows], has_media(number, samples, self.single))
+
+
+def has_media(number: int, samples: Sequence[Sample], single: bool) -> bool:
+    """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers."""
+    if single:
+        blind = any(len(sample.images) > 1 or sample.video is not None for sample in samples)
+    else:
+        blind = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
+    return not blind and number % _BLIND_EVERY != 0
+
+
+# -- a run -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Recipe, tokenizer, folder and device of a run, and its stages; `pair` and `single` as in `run` and `run_single`.
+
+    `stages` yields the name of every stage that is complete.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, pair: Path | None = None, single: bool = False) -> None:
+        self.folder, self.pair, self.single = folder, pair, single
+        start = None if pair is None else f"{'single pictures, ' if single else ''}{pair_digest(pair)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._check(recipe, start)
+        if start is not None:
+            recipe = replace(recipe, seed=int(start[-16:], 16))  # other samples than those that the pair was trained on
+        self.recipe = recipe
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _check(self, recipe: Recipe, start: str | None) -> None:
+        """Record the recipe and earlier pair of a folder's stage files, or refuse those of another."""
+        path = self.folder / "recipe.json"
+        ours = {name: value for name, value in json.loads(json.dumps(asdict(recipe))).items() if name not in _FREE}
+        if start is not None:
+            ours["from"] = start
+        if path.exists():
+            for key, here, there in differences(ours, json.loads(path.read_text())):
+                raise TrainingError(
+                    f"{self.folder} has stage files of another recipe: its {key} is {there!r}, here it is {here!r}; "
+                    "repeat the command that began it, or choose another --out folder."
+                )
+            return
+        if (self.folder / "tokenizer.json").exists():
+            print(f"{self.folder} has stage files but no recipe.json; they are taken to be of this recipe.", flush=True)
+        write_file(path, json.dumps(ours, indent=1) + "\n", error=TrainingError)
+
+    def stages(self) -> Iterator[str]:
+        """Run one stage after another."""
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            if self.pair is None:
+                write_file(path, lambda part: train_tokenizer(self.recipe).save(str(part)), error=TrainingError)
+            else:
+                write_file(path, (self.pair / "target" / "tokenizer.json").read_text("utf-8"), error=TrainingError)
+        self.tokenizer = Tokenizer.from_file(str(path))
+        yield "tokenizer"
+        self.hardware = description(self.device)
+        print(f"[train] on {self.hardware}", flush=True)
+        if self.single:
+            yield from self._single()
+            return
+        yield from self._from_scratch() if self.pair is None else self._from_pair(self.pair)
+        first = {"target": self.folder / "answering", "draft": self.folder / "guessing"}  # before they have cards
+        for model, folder in zip((self.target, self.draft), first.values(), strict=True):
+            write_folder(folder, partial(write_checkpoint, model, self.tokenizer))
+        yield from self._follow(first["target"], first["draft"])
+        self._export(self.draft, "draft", "Pocket draft", self.draft_story)
+        self._export(self.target, "target", "Pocket target", f"{self.target_story}.", self.folder / "draft")
+        yield "export"
+
+    def _from_scratch(self) -> Iterator[str]:
+        recipe, minutes = self.recipe, dict[str, float]()
+        tower, minutes["tower"] = train_tower(recipe, self.folder, self.device)
+        yield "tower"
+        torch.manual_seed(recipe.seed)
+        self.target = build(replace(recipe.target, layers=recipe.shallow_layers), recipe.tower, self._vocabulary)
+        self.target.model.vision_tower.load_state_dict(tower)
+        align_projector(self.target, self.tokenizer, recipe.seed)
+        self.target.to(self.device)
+        minutes["shallow"] = self._train_target("shallow")
+        yield "shallow"
+        self.target = grow(self.target, recipe.target.layers)
+        minutes["deep"] = self._train_target("deep")
+        yield "deep"
+        minutes["compare"] = self._train_target("compare", COMPARING)
+        yield "compare"
+        minutes["refine"] = self._train_target("refine", REFINING)
+        yield "refine"
+        draft_minutes = self._train_draft(tower)
+        yield "draft"
+        self.target_story = (
+            f"tower on per-patch labels {minutes['tower']:.0f} min; {recipe.shallow_layers} layers on the frozen tower "
+            f"{minutes['shallow']:.0f} min; grown to {recipe.target.layers} layers and trained on as a whole "
+            f"{minutes['deep']:.0f} min; {minutes['compare']:.0f} min of comparing, with lessons in where to look; "
+            f"{_refined(minutes['refine'])}"
+        )
+        self.draft_story = (
+            f"on the target's tower, frozen: {draft_minutes:.0f} min on ground truth, every third batch without its "
+            "pictures, and all that are mostly of several; no five-picture stories"
+        )
+
+    def _from_pair(self, pair: Path) -> Iterator[str]:
+        """Train the target of an earlier pair further, and take its draft unchanged."""
+        self.target, self.draft = (PocketModel.from_pretrained(pair / name, dtype=torch.float32) for name in _MODELS)
+        for model in (self.target, self.draft):  # rotary positions have no weights: only the configuration changes
+            model.config.text_config.max_position_embeddings = CONTEXT
+            model.to(self.device)
+        minutes = self._train_target("refine", REFINING)
+        yield "refine"
+        before, self.draft_story = (_training_of(pair / name) for name in _MODELS)
+        self.target_story = f"{before}; from those bfloat16 weights {_refined(minutes)}"
+
+    def _single(self) -> Iterator[str]:
+        assert self.pair is not None
+        target = PocketModel.from_pretrained(self.pair / "target", dtype=torch.float32)
+        minutes = self._train_draft(target.model.vision_tower.state_dict())
+        yield "draft"
+        self.draft_story = (
+            f"on the target's tower, frozen, tasks of several pictures and videos without them: {minutes:.0f} min on "
+            "ground truth, every third batch of single pictures without them, too"
+        )
+        yield from self._follow(self.pair / "target", self.pair / "draft")
+        self._export(self.draft, "draft", "Pocket draft of single pictures", self.draft_story)
+        yield "export"
+
+    @property
+    def _vocabulary(self) -> int:
+        """Vocabulary size of the models: the tokenizer's, rounded up to a multiple of 64."""
+        return int(-(-self.tokenizer.get_vocab_size() // 64) * 64)
+
+    def _train_target(self, name: str, shares: Mapping[str, float] | None = None) -> float:
+        """Train the target through a stage; return the minutes of training."""
+        model, schedule = self.target, self.recipe.schedules[name]
+        weights = content_weights(self.tokenizer, model.config.text_config.vocab_size, schedule.content)
+        weights = weights.to(model.device)
+        model.model.vision_tower.requires_grad_(False)
+        choose_attention(model)
+        lessons = None
+        if any(schedule.lessons):
+            lessons = Lessons(model.config.text_config.hidden_size, *schedule.lessons).to(model.device)
+            model.add_module(_LESSONS, lessons)  # trained and saved in checkpoints like the rest, until the stage ends
+
+        def weighted(batch: Batch) -> Tensor:
+            with fast_products(model.device):
+                return loss_of(model, batch, token_weights=weights, lesson=lessons)
+
+        def check() -> str:
+            losses = (f"{task} {self._held_out_loss(task, schedule.tiled > 0):.2f}" for task in WORLD)
+            return "held-out loss: " + ", ".join(losses)
+
+        make = TargetBatches(name, self.recipe.seed, schedule, self.tokenizer, shares)
+        try:
+            return train(name, model, make, weighted, schedule, self.folder, self.recipe.checkpoint_seconds, check)
+        finally:
+            if lessons is not None:
+                delattr(model, _LESSONS)
+
+    @torch.no_grad()
+    def _held_out_loss(self, task: str, tiled: bool) -> float:
+        """Mean loss on samples of a task with seeds that training never draws."""
+        samples = [thinned(Random(seed), draw(seed, task)) for seed in range(_HELD_OUT)]
+        with fast_products(self.device):
+            return loss_of(self.target, true_answers(self.tokenizer, samples, tiled=tiled)).item()
+
+    def _train_draft(self, tower: dict[str, Tensor]) -> float:
+        """Train a draft on ground truth in a mixture of tasks; return the minutes of training."""
+        recipe, device = self.recipe, self.device
+        torch.manual_seed(recipe.seed)
+        self.draft = model = build(recipe.draft, recipe.tower, self._vocabulary).to(device)
+        model.model.vision_tower.load_state_dict(tower)
+        model.model.vision_tower.requires_grad_(False)
+        align_projector(model, self.tokenizer, recipe.seed)
+        choose_attention(model)
+        schedule = recipe.schedules["draft"]
+        weights = content_weights(self.tokenizer, self._vocabulary, schedule.content).to(device)
+
+        def weighted(batch: Batch) -> Tensor:
+            with fast_products(device):
+                return loss_of(model, batch, token_weights=weights)
+
+        make = DraftBatches("draft", recipe.seed, schedule, self.tokenizer, self.single)
+        return train("draft", model, make, weighted, schedule, self.folder, recipe.checkpoint_seconds)
+
+    def _answers(self, target: Path, drafter: Path) -> list[Answered]:
+        """Answers of the target to fresh samples, half greedy, half at temperature 1; resumes from `answers.pt`."""
+        recipe, path, rng = self.recipe, self.folder / "answers.pt", Random(f"answers/{self.recipe.seed}")
+        shares = drafting(self.single)
+        plan: list[tuple[int, str, str, float]] = []
+        for temperature in (0.0, 1.0):
+            for task in rng.choices(list(shares), list(shares.values()), k=recipe.answers // 2):
+                grammar = "verbose" if rng.random() < recipe.schedules["draft"].verbose else "dense"
+                plan.append((rng.randrange(FIRST_TRAINING_SEED, 2**48), task, grammar, temperature))
+        rows: list[tuple[int, str, str, list[int]]] = torch.load(path) if path.exists() else []
+        if len(rows) < len(plan):
+            place = "cuda" if torch.cuda.is_available() else None
+            vlm = saccade.load(target, drafter, method="chain", device_map=place)
+        while len(rows) < len(plan):
+            temperature = plan[len(rows)][3]
+            chunk = [row for row in plan[len(rows) : len(rows) + _CHUNK] if row[3] == temperature]
+            samples = [draw(seed, task, grammar) for seed, task, grammar, _ in chunk]
+            first = recipe.seed % 2**62 + len(rows)  # the engine takes 63 bits
+            answers = answer(vlm, samples, temperature=temperature, seed=first)
+            # After few training steps, special tokens occur at temperature 1; as input they would be pictures.
+            plain = [[token for token in ids if token >= len(SPECIAL_TOKENS)] for ids in answers]
+            rows += [(*row[:3], ids) for row, ids in zip(chunk, plain, strict=True)]
+            save(rows, path)
+            print(f"[answers] {len(rows)} of {len(plan)}", flush=True)
+        return [Answered(*row) for row in rows]
+
+    def _follow(self, target: Path, drafter: Path) -> Iterator[str]:
+        """Train the draft further, half of it on answers of the target."""
+        answered = self._answers(target, drafter)
+        yield "answers"
+        recipe, draft, schedule = self.recipe, self.draft, self.recipe.schedules["follow"]
+        order = sorted(answered, key=lambda row: length_of(row.sample()))
+
+        def unweighted(batch: Batch) -> Tensor:
+            with fast_products(draft.device):
+                return loss_of(draft, batch)
+
+        draft.model.vision_tower.requires_grad_(False)
+        make = DraftBatches("follow", recipe.seed, schedule, self.tokenizer, self.single, order)
+        minutes = train("follow", draft, make, unweighted, schedule, self.folder, recipe.checkpoint_seconds)
+        yield "follow"
+        self.draft_story += (
+            f"; then {minutes:.0f} min with half of the batches from {len(answered)} answers of the target (half "
+            "greedy, half at temperature 1)."
+        )
+
+    def _export(self, model: PocketModel, name: str, title: str, story: str, drafter: Path | None = None) -> None:
+        provenance = Provenance(title, story, self.hardware)
+        export(model, self.tokenizer, self.folder / name, self.recipe, provenance, drafter)
+
+
+def _refined(minutes: float) -> str:
+    return f"{minutes:.0f} min with larger shares of the tasks that are hard, with lessons in where to look"
+
+
+def _training_of(model: Path) -> str:
+    """Sentence on training in a model's card."""
+    card = model / "README.md"
+    match = _TRAINING.search(card.read_text()) if card.exists() else None
+    return match[1] if match else "an earlier model without a card"
+
+
+def pair_digest(pair: Path) -> str:
+    """Return a digest of both models' weights, 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in _MODELS:
+        weights = pair / name / "model.safetensors"
+        if not weights.exists():
+            raise TrainingError(
+                f"{pair} holds no pair to train on: there is no {name}/model.safetensors in it; name a folder that "
+                "`python -m tools.pocket train` finished, or `pocket` for the built-in pair."
+            )
+        digest.update(weights.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None) -> None:
+    """Run every stage up to `until`, resuming from what is in `folder`."""
+    if pair is not None and until not in PAIR_STAGES:
+        raise TrainingError(f"A run from a pair has no stage {until!r}; choose from {', '.join(PAIR_STAGES)}.")
+    for stage in Run(recipe, folder, pair).stages():
+        if stage == until:
+            return
+
+
+def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]) -> None:
+    """Train a second draft for the target of a pair, from scratch, that sees single pictures alone.
+
+    Of tasks with several pictures or videos it learns the language without them: as in TABED, section 4, a language
+    model that knows many texts learns to see from single pictures, and five of them are out of its distribution.
+    It is written to `folder / "draft"`; the target does not change.
+    """
+    if until not in SINGLE_STAGES:
+        stages = ", ".join(SINGLE_STAGES)
+        raise TrainingError(f"A draft of single pictures has no stage {until!r}; choose from {stages}.")
+    for stage in Run(recipe, folder, pair, single=True).stages():
+        if stage == until:
+            return
